@@ -1,0 +1,91 @@
+# The two commands are `make train` and `make test`: on a fresh machine with Python 3.11 or newer each
+# makes .venv and installs what it needs, and does neither when .venv is already there.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+DOCS_READY := $(VENV)/ready-docs
+TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
+
+# One compute thread per process: ranks share the cores, and thread pools of their own would fight for them.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv train test test-all check format bench docs gpu-check clean
+
+help:
+	@echo 'make train      train the default language model on 4 processes of this machine'
+	@echo 'make test       run the tests'
+	@echo 'make check      formatting, lint, types, spelling, architecture'
+	@echo 'make test-all   the tests and the slow ones'
+	@echo 'make bench      the measurements of benchmarks/'
+	@echo 'make gpu-check  the tests that need a GPU, with the python3 found (no .venv)'
+	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
+	@echo 'make format     let ruff format and mend what it can'
+
+venv: $(READY)
+
+# The stamp is written last, so an interrupted set-up is begun again, from an empty folder.
+$(READY): pyproject.toml constraints.txt
+	@for python in python3.11 python3 python3.12 python3.13 python3.14 python; do \
+	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then chosen="$$python"; break; fi; \
+	done; \
+	if [ -z "$${chosen:-}" ]; then \
+	  echo "error: Python 3.11 or newer with its venv module is needed; found $$(python3 --version 2>&1 || echo 'no python3')." >&2; \
+	  echo "Install one (on Debian: python3.11 and python3.11-venv) so that it is on PATH, then run this again." >&2; \
+	  exit 1; \
+	fi; \
+	if [ ! -x $(BIN)/python ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  echo "creating $(VENV) with $$("$$chosen" --version)"; \
+	  "$$chosen" -m venv --clear $(VENV); \
+	fi
+	@# torch first and pinned: an unpinned one may fetch gigabytes for another device.
+	$(BIN)/python -m pip install --quiet -c constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+train: $(READY)
+	$(BIN)/meshwright train examples/train.toml
+
+test: $(READY)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations=10
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m 'not gpu' --durations=20
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/codespell
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	@scripts=$$(find benchmarks -name 'bench_*.py' 2>/dev/null | sort); \
+	if [ -z "$$scripts" ]; then echo 'benchmarks/ holds no bench_*.py: nothing to measure'; exit 0; fi; \
+	for script in $$scripts; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# Runs under the machine's own Python and torch, whatever their versions: only the files that hold GPU
+# tests are collected, other plugins stay out, and warnings of other versions do not fail it.
+gpu-check:
+	PYTHONPATH=src:tests python3 tests/gpu_check.py
+
+clean:
+	rm -rf docs/_build build dist .pytest_cache .ruff_cache .hypothesis
