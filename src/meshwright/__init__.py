@@ -1,0 +1,82 @@
+"""Trains PyTorch models on several processes, to the numbers one process would give.
+
+The public names are loaded when they are first used, so that what needs no torch starts without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.composition import parallelize
+    from meshwright.data_parallel import replicate
+    from meshwright.errors import (
+        CheckpointDamagedError,
+        CheckpointError,
+        CheckpointMismatchError,
+        CheckpointWriteError,
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+        CommunicationError,
+        InternalError,
+        LaunchError,
+        LayoutError,
+        MeshwrightError,
+        NonFiniteError,
+        ParityError,
+        PlanError,
+        RankFailedError,
+    )
+    from meshwright.gradients import clip_grad_norm_
+    from meshwright.mesh import init_device_mesh
+    from meshwright.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointWriteError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationError",
+    "InternalError",
+    "LaunchError",
+    "LayoutError",
+    "MeshwrightError",
+    "NonFiniteError",
+    "ParityError",
+    "Plan",
+    "PlanError",
+    "RankFailedError",
+    "__version__",
+    "clip_grad_norm_",
+    "init_device_mesh",
+    "parallelize",
+    "replicate",
+]
+
+_HOME = MappingProxyType(
+    {
+        "Plan": "plan",
+        "clip_grad_norm_": "gradients",
+        "init_device_mesh": "mesh",
+        "parallelize": "composition",
+        "replicate": "data_parallel",
+    }
+)
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
