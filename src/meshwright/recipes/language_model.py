@@ -1,0 +1,181 @@
+"""A byte-level GPT: small, plain, with names that sharding and tensor-parallel rules can address.
+
+Shapes: ``B`` sequences, ``T`` positions, ``D`` width, ``H`` heads, ``K`` width of a head::
+
+    tokens_BT -> embedding -> layers.0 -> ... -> layers.N-1 -> norm -> head -> logits_BTV
+                              layer: x + attention(attention_norm(x)); x + feed_forward(...norm(x))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.recipes.config import ModelConfig
+
+__all__ = [
+    "VOCABULARY",
+    "Attention",
+    "FeedForward",
+    "LanguageModel",
+    "Layer",
+    "cross_entropy",
+    "initialize",
+    "name_seed",
+]
+
+VOCABULARY = 256
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next byte at every position.
+
+    It holds no buffers: the rotary angles follow from the positions, so the module can be built on
+    the meta device, split anywhere, and cast to any dtype.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits ``(B, T, 256)`` of the byte that follows each position of ``tokens_BT``."""
+        x_BTD = self.dropout(self.embedding(tokens_BT))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+class Layer(nn.Module):
+    """One pre-norm block: attention, then feed-forward, each added to its input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.dim)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """The block's output, of the shape of its input."""
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions.
+
+    The number of heads follows from the projection's width at run time, so a column-parallel
+    ``wq``, ``wk``, ``wv`` simply computes fewer heads on each rank.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.rotary_base = config.rotary_base
+        self.dropout = config.dropout
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Attention output ``(B, T, D)``."""
+        turn = _rotary_angles(x_BTD, self.head_dim, self.rotary_base)
+        query_BHTK = _rotate(self._heads(self.wq(x_BTD)), turn)
+        key_BHTK = _rotate(self._heads(self.wk(x_BTD)), turn)
+        value_BHTK = self._heads(self.wv(x_BTD))
+        mixed_BHTK = functional.scaled_dot_product_attention(
+            query_BHTK,
+            key_BHTK,
+            value_BHTK,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )
+        return self.wo(mixed_BHTK.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """``w2(gelu(w1(x)))``, or ``w2(silu(w1(x)) * w3(x))`` for ``swiglu``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.hidden or 4 * config.dim
+        self.w1 = nn.Linear(config.dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, config.dim, bias=False)
+        self.w3 = (
+            nn.Linear(config.dim, hidden, bias=False) if config.activation == "swiglu" else None
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Feed-forward output ``(B, T, D)``."""
+        if self.w3 is None:
+            return self.w2(functional.gelu(self.w1(x_BTD)))
+        return self.w2(functional.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+def initialize(model: nn.Module, seed: int) -> nn.Module:
+    """Fill every parameter of ``model`` in place; returns it.
+
+    A value depends on the seed and on the parameter's name alone, never on the order or number of
+    parameters: a stage of a pipeline starts with the values it would have in the whole model.
+    Matrices are normal with deviation 0.02, those that write into the residual stream smaller by
+    the square root of the number of additions; vectors of norms start at one, biases at zero.
+    """
+    depth = sum(1 for name, _ in model.named_modules() if name.endswith(".attention"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+                continue
+            writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+            deviation = 0.02 / math.sqrt(2 * depth) if writes_residual else 0.02
+            generator = torch.Generator().manual_seed(name_seed(seed, name))
+            values = torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator)
+            parameter.copy_(values)
+    return model
+
+
+def cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over all positions of the loss in nats, and the number of positions."""
+    total = functional.cross_entropy(
+        logits_BTV.flatten(0, -2), target_BT.flatten(), reduction="sum"
+    )
+    return total, torch.tensor(target_BT.numel(), device=total.device)
+
+
+def name_seed(seed: int, *names: object) -> int:
+    """A seed of 63 bits that depends on ``seed`` and ``names``, the same on every machine."""
+    text = "\0".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _rotary_angles(x_BTD: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``(T, K/2)`` by which each pair of channels turns at each position."""
+    precise = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
+    pairs = torch.arange(0, head_dim, 2, device=x_BTD.device, dtype=precise)
+    positions = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=precise)
+    angles = torch.outer(positions, base ** (-pairs / head_dim))
+    return angles.cos().to(x_BTD.dtype), angles.sin().to(x_BTD.dtype)
+
+
+def _rotate(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position encoding (Su et al., 2021): channel ``i`` is paired with ``i + K/2``."""
+    cosine, sine = turn
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)

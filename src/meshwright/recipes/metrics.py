@@ -1,0 +1,152 @@
+"""What a run reports: a metrics file with one JSON object a step, and a progress line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+__all__ = ["LineProgress", "LiveProgress", "MetricsFile", "ProgressDisplay", "show_progress"]
+
+
+class MetricsFile:
+    """A JSONL file with one object a step, each with its ``step``.
+
+    Opened for a run that goes on after ``step``, it first drops the lines of later steps (a run
+    that was stopped between two checkpoints has written them) and a last line that was cut short.
+    """
+
+    def __init__(self, path: Path, *, step: int = 0) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_until(path, step) if path.exists() else []
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, int | float | str | None]) -> None:
+        """Append one object; it is in the file when this returns."""
+        self._file.write(json.dumps(dict(record), allow_nan=True) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; further writes fail."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ProgressDisplay(Protocol):
+    """Shows how far a run is."""
+
+    def step(self, step: int, *, loss: float, tokens_per_second: float, left: float) -> None:
+        """Show a finished step; ``left`` is the time to the end in seconds."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Show nothing further."""
+        ...
+
+
+class LineProgress:
+    """One plain line every ``every`` steps: can be searched in the log of a batch job."""
+
+    def __init__(self, write: Callable[[str], None], *, steps: int, every: int) -> None:
+        self._write = write
+        self._steps = steps
+        self._every = every
+
+    def step(self, step: int, *, loss: float, tokens_per_second: float, left: float) -> None:
+        """Write the line when it is this step's turn, and at the last step."""
+        if step % self._every and step != self._steps:
+            return
+        self._write(
+            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
+            f"{_clock(left)} left"
+        )
+
+    def note(self, text: str) -> None:
+        """Write ``text`` as a line."""
+        self._write(text)
+
+    def close(self) -> None:
+        """Nothing is pending: every line is out."""
+
+
+class LiveProgress:
+    """One line of a terminal, redrawn after every step."""
+
+    def __init__(self, progress: Progress, *, steps: int) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("train", total=steps, detail="starting")
+        progress.start()
+
+    def step(self, step: int, *, loss: float, tokens_per_second: float, left: float) -> None:
+        """Redraw the line."""
+        detail = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {_clock(left)} left"
+        self._progress.update(self._task, completed=step, detail=detail)
+
+    def note(self, text: str) -> None:
+        """Print ``text`` above the line."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the line as it is and give the terminal back."""
+        self._progress.stop()
+
+
+def show_progress(write: Callable[[str], None], *, steps: int, every: int) -> ProgressDisplay:
+    """A live line when standard output is a terminal and rich is installed, else plain lines."""
+    if sys.stdout.isatty():
+        try:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        except ImportError:
+            pass
+        else:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[detail]}"),
+            )
+            return LiveProgress(Progress(*columns), steps=steps)
+    return LineProgress(write, steps=steps, every=every)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and line.endswith("\n") and record.get("step", 0) <= step:
+            kept.append(line)
+    return kept
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

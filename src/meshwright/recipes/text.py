@@ -1,0 +1,210 @@
+"""Text as bytes: which files are read, which are held out, and windows of them by global index.
+
+Nothing is decoded: a byte is a token, so any file is valid input, UTF-8 or not. A folder is read
+recursively; only files whose name ends in one of the configured suffixes count (an empty list of
+suffixes means every regular file), and links to folders are not followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import PlanError
+from meshwright.recipes.config import DataConfig
+
+__all__ = ["ByteText", "Windows", "open_text", "unigram_loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """A text cut into windows of ``context`` bytes that do not overlap.
+
+    Window ``i`` predicts the bytes ``i*context + 1 .. (i+1)*context`` from those before them, so
+    one pass over all windows predicts every byte once.
+    """
+
+    data: Tensor
+    context: int
+
+    def __len__(self) -> int:
+        return max(0, (self.data.numel() - 1) // self.context)
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each ``(len(indices), context)`` of int64, for these windows."""
+        starts = torch.tensor(indices, dtype=torch.int64) * self.context
+        window = torch.arange(self.context + 1)
+        rows = self.data[starts[:, None] + window].long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteText:
+    """A training text and the held-out text that validates it."""
+
+    training: Windows
+    validation: Windows
+    description: str
+    """One line: where the text comes from and how much of it there is."""
+
+    def validation_sample(self, count: int) -> list[int]:
+        """At most ``count`` window indices spread evenly over the held-out text."""
+        total = len(self.validation)
+        count = min(count, total)
+        return [position * total // count for position in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    path: Path
+    relative: str
+    size: int
+
+    @property
+    def order(self) -> int:
+        """A number that depends on the relative path alone: the same files on every machine."""
+        name = self.relative.encode(errors="surrogateescape")
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+
+
+def open_text(config: DataConfig, context: int) -> ByteText:
+    """Read the text that ``config`` names.
+
+    In a folder, every ``validation_every``-th file by a hash of its relative path is held out, at
+    least one; of a single file, the last ``1/validation_every`` of its bytes. A file is mapped, a
+    folder is read into memory, at most ``max_bytes`` of it, chosen by the same hash.
+
+    Raises ``PlanError`` when nothing is there, nothing matches, or the text is too short.
+    """
+    root = Path(config.path).expanduser() if config.path else _standard_library()
+    if root.is_dir():
+        training, validation, description = _read_folder(root, config)
+    elif root.is_file():
+        training, validation = _split_tail(_map_file(root), config.validation_every)
+        description = str(root)
+    else:
+        raise PlanError(
+            f"[data] path: expected a file or a folder of text, found nothing at {root}; "
+            "name one that exists, or leave it out to train on Python's standard library"
+        )
+    for part, data in (("training", training), ("held-out", validation)):
+        if data.numel() < context + 1:
+            raise PlanError(
+                f"[data] path: expected at least {context + 1} bytes of {part} text (one window of "
+                f"[model] context = {context}, and one byte more), found {data.numel()} in {root}; "
+                "give more text or a smaller context"
+            )
+    summary = f"{description}: {training.numel():,} bytes, {validation.numel():,} held out"
+    return ByteText(
+        training=Windows(data=training, context=context),
+        validation=Windows(data=validation, context=context),
+        description=summary,
+    )
+
+
+def unigram_loss(training: Tensor, targets: Tensor) -> float:
+    """Nats per byte of ``targets`` under the byte frequencies of ``training``.
+
+    What a model reaches that knows how often each byte occurs and nothing else. One is added to
+    every count, so that a byte never seen in training has a finite loss.
+    """
+    counts = torch.ones(256, dtype=torch.float64)
+    for piece in training.split(1 << 24):
+        counts += torch.bincount(piece, minlength=256)
+    losses = (counts / counts.sum()).log().neg()
+    return losses[targets.flatten().long()].mean().item()
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _read_folder(root: Path, config: DataConfig) -> tuple[Tensor, Tensor, str]:
+    files = _list_files(root, config)
+    if not files:
+        wanted = ", ".join(config.suffixes) or "regular files"
+        raise PlanError(
+            f"[data] path: expected files ({wanted}) that are not empty under {root}, found none; "
+            "name another folder or set [data] suffixes"
+        )
+    files, found = _sample(files, config.max_bytes), len(files)
+    description = f"{root} ({found:,} files)"
+    if len(files) < found:
+        description = f"{root} ({len(files):,} of {found:,} files, [data] max_bytes)"
+    if len(files) == 1:
+        text = _join(files)
+        return *_split_tail(text, config.validation_every), description
+    held_out = {file.path for file in files if file.order % config.validation_every == 0}
+    if not held_out or len(held_out) == len(files):
+        held_out = {min(files, key=lambda file: file.order).path}
+    return (
+        _join([file for file in files if file.path not in held_out]),
+        _join([file for file in files if file.path in held_out]),
+        description,
+    )
+
+
+def _list_files(root: Path, config: DataConfig) -> list[_File]:
+    """All files that match, sorted by relative path."""
+    files: list[_File] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in config.exclude]
+        for name in names:
+            path = Path(folder, name)
+            if config.suffixes and not name.endswith(config.suffixes):
+                continue
+            if path.is_file() and (size := path.stat().st_size):
+                files.append(_File(path=path, relative=str(path.relative_to(root)), size=size))
+    return sorted(files, key=lambda file: file.relative)
+
+
+def _sample(files: list[_File], max_bytes: int) -> list[_File]:
+    """The files, by hash, that fit in ``max_bytes`` together (at least one), sorted by path."""
+    chosen: list[_File] = []
+    total = 0
+    for file in sorted(files, key=lambda file: file.order):
+        if chosen and total + file.size > max_bytes:
+            break
+        chosen.append(file)
+        total += file.size
+    return sorted(chosen, key=lambda file: file.relative)
+
+
+def _join(files: Sequence[_File]) -> Tensor:
+    text = bytearray()
+    for file in files:
+        try:
+            text += file.path.read_bytes()
+        except OSError as error:
+            raise PlanError(
+                f"[data] path: expected to read {file.path}, found: {error.strerror}; "
+                "make it readable or exclude its folder ([data] exclude)"
+            ) from error
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def _map_file(path: Path) -> Tensor:
+    try:
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return torch.empty(0, dtype=torch.uint8)
+            # A private copy-on-write map: torch wants writable memory, the file stays untouched.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise PlanError(
+            f"[data] path: expected to read {path}, found: {error.strerror}; make it readable"
+        ) from error
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _split_tail(data: Tensor, every: int) -> tuple[Tensor, Tensor]:
+    boundary = data.numel() - data.numel() // every
+    return data[:boundary], data[boundary:]

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from meshwright.recipes.metrics import LineProgress, MetricsFile, show_progress
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_every_line_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write({"step": 1, "loss": 5.5})
+        assert json.loads(path.read_text()) == {"step": 1, "loss": 5.5}
+
+
+def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in range(1, 6):
+            metrics.write({"step": step})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    with MetricsFile(path, step=3) as metrics:
+        metrics.write({"step": 4})
+    assert steps_in(path) == [1, 2, 3, 4]
+
+
+def test_a_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write({"step": 1})
+    MetricsFile(path).close()
+    assert path.read_text() == ""
+
+
+def test_plain_lines_come_every_so_often_and_at_the_end() -> None:
+    lines: list[str] = []
+    progress = LineProgress(lines.append, steps=5, every=2)
+    for step in range(1, 6):
+        progress.step(step, loss=1 / step, tokens_per_second=12345.6, left=3661.0)
+    progress.note("saved")
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 2/5",
+        "step 4/5",
+        "step 5/5",
+        "saved",
+    ]
+    assert lines[0] == "step 2/5  loss 0.5000  12,346 tokens/s  1:01:01 left"
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    assert isinstance(show_progress(lambda line: None, steps=1, every=1), LineProgress)
