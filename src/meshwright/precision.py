@@ -1,0 +1,48 @@
+"""Precision: the dtypes of parameters, computation, gradient reduction and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FloatName", "Precision"]
+
+FloatName = Literal["float16", "bfloat16", "float32", "float64"]
+"""The dtypes that a precision may name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Names of dtypes; ``None`` follows from ``parameters`` as ``resolved`` says.
+
+    ``Precision(compute="bfloat16")`` is the usual mixed precision: parameters, gradients on the
+    wire and optimizer in float32, matrix products in bfloat16.
+    """
+
+    parameters: FloatName = "float32"
+    """Parameters as the user sees them, and as they are saved."""
+    compute: FloatName | None = None
+    """Forward and backward; by default that of ``parameters``."""
+    reduce: FloatName | None = None
+    """Gradients while they are summed over ranks; by default that of ``parameters``."""
+    optimizer: FloatName | None = None
+    """Master copy and optimizer state; by default that of ``parameters``."""
+
+    def resolved(self) -> Precision:
+        """The same precision with every dtype named."""
+        return Precision(
+            parameters=self.parameters,
+            compute=self.compute or self.parameters,
+            reduce=self.reduce or self.parameters,
+            optimizer=self.optimizer or self.parameters,
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether computation runs in another dtype than the parameters have."""
+        return self.compute is not None and self.compute != self.parameters
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Whether small gradients would vanish without scaling: computation in float16."""
+        return (self.compute or self.parameters) == "float16"

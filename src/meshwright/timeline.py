@@ -1,0 +1,266 @@
+"""What was communicated and when: collectives, events and timelines, measured or simulated.
+
+::
+
+    rank 0   compute   |##### forward #####|### backward ###|
+             gather    |##|  |###|                           hidden behind compute: not exposed
+             reduce                               |########|
+                                                   ~~~~~~~~  busy; exposed after compute ends
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Literal
+
+from meshwright.layout import dtype_bytes
+
+__all__ = [
+    "KINDS",
+    "LANES",
+    "LANE_OF_KIND",
+    "Collective",
+    "Event",
+    "Interval",
+    "Kind",
+    "Lane",
+    "Timeline",
+    "union",
+]
+
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "send",
+    "recv",
+    "barrier",
+]
+"""The operations that pass the door."""
+
+Lane = Literal["compute", "gather", "reduce", "transfer"]
+"""What can run at the same time on one rank."""
+
+Interval = tuple[float, float]
+"""Start and end in seconds."""
+
+LANES: tuple[Lane, ...] = ("compute", "gather", "reduce", "transfer")
+
+LANE_OF_KIND: Mapping[str, Lane] = MappingProxyType(
+    {
+        "all_gather": "gather",
+        "broadcast": "gather",
+        "all_reduce": "reduce",
+        "reduce_scatter": "reduce",
+        "barrier": "reduce",
+        "send": "transfer",
+        "recv": "transfer",
+        "all_to_all": "transfer",
+    }
+)
+
+KINDS: tuple[str, ...] = tuple(LANE_OF_KIND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One operation as it passes the door: what, over which axis, and why."""
+
+    kind: str
+    """One of ``KINDS``."""
+    axis: str
+    """Name of the mesh axis it runs over."""
+    shape: tuple[int, ...] = ()
+    """Shape of the tensor that this rank hands in (``recv`` and ``broadcast``: takes)."""
+    dtype: str = "uint8"
+    reduction: str | None = None
+    """Such as ``"sum"``; ``None`` where nothing is reduced."""
+    peer: int | None = None
+    """The other rank of a transfer or the source of a broadcast, counted within the group."""
+    label: str = ""
+    """Why, such as ``"unshard layers.3"``."""
+    sequence: int = 0
+    """How many operations this group has issued before on this rank."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor handed in; 0 for a barrier."""
+        return 0 if self.kind == "barrier" else math.prod(self.shape) * dtype_bytes(self.dtype)
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that draws it."""
+        return LANE_OF_KIND[self.kind]
+
+    def __str__(self) -> str:
+        """Such as ``all_gather #42 "unshard layers.4" on axis shard``."""
+        label = f' "{self.label}"' if self.label else ""
+        peer = f" with peer {self.peer}" if self.peer is not None else ""
+        return f"{self.kind} #{self.sequence}{label} on axis {self.axis}{peer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that took time on one lane of one rank."""
+
+    name: str
+    """What is drawn, such as ``"forward"`` or ``"all_gather"``."""
+    lane: Lane
+    rank: int
+    start: float
+    """Seconds on a clock that all events of a timeline share."""
+    end: float
+    bytes: int = 0
+    category: str = ""
+    """Groups events of one colour, such as ``"backward"`` or ``"collective"``."""
+    axis: str = ""
+    label: str = ""
+    sequence: int | None = None
+    """The number of the collective in its group."""
+
+    def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise ValueError(f"expected a lane of {', '.join(LANES)}, found {self.lane!r}")
+        if not (math.isfinite(self.start) and self.start <= self.end < math.inf):
+            raise ValueError(
+                f"expected finite times with start <= end for event {self.name!r} on rank "
+                f"{self.rank}, found {self.start} to {self.end}"
+            )
+
+    @property
+    def duration(self) -> float:
+        """Seconds from start to end."""
+        return self.end - self.start
+
+    @classmethod
+    def of(cls, collective: Collective, *, rank: int, start: float, end: float) -> Event:
+        """The event of a collective that ``rank`` issued at ``start`` and was done at ``end``."""
+        return cls(
+            name=collective.kind,
+            lane=collective.lane,
+            rank=rank,
+            start=start,
+            end=end,
+            bytes=collective.bytes,
+            category="collective",
+            axis=collective.axis,
+            label=collective.label,
+            sequence=collective.sequence,
+        )
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as disjoint intervals in order; touching ones are joined."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _length(disjoint: Iterable[Interval]) -> float:
+    return math.fsum(end - start for start, end in disjoint)
+
+
+def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Times in both of two lists of disjoint intervals, each in order."""
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Events of one or several ranks, ordered by start."""
+
+    events: tuple[Event, ...] = ()
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        ordered = sorted(events, key=lambda e: (e.start, e.rank, LANES.index(e.lane), -e.end))
+        object.__setattr__(self, "events", tuple(ordered))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have events, in order."""
+        return tuple(sorted({event.rank for event in self.events}))
+
+    @property
+    def start(self) -> float:
+        """Seconds at which the first event begins; 0 without events."""
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Seconds at which the last event ends; 0 without events."""
+        return max((event.end for event in self.events), default=0.0)
+
+    def merge(self, others: Iterable[Timeline]) -> Timeline:
+        """One timeline with the events of this and all others; clocks are taken as they are."""
+        return Timeline([*self.events, *(event for other in others for event in other.events)])
+
+    def select(self, *, rank: int | None = None, lane: Lane | None = None) -> Timeline:
+        """The events of one rank, of one lane, or of one lane of one rank."""
+        return Timeline(
+            event
+            for event in self.events
+            if (rank is None or event.rank == rank) and (lane is None or event.lane == lane)
+        )
+
+    def intervals(self, rank: int, *lanes: Lane) -> list[Interval]:
+        """When at least one of ``lanes`` is busy on ``rank``: disjoint, in order."""
+        return union((e.start, e.end) for e in self.events if e.rank == rank and e.lane in lanes)
+
+    def busy(self, rank: int, lane: Lane) -> float:
+        """Seconds during which ``lane`` of ``rank`` runs something; overlaps count once."""
+        return _length(self.intervals(rank, lane))
+
+    def exposed(self, rank: int) -> float:
+        """Seconds during which ``rank`` communicates and computes nothing."""
+        talking = self.intervals(rank, *LANES[1:])
+        computing = self.intervals(rank, "compute")
+        return _length(talking) - _length(_common(talking, computing))
+
+    def bytes(self, rank: int, lane: Lane) -> int:
+        """Bytes that the events of ``lane`` carry on ``rank``."""
+        return sum(e.bytes for e in self.events if e.rank == rank and e.lane == lane)
+
+    def to_json(self) -> str:
+        """One line of JSON; ``from_json`` gives an equal timeline."""
+        return json.dumps({"format": 1, "events": [asdict(event) for event in self.events]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read what ``to_json`` wrote; ``ValueError`` says what else was found."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected a timeline as JSON, found {error}") from error
+        if not isinstance(document, dict) or document.get("format") != 1:
+            raise ValueError('expected a timeline with "format": 1, found another document')
+        return cls(_event(number, record) for number, record in enumerate(document["events"]))
+
+
+def _event(number: int, record: Mapping[str, object]) -> Event:
+    known = {item.name for item in fields(Event)}
+    if unknown := set(record) - known:
+        raise ValueError(f"event {number} has unknown fields {sorted(unknown)}")
+    try:
+        return Event(**record)  # pyrefly: ignore[bad-argument-type]
+    except TypeError as error:
+        raise ValueError(f"event {number} is not complete: {error}") from error
