@@ -1,0 +1,126 @@
+"""The table of the architecture: rooms, arrows, sizes and forbidden names, in one place."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ALLOWED",
+    "BANNED_WORDS",
+    "C10D",
+    "C10D_ROOMS",
+    "CONSOLE_FILES",
+    "FILE_LINES",
+    "FUNCTION_LINES",
+    "FUNCTION_P90",
+    "OPTIONAL",
+    "OPTIONAL_ROOMS",
+    "PEERS",
+    "PICKLE",
+    "PICKLE_ROOMS",
+    "STATE_FILES",
+    "TORCH_FREE",
+]
+
+FILE_LINES = 500
+FUNCTION_LINES = 60
+FUNCTION_P90 = 30
+
+# Each room may import itself and the rooms on its right. A room without a tenant yet has its row here too.
+_PURE = frozenset(
+    {
+        "axes",
+        "errors",
+        "layout",
+        "plan",
+        "precision",
+        "sampling",
+        "schedule",
+        "timeline",
+        "toml_source",
+    }
+)
+_COMM = _PURE | {"comm", "mesh"}
+_STRATEGY = _COMM | {"gradients"}
+_STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
+_WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
+_TOP = _WHOLE | {"composition", "planner", "reference", "report"}
+
+ALLOWED: dict[str, frozenset[str]] = {
+    **dict.fromkeys(_PURE, _PURE),
+    "errors": frozenset(),
+    "mesh": _PURE,
+    "comm": _COMM,
+    "gradients": _COMM,
+    "data_parallel": _STRATEGY,
+    "fsdp": _STRATEGY | {"data_parallel"},
+    "tensor_parallel": _STRATEGY,
+    "pipelining": _STRATEGY,
+    "compiler": _STRATEGIES,
+    "checkpoint": _STRATEGIES,
+    "composition": _WHOLE,
+    "reference": _WHOLE,
+    "planner": _PURE,
+    "report": _PURE,
+    "recipes": _TOP,
+    "cli": _TOP | {"recipes"},
+    "testing": _TOP,
+}
+
+# The pure row and what stands on it alone start without torch, so that `plan` and `simulate` do.
+TORCH_FREE = _PURE | {"planner", "report"}
+
+# Where communication may be touched: every other room goes through a Communicator.
+C10D = (
+    "torch.distributed",
+    "torch._C._distributed_c10d",
+    "torch.ops.c10d",
+    "torch.ops._c10d_functional",
+)
+C10D_ROOMS = frozenset({"comm", "mesh"})
+
+# What Meshwright replaces. These appear in benchmarks and in parity tests, never in src.
+PEERS = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed",
+    "torch._inductor.fx_passes.ddp_fusion",
+)
+
+# Formats that run code when they are read, and the calls that use them underneath.
+PICKLE = (
+    "pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "torch.load",
+    "torch.save",
+    "torch.distributed.all_gather_object",
+    "torch.distributed.broadcast_object_list",
+    "torch.distributed.gather_object",
+    "torch.distributed.recv_object_list",
+    "torch.distributed.scatter_object_list",
+    "torch.distributed.send_object_list",
+)
+PICKLE_ROOMS = frozenset({"testing"})
+
+# Packages that may be missing: imported inside a function, or at the top of the rooms named beside them.
+OPTIONAL = frozenset({"hypothesis", "pytest", "rich", "tensorboard", "transformers", "tyro"})
+OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
+    "cli": frozenset({"rich", "tyro"}),
+    "recipes": frozenset({"rich", "tyro"}),
+    "testing": frozenset({"pytest"}),
+}
+
+# The one registry of a process, and nothing else, is mutable state of a module.
+STATE_FILES = frozenset({"comm/process_groups.py", "comm/registry.py"})
+
+# Only the command line writes to the console with `print`.
+CONSOLE_FILES = frozenset({"cli.py"})
+
+BANNED_WORDS = frozenset(
+    {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
+)
