@@ -1,0 +1,308 @@
+"""What this machine offers to a run, what is wrong with it, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from meshwright import __version__
+from meshwright.comm import Communicator, connect, disconnect
+from meshwright.comm.launch import launch
+from meshwright.errors import MeshwrightError
+
+__all__ = ["Finding", "examine", "measure", "memory_limit", "report_lines", "usable_cores"]
+
+MEASURED_RANKS = 2
+_ROUNDS = 50
+_LEAST_MEMORY = 2 * 2**30
+_LEAST_FILES = 256
+# Above these medians something is wrong with the loopback device or the cores, not with the code.
+_SLOW_SECONDS = {"all_reduce 4 KB": 0.02, "all_reduce 1 MB": 0.2, "barrier": 0.02}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact about this machine."""
+
+    name: str
+    value: str
+    problem: str = ""
+    """What was expected instead; empty when the fact is as it should be."""
+    remedy: str = ""
+    """What to do about the problem."""
+    is_broken: bool = False
+    """Training cannot work before this is mended; a mere piece of advice leaves it false."""
+
+
+def examine(*, measure_collectives: bool = True) -> list[Finding]:
+    """All facts, in the order in which they are printed."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _versions,
+        _devices,
+        _processors,
+        _memory,
+        _shared_memory,
+        _files,
+        _network,
+    )
+    findings = [finding for check in checks for finding in check()]
+    if measure_collectives and not any(finding.is_broken for finding in findings):
+        findings.extend(measure())
+    return findings
+
+
+def report_lines(findings: list[Finding]) -> list[str]:
+    """The findings as text: a line for each, then what is wrong with what to do."""
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{finding.name:<{width}}  {finding.value}" for finding in findings]
+    problems = [finding for finding in findings if finding.problem]
+    lines.append("")
+    if not problems:
+        return [*lines, "Everything needed for training is in place."]
+    for finding in problems:
+        kind = "broken" if finding.is_broken else "advice"
+        lines.append(f"{kind}: {finding.name}: {finding.problem}; {finding.remedy}")
+    return lines
+
+
+def usable_cores() -> float:
+    """Cores this process may use: its affinity, or less where a control group sets a quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder in _control_groups():
+        words = _read(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            cores = min(cores, int(words[0]) / int(words[1]))
+    return cores
+
+
+def memory_limit() -> tuple[int, str]:
+    """Bytes that a run may still take, and what sets the limit: the machine or a control group."""
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            available, source = int(line.split()[1]) * 1024, "free on the machine"
+            break
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        source = "installed in the machine"
+    for folder in _control_groups():
+        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if limit.isdigit() and used.isdigit() and int(limit) - int(used) < available:
+            available, source = int(limit) - int(used), f"left in control group {folder.name}"
+    return available, source
+
+
+def measure() -> Iterator[Finding]:
+    """Start two ranks and report the median time of small collectives between them."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as folder:
+        target = Path(folder, "medians.json")
+        try:
+            launch([sys.executable, "-m", "meshwright.doctor", str(target)], MEASURED_RANKS)
+            answer = json.loads(target.read_text())
+        except (MeshwrightError, OSError, ValueError) as error:
+            yield Finding(
+                name="collectives",
+                value="failed",
+                problem=f"expected {MEASURED_RANKS} ranks to reduce a tensor, found: "
+                + " ".join(str(error).split()),
+                remedy="mend what it names; if it names no cause, set GLOO_SOCKET_IFNAME=lo",
+                is_broken=True,
+            )
+            return
+    for name, seconds in answer["medians"].items():
+        bound = _SLOW_SECONDS[name]
+        is_slow = seconds > bound
+        yield Finding(
+            name=name,
+            value=f"{seconds * 1e6:,.0f} us (median, {MEASURED_RANKS} ranks, {answer['backend']})",
+            problem=f"expected less than {bound * 1e6:,.0f} us" if is_slow else "",
+            remedy="end other work on these cores and measure again" if is_slow else "",
+        )
+
+
+def _versions() -> Iterator[Finding]:
+    is_old = sys.version_info < (3, 11)
+    yield Finding(name="meshwright", value=__version__)
+    yield Finding(
+        name="python",
+        value=f"{platform.python_version()} on {platform.platform()}",
+        problem="expected 3.11 or newer" if is_old else "",
+        remedy="install a newer Python" if is_old else "",
+        is_broken=is_old,
+    )
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    is_old = (major, minor) < (2, 11)
+    yield Finding(
+        name="torch",
+        value=torch.__version__,
+        problem="expected 2.11 or newer" if is_old else "",
+        remedy="pip install 'torch>=2.11'" if is_old else "",
+        is_broken=is_old,
+    )
+    for package in ("numpy", "safetensors", "tyro", "rich"):
+        yield Finding(name=package, value=_version(package))
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding(name="devices", value="cpu")
+        yield Finding(name="backends", value="gloo")
+        return
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    yield Finding(
+        name="devices", value=f"cpu, {len(names)} x cuda: {', '.join(sorted(set(names)))}"
+    )
+    yield Finding(name="backends", value=f"gloo, nccl {nccl}")
+
+
+def _processors() -> Iterator[Finding]:
+    cores = usable_cores()
+    yield Finding(name="cores", value=f"{cores:g} usable of {os.cpu_count()}")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    is_advised = threads.isdigit() and int(threads) > cores
+    yield Finding(
+        name="OMP_NUM_THREADS",
+        value=threads or "not set (ranks started by meshwright get 1)",
+        problem=f"expected at most {cores:g}, the usable cores" if is_advised else "",
+        remedy="set OMP_NUM_THREADS to the cores divided by the ranks" if is_advised else "",
+    )
+
+
+def _memory() -> Iterator[Finding]:
+    available, source = memory_limit()
+    is_low = available < _LEAST_MEMORY
+    yield Finding(
+        name="memory",
+        value=f"{available / 2**30:.1f} GiB {source}",
+        problem=f"expected at least {_LEAST_MEMORY / 2**30:g} GiB for two ranks" if is_low else "",
+        remedy="end other programs or raise the limit" if is_low else "",
+    )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    problem = ""
+    try:
+        descriptor = os.memfd_create("meshwright-doctor")
+        try:
+            os.ftruncate(descriptor, 2**20)
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError) as error:
+        problem = f"expected a memfd of 1 MiB, found: {error}"
+    yield Finding(
+        name="shared memory",
+        value="memfd does not work" if problem else "memfd works",
+        problem=problem,
+        remedy="ranks fall back to loopback; allow memfd_create in the sandbox" if problem else "",
+    )
+
+
+def _files() -> Iterator[Finding]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_low = limit != resource.RLIM_INFINITY and limit < _LEAST_FILES
+    yield Finding(
+        name="open files",
+        value="no limit" if limit == resource.RLIM_INFINITY else f"at most {limit}",
+        problem=f"expected at least {_LEAST_FILES}" if is_low else "",
+        remedy=f"ulimit -n {4 * _LEAST_FILES}" if is_low else "",
+    )
+
+
+def _network() -> Iterator[Finding]:
+    for name in ("localhost", socket.gethostname()):
+        try:
+            address = str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
+            problem = ""
+        except OSError as error:
+            address, problem = "unknown", f"expected an address, found: {error}"
+        is_local = name == "localhost"
+        yield Finding(
+            name=f"name {name}",
+            value=address,
+            problem=problem,
+            remedy=f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+            if problem
+            else "",
+            is_broken=bool(problem) and is_local,
+        )
+    problem, port = "", 0
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError as error:
+        problem = f"expected to listen on 127.0.0.1 and to connect, found: {error}"
+    yield Finding(
+        name="loopback port",
+        value="none" if problem else f"{port} is free and answers",
+        problem=problem,
+        remedy="allow connections on the loopback device" if problem else "",
+        is_broken=bool(problem),
+    )
+
+
+def _control_groups() -> Iterator[Path]:
+    """This process's control group and those around it, from the inside out."""
+    root = Path("/sys/fs/cgroup")
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        number, _, path = line.split(":", 2)
+        if number == "0":
+            folder = root / path.lstrip("/")
+            yield from (part for part in (folder, *folder.parents) if part.is_relative_to(root))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed (the command line needs tyro; rich draws progress)"
+
+
+def _median(run: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _measure_here(communicator: Communicator) -> dict[str, float]:
+    small, large = torch.zeros(1024), torch.zeros(2**18)
+    return {
+        "all_reduce 4 KB": _median(lambda: communicator.all_reduce(small).wait()),
+        "all_reduce 1 MB": _median(lambda: communicator.all_reduce(large).wait()),
+        "barrier": _median(lambda: communicator.barrier().wait()),
+    }
+
+
+def _main(target: Path) -> None:
+    communicator = connect()
+    medians = _measure_here(communicator)
+    if communicator.rank == 0:
+        target.write_text(json.dumps({"backend": communicator.backend, "medians": medians}))
+    disconnect()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
