@@ -1,0 +1,40 @@
+"""Communication: the only room that uses `torch.distributed`.
+
+Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `registry` (this process's
+state), `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`, `collectives` (the
+door), `process_groups` (joining and leaving), `functional` (autograd), `launch`.
+"""
+
+from __future__ import annotations
+
+from meshwright.comm.collectives import Communicator, Transfer
+from meshwright.comm.observers import Observer, Recorder, Timer
+from meshwright.comm.pending import Pending
+from meshwright.comm.process_groups import (
+    check_peers,
+    communicator,
+    connect,
+    disconnect,
+    is_connected,
+    subgroup,
+)
+from meshwright.comm.registry import observe, phase
+from meshwright.comm.streams import Clock
+
+__all__ = [
+    "Clock",
+    "Communicator",
+    "Observer",
+    "Pending",
+    "Recorder",
+    "Timer",
+    "Transfer",
+    "check_peers",
+    "communicator",
+    "connect",
+    "disconnect",
+    "is_connected",
+    "observe",
+    "phase",
+    "subgroup",
+]

@@ -1,0 +1,424 @@
+"""The door: one `Communicator` for each process group, and every collective through `_issue`.
+
+A collective carries an axis and a label saying why it is made ("unshard layers.3"). It returns a
+`Pending`; whoever needs the value waits. Tensors are contiguous and on the communicator's device.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import gloo, lookup
+from meshwright.comm.pending import Pending, TransferWaiter, Work
+from meshwright.comm.registry import PROCESS, PhaseRecord
+from meshwright.comm.streams import Clock
+from meshwright.timeline import Collective
+
+__all__ = ["Communicator", "Issued", "Transfer"]
+
+REDUCTIONS = MappingProxyType(
+    {
+        "sum": dist.ReduceOp.SUM,
+        "product": dist.ReduceOp.PRODUCT,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+        "band": dist.ReduceOp.BAND,
+        "bor": dist.ReduceOp.BOR,
+        "bxor": dist.ReduceOp.BXOR,
+    }
+)
+"""The reductions by name. A mean is a sum of tensors that were scaled on the way in."""
+
+REMEMBERED = 16
+"""How many of the last operations a rank can name in a hang report."""
+
+Launched = tuple[Sequence[Work], Callable[[], None] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One point-to-point message of a batch. ``peer`` is a rank of the communicator."""
+
+    direction: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """What a rank remembers of an operation that it has issued."""
+
+    sequence: int
+    kind: str
+    label: str
+    phase: PhaseRecord | None
+
+    def __str__(self) -> str:
+        label = f' "{self.label}"' if self.label else ""
+        return f"{self.kind} #{self.sequence}{label}"
+
+
+class Communicator:
+    """Collectives over one process group, which is one axis of the layout.
+
+    Ask `meshwright.comm.communicator` for it; one group has one communicator, so that sequence
+    numbers count all operations of the group. Ranks in arguments are ranks of this group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float
+    ) -> None:
+        self.group = group
+        self.axis = axis
+        self.device = device
+        self.timeout = timeout
+        """Seconds after which a wait gives up and names who is missing."""
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        """The world's number of each rank of this group."""
+        self.backend: str = _backend_for(group, device)
+        self.name: str = group.group_name
+        """The name by which c10d and traced graphs know the group."""
+        self.clock = Clock(device)
+        self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
+        self.counts: dict[str, int] = {}
+        """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
+        self._idle_waiters: list[Any] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Communicator(axis={self.axis!r}, rank={self.rank}, size={self.size}, "
+            f"backend={self.backend!r})"
+        )
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        reduction: str = "sum",
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Reduce ``tensor`` over all ranks, in place."""
+        op = _reduction(reduction)
+        self._check(tensor)
+
+        def launch() -> Launched:
+            call = lookup.current("all_reduce")
+            return _works(call(tensor, op=op, group=self.group, async_op=async_op)), None
+
+        return self._issue("all_reduce", tensor, label, launch, reduction=reduction)
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Gather every rank's ``tensor`` into ``output``, rank-major.
+
+        ``output`` has ``size`` times the elements of ``tensor``, which may be this rank's own part
+        of it: then nothing is copied.
+        """
+        self._check(output, tensor)
+        self._check_share(output, tensor, "all_gather")
+
+        def launch() -> Launched:
+            if self.backend == "gloo" and not lookup.is_replaced("all_gather"):
+                works = gloo.all_gather(output, tensor, self.group, self.ranks)
+                if works is not None:
+                    return works, None
+            call = lookup.current("all_gather")
+            work = call(output.view(-1), tensor.view(-1), group=self.group, async_op=async_op)
+            return _works(work), None
+
+        return self._issue("all_gather", output, label, launch)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        reduction: str = "sum",
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Reduce ``tensor`` over all ranks and keep this rank's share in ``output``.
+
+        ``tensor`` holds ``size`` equal shares, rank-major, and is left as it was.
+        """
+        op = _reduction(reduction)
+        self._check(output, tensor)
+        self._check_share(tensor, output, "reduce_scatter")
+
+        def launch() -> Launched:
+            if self.backend == "gloo" and not lookup.is_replaced("reduce_scatter"):
+                launched = gloo.reduce_scatter(output, tensor, self.group, reduction)
+                if launched is not None:
+                    return launched
+            call = lookup.current("reduce_scatter")
+            work = call(
+                output.view(-1), tensor.view(-1), op=op, group=self.group, async_op=async_op
+            )
+            return _works(work), None
+
+        return self._issue(
+            "reduce_scatter", tensor, label, launch, reduction=reduction, value=output
+        )
+
+    def broadcast(
+        self, tensor: torch.Tensor, *, source: int = 0, label: str = "", async_op: bool = True
+    ) -> Pending:
+        """Give every rank the ``tensor`` of rank ``source``, in place."""
+        self._check(tensor)
+        root = self._global(source)
+
+        def launch() -> Launched:
+            call = lookup.current("broadcast")
+            return _works(call(tensor, src=root, group=self.group, async_op=async_op)), None
+
+        return self._issue("broadcast", tensor, label, launch, peer=source)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Send part ``i`` of ``tensor`` to rank ``i``; ``output`` holds what came, rank-major.
+
+        The splits count rows of dim 0; equal parts when they are None.
+        """
+        self._check(output, tensor)
+
+        def launch() -> Launched:
+            work = lookup.current("all_to_all")(
+                output,
+                tensor,
+                output_split_sizes=None if output_splits is None else list(output_splits),
+                input_split_sizes=None if input_splits is None else list(input_splits),
+                group=self.group,
+                async_op=async_op,
+            )
+            return _works(work), None
+
+        return self._issue("all_to_all", tensor, label, launch, value=output)
+
+    def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
+        """Pass when every rank has come. Waits before it returns, unless ``async_op``."""
+        token = torch.zeros(1, device=self.device)
+
+        def launch() -> Launched:
+            if self.device.type == "cpu":
+                return _works(lookup.current("barrier")(group=self.group, async_op=True)), None
+            # NCCL's barrier guesses the device; a one-element sum is the same thing on ours.
+            call = lookup.current("all_reduce")
+            return _works(call(token, group=self.group, async_op=True)), None
+
+        pending = self._issue("barrier", token, label, launch)
+        if not async_op:
+            pending.wait()
+        return pending
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = ""
+    ) -> Pending:
+        """Send ``tensor`` to rank ``peer``. It must not change before the wait has returned."""
+        return self._transfer(
+            Transfer(direction="send", tensor=tensor, peer=peer, tag=tag, label=label)
+        )
+
+    def recv(
+        self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = ""
+    ) -> Pending:
+        """Receive into ``tensor`` from rank ``peer``; its shape and dtype are the sender's."""
+        return self._transfer(
+            Transfer(direction="recv", tensor=tensor, peer=peer, tag=tag, label=label)
+        )
+
+    def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
+        """Issue several transfers as one, so that no order among them can block the ranks."""
+        if self.device.type == "cpu":
+            return [self._transfer(transfer) for transfer in transfers]
+        works = lookup.current("batch")(
+            [
+                dist.P2POp(
+                    dist.isend if t.direction == "send" else dist.irecv,
+                    t.tensor,
+                    self._global(t.peer),
+                    group=self.group,
+                    tag=t.tag,
+                )
+                for t in transfers
+            ]
+        )
+
+        def launch() -> Launched:
+            return works, None
+
+        return [
+            self._issue(t.direction, t.tensor, t.label, launch, peer=t.peer) for t in transfers
+        ]
+
+    def _transfer(self, transfer: Transfer) -> Pending:
+        self._check(transfer.tensor)
+        peer = self._global(transfer.peer)
+
+        def launch() -> Launched:
+            call = lookup.current(transfer.direction)
+            work = call(transfer.tensor, peer, group=self.group, tag=transfer.tag)
+            if self.backend == "gloo":
+                return [TransferWaiter(work, self._idle_waiters)], None
+            return [work], None
+
+        return self._issue(
+            transfer.direction, transfer.tensor, transfer.label, launch, peer=transfer.peer
+        )
+
+    # ------------------------------------------------------------------ control and memory
+
+    def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
+        """Every rank's ``payload``, in rank order: for small control data, JSON for example."""
+        size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, size, label=f"{label}: sizes").wait()
+        counts = [int(n) for n in sizes.tolist()]
+        longest = max(counts)
+        if longest == 0:
+            return [b""] * self.size
+        padded = payload + bytes(longest - len(payload))
+        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
+        self.all_gather(everyone, mine, label=label).wait()
+        rows = everyone.cpu().view(self.size, longest)
+        return [
+            row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)
+        ]
+
+    def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
+        """Every rank's ``numbers`` (equally many on each), in rank order, in float64."""
+        form = f"<{len(numbers)}d"
+        payload = torch.frombuffer(bytearray(struct.pack(form, *numbers)), dtype=torch.uint8)
+        mine = payload.to(self.device)
+        everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device=self.device)
+        self.all_gather(everyone, mine, label=label).wait()
+        rows = everyone.cpu().view(self.size, -1)
+        return [struct.unpack(form, row.numpy().tobytes()) for row in rows]
+
+    def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor in the memory that this backend moves fastest, uninitialised."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    # ------------------------------------------------------------------ the door
+
+    def _issue(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        label: str,
+        launch: Callable[[], Launched],
+        *,
+        reduction: str | None = None,
+        peer: int | None = None,
+        value: torch.Tensor | None = None,
+    ) -> Pending:
+        """Number the operation, tell the observers, run it."""
+        sequence = self._next(kind, peer)
+        phases = PROCESS.phases
+        self.issued.append(Issued(sequence, kind, label, phases[-1] if phases else None))
+        result = tensor if value is None else value
+        pending = Pending(self, kind, label, sequence, peer=peer, value=result)
+        if PROCESS.observers:
+            collective = Collective(
+                kind=kind,
+                axis=self.axis,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                reduction=reduction,
+                peer=peer,
+                label=label,
+                sequence=sequence,
+            )
+            PROCESS.tell_issued(collective)
+            pending.observed(collective, self.clock.mark())
+        pending.launched(*launch())
+        return pending
+
+    def _next(self, kind: str, peer: int | None) -> int:
+        # A transfer concerns two ranks only: numbered with the collectives it would shift theirs.
+        key = kind if peer is None or kind == "broadcast" else f"{kind}:{peer}"
+        if key == kind:
+            key = ""
+        number = self.counts.get(key, 0)
+        self.counts[key] = number + 1
+        return number
+
+    def _global(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ValueError(
+                f"rank {rank} is not on axis {self.axis}: expected 0..{self.size - 1}"
+            )
+        return self.ranks[rank]
+
+    def _check(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if tensor.device.type != self.device.type:
+                raise ValueError(
+                    f"axis {self.axis} communicates on {self.device}, found a tensor on "
+                    f"{tensor.device}: move it there first"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"axis {self.axis}: expected a contiguous tensor, found shape "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()}: call .contiguous()"
+                )
+
+    def _check_share(self, whole: torch.Tensor, share: torch.Tensor, kind: str) -> None:
+        if whole.numel() != share.numel() * self.size or whole.dtype != share.dtype:
+            raise ValueError(
+                f"{kind} on axis {self.axis} (size {self.size}): expected {self.size} x "
+                f"{share.numel()} elements of {share.dtype}, found {whole.numel()} of {whole.dtype}"
+            )
+
+
+def _reduction(name: str) -> Any:
+    try:
+        return REDUCTIONS[name]
+    except KeyError:
+        raise ValueError(
+            f"unknown reduction {name!r}: expected one of {', '.join(REDUCTIONS)}"
+        ) from None
+
+
+def _works(work: Work | None) -> Sequence[Work]:
+    return () if work is None else (work,)
+
+
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    names = dict(
+        part.split(":", 1)
+        for part in dist.get_backend_config(group).split(",")
+        if ":" in part
+    )
+    return names.get(device.type, dist.get_backend(group))

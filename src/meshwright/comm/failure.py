@@ -1,0 +1,309 @@
+"""Who failed first: a board on the store that every rank reads, and what a rank says of itself.
+
+Ranks post notices in numbered slots of the store; a slot is won by compare-and-set, so all ranks
+see one order. A daemon thread on each rank reads new slots a few times a second and answers roll
+calls, also while the main thread computes or waits. A rank that does not answer is lost.
+
+==========  =====================================================================
+notice      meaning
+==========  =====================================================================
+failed      a rank raised, or was found lost; the first one standing counts
+recovered   the rank that had failed goes on, after its caller handled the error
+call        everybody answers with where it is, under the slot's number
+report      a hang report that every rank logs, once for each operation
+==========  =====================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.comm.registry import PROCESS
+from meshwright.errors import CommunicationError, RankFailedError
+
+__all__ = ["Failure", "FailureMonitor", "own_state", "source_line"]
+
+_log = logging.getLogger("meshwright")
+
+PATIENCE = 2.0
+"""Seconds after which a rank that has not answered a roll call is taken for lost."""
+
+_LIBRARIES = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first failure of a run, as posted on the board."""
+
+    rank: int
+    """The world's number of the rank that failed or was lost."""
+    by: int
+    """Who says so: the rank itself, or the one that found it lost."""
+    phase: str
+    operation: str
+    error: str
+    line: str
+
+    def __str__(self) -> str:
+        where = f" in {self.phase}" if self.phase else ""
+        last = f", after {self.operation}" if self.operation else ""
+        line = f" ({self.line})" if self.line else ""
+        found = "" if self.by == self.rank else f" [found by rank {self.by}]"
+        return f"rank {self.rank} failed first{where}{last}: {self.error}{line}{found}"
+
+
+class FailureMonitor:
+    """Posts this rank's failure, reads the others', and answers roll calls. One for a process."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        hang_after: float,
+        interval: float = 0.25,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.hang_after = hang_after
+        """Seconds after which a wait is reported as a hang."""
+        self.failure: Failure | None = None
+        """The first failure that stands, as far as this rank has read."""
+        self.board = store
+        """The store on which the notices stand."""
+        # One client of its own for the thread: a client serves one request at a time.
+        self._reader = _own_client(store)
+        self._interval = max(interval, world_size / 2000)
+        self._seen = 0
+        self._reading = threading.Lock()
+        self._posted = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshwright-monitor", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- this rank's side
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the other ranks that this one raised ``error``, unless somebody failed before."""
+        if isinstance(error, CommunicationError) or self.failure is not None:
+            return
+        self.post_failure(
+            Failure(
+                rank=self.rank,
+                by=self.rank,
+                phase=_phase(),
+                operation=_last_operation(),
+                error=_one_line(error),
+                line=source_line(error),
+            )
+        )
+        self._posted = True
+
+    def post_failure(self, failure: Failure) -> None:
+        """Put ``failure`` on the board; the first one standing counts for every rank."""
+        try:
+            self._post({"kind": "failed", **{k: getattr(failure, k) for k in Failure.__slots__}})
+            self.read()
+        except RuntimeError:
+            _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
+
+    def retract(self) -> None:
+        """This rank goes on after a failure that it had published."""
+        if not self._posted:
+            return
+        self._posted = False
+        self._post({"kind": "recovered", "rank": self.rank})
+        self.read()
+
+    def check(self) -> None:
+        """Raise `RankFailedError` when a peer has failed, or has declared this rank lost."""
+        failure = self.failure
+        if failure is None or (failure.rank == self.rank and failure.by == self.rank):
+            return
+        if failure.rank == self.rank:
+            raise RankFailedError(
+                f"rank {self.rank} (this one) was declared lost by rank {failure.by}: "
+                f"{failure.error}; its peers have gone on without it",
+                failure.rank,
+            )
+        raise RankFailedError(str(failure), failure.rank)
+
+    def report(self, topic: str, text: str) -> None:
+        """Let every rank log ``text``, once for each ``topic``."""
+        if self.board.add(f"reports/{topic}", 1) == 1:
+            self._post({"kind": "report", "text": text})
+        self.read()
+
+    def stop(self) -> None:
+        """End the thread. The board stays as it is."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    def erase(self) -> None:
+        """Remove the notices, so that nothing of a finished run is left on the store."""
+        for slot in range(1, self._seen + 1):
+            self.board.delete_key(f"slot/{slot}")
+
+    # ---------------------------------------------------------------- the board
+
+    def read(self) -> None:
+        """Read the notices posted since the last look."""
+        with self._reading:
+            while self._reader.check([f"slot/{self._seen + 1}"]):
+                self._seen += 1
+                notice = json.loads(self._reader.get(f"slot/{self._seen}"))
+                self._attend(self._seen, notice)
+
+    def roll_call(self) -> dict[int, Mapping[str, Any]]:
+        """Ask every rank where it is; the answers by rank, without those that did not answer."""
+        slot = self._post({"kind": "call"})
+        self.read()
+        missing = set(range(self.world_size)) - {self.rank}
+        answers: dict[int, Mapping[str, Any]] = {self.rank: own_state()}
+        until = time.monotonic() + PATIENCE + self._interval
+        while missing and time.monotonic() < until:
+            for rank in sorted(missing):
+                if self.board.check([f"answer/{slot}/{rank}"]):
+                    answers[rank] = json.loads(self.board.get(f"answer/{slot}/{rank}"))
+            missing -= set(answers)
+            if missing:
+                time.sleep(0.02)
+        return answers
+
+    def _post(self, notice: Mapping[str, Any]) -> int:
+        """Win the next free slot for ``notice``; its number."""
+        text = json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
+        slot = self._seen + 1
+        while self.board.compare_set(f"slot/{slot}", "", text).decode() != text:
+            slot += 1
+        return slot
+
+    def _attend(self, slot: int, notice: Mapping[str, Any]) -> None:
+        kind = notice["kind"]
+        if kind == "failed" and self.failure is None:
+            self.failure = Failure(**{name: notice[name] for name in Failure.__slots__})
+        elif kind == "recovered" and self.failure and self.failure.by == notice["rank"]:
+            self.failure = None
+        elif kind == "call":
+            self._reader.set(f"answer/{slot}/{self.rank}", json.dumps(own_state()))
+        elif kind == "report":
+            _log.warning("rank %d: %s", self.rank, notice["text"])
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self.read()
+            except RuntimeError as error:
+                if not self._stop.is_set():
+                    self.lost_store(error)
+                return
+
+    def lost_store(self, error: RuntimeError) -> None:
+        """Take note that the store does not answer any more: its host has ended."""
+        if self.failure is None:
+            self.failure = Failure(
+                rank=0,
+                by=self.rank,
+                phase="",
+                operation="",
+                error="the store cannot be reached: the process that hosts it (rank 0, or "
+                f"torchrun's agent) has ended: {_one_line(error)}",
+                line="",
+            )
+
+
+def own_state() -> dict[str, Any]:
+    """What this process can say of itself: phase, source line, and its last operations."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    groups = {}
+    for communicator in list(PROCESS.communicators.values()):
+        groups[communicator.name] = {
+            "axis": communicator.axis,
+            "counts": dict(communicator.counts),
+            "last": [
+                {"sequence": i.sequence, "kind": i.kind, "label": i.label}
+                for i in list(communicator.issued)
+            ],
+        }
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "phase": _phase(),
+        "line": _line_of_frame(frame),
+        "compiling": _is_compiling(frame),
+        "groups": groups,
+    }
+
+
+def source_line(error: BaseException) -> str:
+    """The user's line that led to ``error``: the innermost frame outside the libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _line_of_frame(frame: FrameType | None) -> str:
+    innermost = frame
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    if innermost is None:
+        return ""
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno} in {innermost.f_code.co_name}"
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if "/torch/_dynamo/convert_frame" in filename or "/torch/_inductor/" in filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _phase() -> str:
+    return " > ".join(str(record) for record in list(PROCESS.phases))
+
+
+def _last_operation() -> str:
+    last = [c.issued[-1] for c in list(PROCESS.communicators.values()) if c.issued]
+    return str(last[-1]) if last else ""
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if len(text) > 500:
+        text = text[:500] + " [...]"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _own_client(store: dist.Store) -> dist.Store:
+    clone = getattr(store, "clone", None)
+    if clone is None:
+        return store
+    try:
+        return clone()
+    except (RuntimeError, NotImplementedError):
+        return store

@@ -1,0 +1,122 @@
+"""Who can watch the collectives of a process: the protocol, a recorder, and a timer.
+
+Attach them with ``with observe(recorder):``. When nobody listens a collective pays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshwright.comm.streams import Clock, Mark
+from meshwright.timeline import LANE_OF_KIND, Collective, Event, Timeline
+
+__all__ = ["Observer", "Recorder", "Timer"]
+
+
+class Observer(Protocol):
+    """Hears of collectives, in the order in which this rank issues them."""
+
+    def issued(self, collective: Collective) -> None:
+        """``collective`` is about to run."""
+        ...
+
+    def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
+        """``collective`` was waited for; it was issued at ``start`` and had ended at ``end``."""
+        ...
+
+
+class Recorder:
+    """Keeps every collective that this rank issues, in order.
+
+    >>> with observe(recorder := Recorder()):
+    ...     loss.backward()
+    >>> recorder.kinds()
+    [('all_reduce', 'reduce bucket 0'), ('all_reduce', 'reduce bucket 1')]
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[Collective] = []
+
+    def issued(self, collective: Collective) -> None:
+        """Keep it."""
+        self.collectives.append(collective)
+
+    def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
+        """Nothing to keep: order and contents are known when it is issued."""
+
+    def kinds(self) -> list[tuple[str, str]]:
+        """Kind and label of each collective, in order."""
+        return [(c.kind, c.label) for c in self.collectives]
+
+    def bytes(self) -> int:
+        """The bytes of all recorded tensors on this rank."""
+        return sum(c.bytes for c in self.collectives)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.collectives.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    name: str
+    lane: str
+    category: str
+    bytes: int
+    start: Mark
+    end: Mark
+
+
+class Timer:
+    """Measures collectives and spans of compute on one clock.
+
+    A collective's event runs from its issue to the moment at which its wait returned, which is an
+    upper bound when the value is asked for late. ``keep`` bounds the number of events, newest kept.
+    """
+
+    def __init__(self, clock: Clock | None = None, keep: int | None = None) -> None:
+        self.clock = clock or Clock()
+        self._spans: deque[_Span] = deque(maxlen=keep)
+
+    def issued(self, collective: Collective) -> None:
+        """The start is taken at the door."""
+
+    def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
+        """Keep the collective's span on its lane."""
+        name = collective.label or collective.kind
+        lane = LANE_OF_KIND[collective.kind]
+        self._spans.append(_Span(name, lane, collective.kind, collective.bytes, start, end))
+
+    @contextlib.contextmanager
+    def span(self, name: str, lane: str = "compute") -> Iterator[None]:
+        """Measure the block as one event called ``name``."""
+        start = self.clock.mark()
+        try:
+            yield
+        finally:
+            self._spans.append(_Span(name, lane, "", 0, start, self.clock.mark()))
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._spans.clear()
+
+    def timeline(self, rank: int) -> Timeline:
+        """What was measured so far, as events of ``rank``, in seconds of the timer's clock."""
+        return Timeline(
+            events=tuple(
+                Event(
+                    name=span.name,
+                    lane=span.lane,
+                    rank=rank,
+                    start=span.start.seconds(),
+                    end=max(span.start.seconds(), span.end.seconds()),
+                    bytes=span.bytes,
+                    category=span.category,
+                )
+                for span in self._spans
+            )
+        )

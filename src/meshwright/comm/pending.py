@@ -1,0 +1,223 @@
+"""A collective that has been issued, and the bounded wait for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshwright.comm.registry import PROCESS
+from meshwright.comm.waiting import Watch
+from meshwright.errors import InternalError
+from meshwright.timeline import Collective
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.comm.collectives import Communicator
+    from meshwright.comm.streams import Mark
+
+__all__ = ["Pending", "TransferWaiter", "Work"]
+
+SLICE = timedelta(seconds=0.5)
+"""How long one wait inside c10d lasts before the peers' failures are looked at."""
+
+
+class Work(Protocol):
+    """What c10d returns for an asynchronous operation."""
+
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _WaiterThread(threading.Thread):
+    """Sits in the unbounded waits of point-to-point works, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__(name="meshwright-transfer-wait", daemon=True)
+        self.inbox: queue.SimpleQueue[TransferWaiter] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            self.inbox.get().run_here()
+
+
+class TransferWaiter:
+    """Waits for one point-to-point work in a thread of its own.
+
+    A Gloo transfer cannot be polled, and a wait for it that times out closes the pair of ranks for
+    good. So the wait without a bound happens in a daemon thread, and the caller's bounded waits
+    are on an event. The thread is taken from ``idle`` and returns there.
+    """
+
+    def __init__(self, work: Work, idle: list[_WaiterThread]) -> None:
+        self._work = work
+        self._idle = idle
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._thread: _WaiterThread | None = None
+
+    def is_completed(self) -> bool:
+        """Whether the transfer has ended; starts the waiting thread when there is none yet."""
+        self._start()
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta = SLICE) -> None:
+        """Wait at most ``timeout``; raises RuntimeError when it has not ended by then."""
+        self._start()
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError("the transfer has not ended yet")
+        if self._error is not None:
+            raise self._error
+
+    def run_here(self) -> None:
+        """Wait in this thread, then hand the thread back."""
+        try:
+            self._work.wait()
+        except BaseException as error:  # it is raised again by the rank's own wait
+            self._error = error
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._idle.append(thread)
+        self._done.set()
+
+    def _start(self) -> None:
+        if self._thread is not None or self._done.is_set():
+            return
+        try:
+            self._thread = self._idle.pop()
+        except IndexError:
+            self._thread = _WaiterThread()
+            self._thread.start()
+        self._thread.inbox.put(self)
+
+
+class Pending:
+    """A collective on its way. Whoever needs the value waits, nobody else.
+
+    ``wait`` may be called more than once; later calls return the value at once.
+    """
+
+    __slots__ = (
+        "_collective",
+        "_finish",
+        "_start",
+        "_value",
+        "_works",
+        "communicator",
+        "kind",
+        "label",
+        "peer",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        kind: str,
+        label: str,
+        sequence: int,
+        *,
+        peer: int | None,
+        value: torch.Tensor | None,
+    ) -> None:
+        self.communicator = communicator
+        self.kind = kind
+        self.label = label
+        self.sequence = sequence
+        self.peer = peer
+        self._value = value
+        self._works: Sequence[Work] = ()
+        self._finish: Callable[[], None] | None = None
+        self._collective: Collective | None = None
+        self._start: Mark | None = None
+
+    def launched(self, works: Sequence[Work], finish: Callable[[], None] | None) -> None:
+        """Take the works that were started; ``finish`` runs once after the last of them."""
+        self._works = works
+        self._finish = finish
+
+    def observed(self, collective: Collective, start: Mark) -> None:
+        """Remember what to tell the observers when it completes."""
+        self._collective, self._start = collective, start
+
+    def is_completed(self) -> bool:
+        """Whether a wait would return at once."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> torch.Tensor | None:
+        """Wait until the operation has ended on this rank, and return its tensor.
+
+        ``timeout`` is in seconds; the communicator's own bound when None. On CUDA the current
+        stream waits, not the host.
+
+        Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
+        bound, `CollectiveMismatchError` when the peers issued something else, all naming ranks.
+        """
+        works = self._works
+        if works:
+            if self.communicator.device.type == "cpu":
+                for work in works:
+                    try:
+                        work.wait(SLICE)
+                    except RuntimeError as error:
+                        self._wait_on(work, error, timeout)
+            else:
+                for work in works:
+                    work.wait()
+            self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        if self._collective is not None:
+            self._report()
+        return self._value
+
+    def describe(self) -> str:
+        """The operation in one phrase: kind, number, label, axis."""
+        label = f' "{self.label}"' if self.label else ""
+        return f"{self.kind} #{self.sequence}{label} on axis {self.communicator.axis}"
+
+    def _report(self) -> None:
+        collective, start = self._collective, self._start
+        self._collective = None
+        if collective is None or start is None:
+            raise InternalError(f"{self.describe()} is observed without a start")
+        PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
+
+    def _wait_on(self, work: Work, error: RuntimeError, timeout: float | None) -> None:
+        """Go on after one slice has passed or the work has failed."""
+        monitor = PROCESS.monitor
+        if monitor is None:
+            bound = self.communicator.timeout if timeout is None else timeout
+            self._wait_alone(work, error, bound)
+            return
+        watch = Watch(monitor, self, timeout)
+        while not work.is_completed():
+            watch.look()
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as next_error:
+                error = next_error
+        try:
+            work.wait(SLICE)
+        except RuntimeError as final:
+            watch.explain(final)
+
+    def _wait_alone(self, work: Work, error: RuntimeError, bound: float) -> None:
+        """The bounded wait of a process whose groups were made without `connect`."""
+        until = time.monotonic() + bound
+        while not work.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError(f"{self.describe()} has not ended after {bound:g} s") from error
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as next_error:
+                error = next_error
+        work.wait(SLICE)

@@ -1,0 +1,323 @@
+"""Joining the ranks, making sub-groups, and leaving cleanly.
+
+::
+
+    torchrun's environment ──> store ──> roll of ranks ──> process group ──> Communicator
+                               (prefixed with the restart count, so that a restarted
+                                attempt never reads the addresses of the one before)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.collectives import Communicator
+from meshwright.comm.failure import FailureMonitor
+from meshwright.comm.registry import PROCESS
+from meshwright.errors import CommunicationError, LayoutError
+
+__all__ = ["check_peers", "communicator", "connect", "disconnect", "is_connected", "subgroup"]
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds after which a wait gives up on a CPU; compile time does not count."""
+
+TRANSPORT_TIMEOUT = timedelta(hours=24)
+"""c10d's own bound. Ours is shorter and names ranks; c10d's would close connections for good."""
+
+LEAVE_TIMEOUT = 10.0
+"""Seconds that a rank which is done waits for the others before it closes its connections."""
+
+
+def connect(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: dist.Store | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    hang_after: float = 10.0,
+) -> Communicator:
+    """Join the ranks of this run and return the communicator of all of them.
+
+    Rank, world size and address come from torchrun's environment variables, from the arguments, or,
+    when there is neither, this process is a world of its own. A default group that exists already
+    is used as it is. ``timeout`` and ``hang_after`` are in seconds: a wait longer than ``hang_after``
+    is reported, one longer than ``timeout`` ends, both naming the missing ranks.
+
+    Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
+    come within ``timeout``: the message names them.
+    """
+    if dist.is_initialized():
+        base: dist.Store = dist.distributed_c10d._get_default_store()
+    else:
+        base = _join(backend, rank, world_size, store, timeout)
+    world = communicator(None, "world", timeout=timeout)
+    if PROCESS.monitor is None:
+        board = dist.PrefixStore(f"meshwright/board/{world.name}", base)
+        PROCESS.monitor = FailureMonitor(board, world.rank, world.size, hang_after=hang_after)
+        _ExceptionHook.install()
+        atexit.register(disconnect)
+    return world
+
+
+def is_connected() -> bool:
+    """Whether this process has joined a run through `connect`."""
+    return PROCESS.monitor is not None and dist.is_initialized()
+
+
+def check_peers() -> None:
+    """Raise `RankFailedError` when another rank has failed; for long work between collectives."""
+    if PROCESS.monitor is not None:
+        PROCESS.monitor.read()
+        PROCESS.monitor.check()
+
+
+def disconnect() -> None:
+    """Leave the run: wait for the others, stop the monitor, destroy the groups. Idempotent.
+
+    A rank that closed its connections while another still finishes an operation would look like a
+    failure there, so all ranks wait for each other, briefly, when none has failed.
+    """
+    monitor, PROCESS.monitor = PROCESS.monitor, None
+    if monitor is not None:
+        atexit.unregister(disconnect)
+        _ExceptionHook.remove()
+        if monitor.failure is None and dist.is_initialized():
+            _leave_together(monitor)
+        monitor.stop()
+    if dist.is_initialized():
+        PROCESS.communicators.clear()
+        dist.destroy_process_group()
+    # Works and futures that are in reference cycles own transport threads; they must end before
+    # the interpreter does, or the C++ runtime aborts the process.
+    gc.collect()
+
+
+def communicator(
+    group: dist.ProcessGroup | None = None,
+    axis: str = "world",
+    *,
+    timeout: float | None = None,
+) -> Communicator:
+    """The communicator of ``group`` (all ranks when None); one for each group.
+
+    ``axis`` names a group that is asked for the first time; ``timeout`` is in seconds.
+    """
+    if not dist.is_initialized():
+        raise CommunicationError(
+            "this process has joined no run: call meshwright.comm.connect() first, "
+            "or torch.distributed.init_process_group"
+        )
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    found = PROCESS.communicators.get(group)
+    if found is None:
+        bound = timeout or _timeout_of_world() or DEFAULT_TIMEOUT
+        found = Communicator(group, axis, _device_of(group), bound)
+        PROCESS.communicators[group] = found
+    return found
+
+
+def subgroup(
+    parent: Communicator, groups: Sequence[Sequence[int]], axis: str
+) -> Communicator:
+    """This rank's communicator among ``groups``, which split the ranks of ``parent``.
+
+    Every rank of the world calls it with the same ``groups`` (numbers of the world). A split that
+    equals ``parent`` gives a communicator on the same c10d group: no second group is made.
+    """
+    mine = [tuple(ranks) for ranks in groups if dist.get_rank() in ranks]
+    flat = sorted(rank for ranks in groups for rank in ranks)
+    if len(mine) != 1 or flat != sorted(parent.ranks):
+        raise LayoutError(
+            f"axis {axis}: expected groups that hold each of the ranks {list(parent.ranks)} once, "
+            f"found {[list(ranks) for ranks in groups]}"
+        )
+    if mine[0] == parent.ranks:
+        return parent
+    for known in list(PROCESS.communicators.values()):
+        if known.ranks == mine[0] and known.axis == axis:
+            return known
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    return communicator(group, axis, timeout=parent.timeout)
+
+
+# -------------------------------------------------------------------------- joining
+
+
+def _join(
+    backend: str | None,
+    rank: int | None,
+    world_size: int | None,
+    store: dist.Store | None,
+    timeout: float,
+) -> dist.Store:
+    """Make the default group and return the store that all its ranks share."""
+    if store is None:
+        store, rank, world_size = _open_store(rank, world_size, timeout)
+    if rank is None or world_size is None:
+        raise ValueError("a store was given without rank and world_size: give all three")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = dist.PrefixStore(f"meshwright/attempt/{attempt}", store)
+    hosts = _sign_in(run, rank, world_size, timeout)
+    backend = backend or _choose_backend(hosts, rank)
+    try:
+        dist.init_process_group(
+            backend, store=run, rank=rank, world_size=world_size, timeout=TRANSPORT_TIMEOUT
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {rank} of {world_size} cannot open backend {backend!r}: {error}"
+        ) from error
+    return run
+
+
+def _open_store(
+    rank: int | None, world_size: int | None, timeout: float
+) -> tuple[dist.Store, int, int]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = [name for name in names if name in os.environ]
+    if rank is None and world_size is None and not found:
+        return dist.HashStore(), 0, 1
+    rank = int(os.environ["RANK"]) if rank is None and "RANK" in os.environ else rank
+    if world_size is None and "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+    if rank is None or world_size is None:
+        raise CommunicationError(
+            f"expected {', '.join(names)} in the environment, found only {', '.join(found)}: "
+            "start the ranks with torchrun, or set all four"
+        )
+    if world_size == 1 and "MASTER_PORT" not in os.environ:
+        return dist.HashStore(), 0, 1
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agent
+    try:
+        store = dist.TCPStore(
+            host, port, world_size, serves, timedelta(seconds=timeout), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        what = "listen on" if serves else "reach the store of rank 0 at"
+        raise CommunicationError(
+            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {_first_line(error)}; "
+            "is the port taken by another program, or rank 0 not started? "
+            "Set MASTER_PORT to a free port on every rank"
+        ) from error
+    return store, rank, world_size
+
+
+def _sign_in(store: dist.Store, rank: int, world_size: int, timeout: float) -> list[str]:
+    """Write this rank into the roll, wait for the others, and return every rank's host name."""
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "cuda": torch.cuda.device_count()}
+    if store.add(f"roll/count/{rank}", 1) != 1:
+        raise CommunicationError(
+            f"rank {rank} has joined this run already, as {store.get(f'roll/{rank}').decode()}: "
+            "two processes have the same RANK"
+        )
+    store.set(f"roll/{rank}", json.dumps(mine))
+    until = time.monotonic() + timeout
+    keys = [f"roll/{other}" for other in range(world_size)]
+    pause = 0.001
+    while not store.check(keys):
+        if time.monotonic() > until:
+            absent = [r for r, key in enumerate(keys) if not store.check([key])]
+            raise CommunicationError(
+                f"rank {rank} waited {timeout:g} s for {world_size} ranks: "
+                f"rank {', '.join(map(str, absent))} did not come"
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+    return [str(json.loads(store.get(key))["host"]) for key in keys]
+
+
+def _choose_backend(hosts: Sequence[str], rank: int) -> str:
+    """NCCL where every rank of this host has a GPU of its own, Gloo for CPU tensors."""
+    local = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= hosts.count(hosts[rank]):
+        torch.cuda.set_device(local)
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """CUDA when the group can move CUDA tensors, else CPU."""
+    types = {device.type for device in group._device_types}
+    if "cuda" in types and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _timeout_of_world() -> float | None:
+    world = PROCESS.communicators.get(dist.distributed_c10d._get_default_group())
+    return None if world is None else world.timeout
+
+
+# -------------------------------------------------------------------------- leaving
+
+
+def _leave_together(monitor: FailureMonitor) -> None:
+    """Wait until every rank is done; the store's host waits until the others have seen that."""
+    board, world, rank = monitor.board, monitor.world_size, monitor.rank
+    with contextlib.suppress(RuntimeError):  # a store that is gone has nobody left to wait for
+        board.add("leaving", 1)
+        _wait_for_count(monitor, "leaving", world)
+        if rank == 0:
+            monitor.stop()
+            monitor.erase()
+        board.add("left", 1)
+        if rank == 0:
+            _wait_for_count(monitor, "left", world)
+
+
+def _wait_for_count(monitor: FailureMonitor, key: str, expected: int) -> None:
+    until, pause = time.monotonic() + LEAVE_TIMEOUT, 0.001
+    while monitor.board.add(key, 0) < expected and time.monotonic() < until:
+        if monitor.failure is not None:
+            return
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+class _ExceptionHook:
+    """Publishes an exception that ends this process, before Python prints it."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        if PROCESS.monitor is not None:
+            PROCESS.monitor.publish(error)
+        self.before(kind, error, trace)
+
+    @classmethod
+    def install(cls) -> None:
+        sys.excepthook = cls(sys.excepthook)
+
+    @classmethod
+    def remove(cls) -> None:
+        if isinstance(sys.excepthook, cls):
+            sys.excepthook = sys.excepthook.before
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

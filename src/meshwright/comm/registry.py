@@ -1,0 +1,116 @@
+"""The state of communication in this process: communicators, observers, phases, the monitor.
+
+This is the only mutable state that the library keeps for a process. Communicators are held weakly
+by their c10d group, so that a destroyed group takes its communicator with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meshwright.comm.observers import Observer
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
+    from meshwright.comm.failure import FailureMonitor
+
+__all__ = ["PROCESS", "PhaseRecord", "ProcessState", "observe", "phase"]
+
+_log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """What this rank is doing: the phase's name, and the step if there is one."""
+
+    name: str
+    step: int | None
+
+    def __str__(self) -> str:
+        return self.name if self.step is None else f"{self.name}, step {self.step}"
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """What this process knows about its communication. There is one, `PROCESS`."""
+
+    communicators: MutableMapping[Any, Communicator] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """One communicator for each c10d process group."""
+    observers: list[Observer] = field(default_factory=list)
+    """Who hears of every collective; empty means that nothing is paid."""
+    phases: list[PhaseRecord] = field(default_factory=list)
+    """The phases that the main thread is in, outermost first."""
+    monitor: FailureMonitor | None = None
+    """Publishes this rank's failure and answers for it; None before `connect`."""
+
+    def tell_issued(self, collective: Any) -> None:
+        """Tell every observer that ``collective`` is about to run."""
+        for observer in tuple(self.observers):
+            try:
+                observer.issued(collective)
+            except Exception:
+                self._remove(observer)
+
+    def tell_completed(self, collective: Any, start: Any, end: Any) -> None:
+        """Tell every observer that ``collective`` ran between two marks."""
+        for observer in tuple(self.observers):
+            try:
+                observer.completed(collective, start, end)
+            except Exception:
+                self._remove(observer)
+
+    def _remove(self, observer: Observer) -> None:
+        _log.exception("observer %r failed and is removed; the collectives go on", observer)
+        with contextlib.suppress(ValueError):
+            self.observers.remove(observer)
+
+
+PROCESS = ProcessState()
+
+
+@contextlib.contextmanager
+def observe(*observers: Observer) -> Iterator[None]:
+    """Let ``observers`` hear of every collective of this process inside the block.
+
+    An observer that raises is removed and logged; training goes on.
+    """
+    PROCESS.observers.extend(observers)
+    try:
+        yield
+    finally:
+        for observer in observers:
+            with contextlib.suppress(ValueError):
+                PROCESS.observers.remove(observer)
+
+
+class phase:  # noqa: N801 - it is used as a function: `with phase("forward", step=12):`
+    """Name what this rank does inside the block, for reports about it.
+
+    An exception that leaves the outermost block is published as this rank's failure, so that the
+    other ranks stop within seconds and name this one. Entering a phase again takes that back.
+    """
+
+    __slots__ = ("_record",)
+
+    def __init__(self, name: str, step: int | None = None) -> None:
+        self._record = PhaseRecord(name, step)
+
+    def __enter__(self) -> None:
+        if not PROCESS.phases and PROCESS.monitor is not None:
+            PROCESS.monitor.retract()
+        PROCESS.phases.append(self._record)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        monitor = PROCESS.monitor
+        if error is not None and monitor is not None and isinstance(error, Exception):
+            monitor.publish(error)
+        PROCESS.phases.pop()

@@ -1,0 +1,117 @@
+"""The exceptions of Meshwright.
+
+::
+
+    MeshwrightError
+    ├── PlanError (ValueError)               a plan or a run configuration is wrong; lists every problem
+    ├── LayoutError (ValueError)             shapes, boxes or ranks do not fit the declared layout
+    ├── CommunicationError (RuntimeError)
+    │   ├── CollectiveMismatchError          ranks issued different operations at one place
+    │   ├── CollectiveTimeoutError (TimeoutError)   a wait passed its bound; names who is missing
+    │   └── RankFailedError                  another rank failed first; names it
+    ├── CheckpointError (RuntimeError)
+    │   ├── CheckpointDamagedError           bytes differ from what was written; names file and tensor
+    │   ├── CheckpointMismatchError          the checkpoint belongs to another model or plan
+    │   └── CheckpointWriteError (OSError)   it could not be written; the previous one is intact
+    ├── ParityError (RuntimeError)           a layout's numbers differ from one process; names the tensor
+    ├── NonFiniteError (ArithmeticError)     a loss or gradient is not finite; names rank and parameter
+    ├── LaunchError (RuntimeError)           the ranks could not be started, or one of them failed
+    └── InternalError (RuntimeError)         a bug of ours, never a user's mistake
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointWriteError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationError",
+    "InternalError",
+    "LaunchError",
+    "LayoutError",
+    "MeshwrightError",
+    "NonFiniteError",
+    "ParityError",
+    "PlanError",
+    "RankFailedError",
+]
+
+
+class MeshwrightError(Exception):
+    """Every exception that Meshwright raises on purpose, apart from plain argument errors."""
+
+
+class PlanError(MeshwrightError, ValueError):
+    """A plan or a configuration is wrong.
+
+    ``problems`` holds one line for each mistake, all that could be found at once.
+    """
+
+    def __init__(self, problems: Sequence[str] | str, source: str = "") -> None:
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
+        self.source = source
+        prefix = f"{source}: " if source else ""
+        super().__init__("\n".join(prefix + problem for problem in self.problems))
+
+
+class LayoutError(MeshwrightError, ValueError):
+    """Shapes, boxes or ranks do not fit the declared layout."""
+
+
+class CommunicationError(MeshwrightError, RuntimeError):
+    """A collective or a transfer went wrong."""
+
+
+class CollectiveMismatchError(CommunicationError):
+    """Ranks issued different operations at the same place of the sequence."""
+
+
+class CollectiveTimeoutError(CommunicationError, TimeoutError):
+    """A wait passed its bound. The message names the ranks that are missing and where they are."""
+
+
+class RankFailedError(CommunicationError):
+    """Another rank failed first. ``rank`` is its number in the world."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class CheckpointError(MeshwrightError, RuntimeError):
+    """A checkpoint cannot be used."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """The bytes on disk differ from those written. The message names the file and the tensor."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint was written by another model, plan or configuration."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint could not be written. Earlier checkpoints are untouched."""
+
+
+class ParityError(MeshwrightError, RuntimeError):
+    """The parallel run and the one-process run differ. The message names the first tensor."""
+
+
+class NonFiniteError(MeshwrightError, ArithmeticError):
+    """A loss or a gradient is not finite. The message names the rank and the parameter."""
+
+
+class LaunchError(MeshwrightError, RuntimeError):
+    """The ranks could not be started, or one of them failed."""
+
+
+class InternalError(MeshwrightError, RuntimeError):
+    """A bug of Meshwright, never a mistake of its user."""
