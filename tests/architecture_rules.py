@@ -174,9 +174,8 @@ def _imports_of(source: Source, node: ast.AST) -> Iterator[str]:
     """Names that a statement imports, also by a literal string."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield from (name for *_, name in source.imported(node))
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        if _last(node.func) in {"import_module", "__import__"}:
-            yield str(node.args[0].value)
+    elif isinstance(node, ast.Call) and _last(node.func) in {"import_module", "__import__"}:
+        yield from (str(value.value) for value in node.args[:1] if isinstance(value, ast.Constant))
 
 
 def optional_imports(tree: Tree) -> Found:
@@ -348,12 +347,12 @@ def _is_container(value: ast.expr) -> bool:
 
 def _changed(node: ast.AST) -> Iterator[str]:
     """Names whose object a statement or call changes in place."""
-    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        if isinstance(node.value, ast.Name):
-            yield node.value.id
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in _CHANGERS and isinstance(node.func.value, ast.Name):
-            yield node.func.value.id
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+            yield name
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)):
+            if attr in _CHANGERS:
+                yield name
 
 
 def no_print(tree: Tree) -> Found:

@@ -24,7 +24,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 FUNCTION_P90 = 30
 
-# Each room may import itself and the rooms on its right. A room without a tenant yet has its row here too.
+# Each room may import itself and the rooms of its row. Rooms without a tenant have their row already.
 _PURE = frozenset(
     {
         "axes",
@@ -61,7 +61,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "planner": _PURE,
     "report": _PURE,
     "recipes": _TOP,
-    "cli": _TOP | {"recipes"},
+    "doctor": _WHOLE,
+    "cli": _TOP | {"doctor", "recipes"},
     "testing": _TOP,
 }
 
@@ -107,7 +108,7 @@ PICKLE = (
 )
 PICKLE_ROOMS = frozenset({"testing"})
 
-# Packages that may be missing: imported inside a function, or at the top of the rooms named beside them.
+# Packages that may be missing: imported inside a function, or at the top of the rooms named below.
 OPTIONAL = frozenset({"hypothesis", "pytest", "rich", "tensorboard", "transformers", "tyro"})
 OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich", "tyro"}),

@@ -1,0 +1,203 @@
+"""Small source trees: violations that each rule must see, and sound code that none may blame."""
+
+from __future__ import annotations
+
+import textwrap
+
+__all__ = ["PLANTED", "SOUND", "long_function"]
+
+Files = dict[str, str]
+
+
+def long_function(lines: int, name: str = "work", docstring: int = 0) -> str:
+    """A function of ``lines`` lines, and as many of docstring as asked."""
+    text = '    """Say.\n' + "    more\n" * docstring + '    """\n' if docstring else ""
+    return f"def {name}() -> None:\n" + text + "    x = 1\n" * (lines - 1)
+
+
+# `rule  file  source`, where ` | ` ends a line of the source.
+_LINES = """
+arrows            comm/failure.py            from meshwright.composition import x
+arrows            comm/failure.py            from ..data_parallel import unit
+arrows            pipelining/stage.py        import meshwright.data_parallel
+arrows            data_parallel/unit.py      from meshwright import fsdp
+arrows            composition.py             from meshwright.testing import ranks
+arrows            testing/pool.py            from meshwright.recipes import loop
+arrows            report/page.py             from meshwright.comm import connect
+arrows            errors.py                  from meshwright.axes import Axes
+arrows            gradients.py               from meshwright import parallelize
+arrows            gradients.py               import meshwright | meshwright.checkpoint.save()
+arrows            gradients.py               import importlib | importlib.import_module('meshwright.cli')
+arrows            wishes.py                  x = 1
+one_door          gradients.py               import torch.distributed
+one_door          gradients.py               import torch.distributed as dist
+one_door          gradients.py               from torch import distributed as d
+one_door          gradients.py               from torch.distributed import all_reduce
+one_door          gradients.py               import torch | torch.distributed.barrier()
+one_door          gradients.py               import torch | lib = torch | lib.distributed.barrier()
+one_door          gradients.py               import torch | x = getattr(torch, 'distributed')
+one_door          gradients.py               import torch | torch.ops._c10d_functional.wait()
+one_door          gradients.py               from importlib import import_module as m | m('torch.distributed')
+no_peers          comm/gloo.py               from torch.distributed import fsdp
+no_peers          comm/gloo.py               import torch.distributed as d | d.pipelining.pipeline()
+no_peers          comm/gloo.py               from torch.nn.parallel import DistributedDataParallel
+no_peers          composition.py             from torch import nn | X = nn.parallel.DistributedDataParallel
+no_peers          composition.py             X = 'torch.distributed.pipelining'
+no_peers          composition.py             __import__('torch.distributed.tensor.parallel')
+no_pickle         checkpoint/save.py         import pickle
+no_pickle         checkpoint/save.py         import torch | torch.save(1, 'x')
+no_pickle         comm/failure.py            import torch.distributed as d | d.all_gather_object([], 1)
+torch_free        plan.py                    import torch
+torch_free        schedule/actions.py        from torch import Tensor
+function_imports  plan.py                    def f() -> None: import json
+function_imports  plan.py                    import importlib | def f() -> None: importlib.import_module('x')
+optional_imports  comm/launch.py             import rich
+optional_imports  plan.py                    from tyro import cli
+optional_imports  cli.py                     import pytest
+module_names      comm/utils.py              x = 1
+module_names      comm/_gloo_helpers.py      x = 1
+module_names      manager/__init__.py        x = 1
+public_names      plan.py                    __all__ = []
+public_names      plan.py                    'A plan.'
+public_names      plan.py                    'A plan.' | __all__ = ['Plan']
+public_names      plan.py                    'A plan.' | __all__ = [] | class Plan: pass
+public_names      comm/__init__.py           'A.' | from meshwright.comm.x import y | __all__ = []
+module_state      plan.py                    cache = {}
+module_state      plan.py                    import threading | lock = threading.Lock()
+module_state      plan.py                    _found: list[int] = []
+module_state      plan.py                    class A: pass | ONE = A()
+module_state      plan.py                    def f() -> None: global X; X = 2
+module_state      plan.py                    X = {} | def f() -> None: X['a'] = 2
+module_state      plan.py                    X = [] | def f() -> None: X.append(2)
+no_print          recipes/loop.py            print('x')
+annotated         plan.py                    def f(x) -> None: ...
+annotated         plan.py                    def f(x: int): ...
+annotated         plan.py                    def f(*x, **y: int) -> None: ...
+annotated         plan.py                    class A: |     def f(self, *, x) -> None: ...
+"""
+
+_MANY: list[tuple[str, str, Files]] = [
+    ("file_size", "plan.py", {"plan.py": "x = 1\n" * 501}),
+    ("function_size", "plan.py", {"plan.py": long_function(61)}),
+    (
+        "function_size",
+        "plan.py",
+        {"plan.py": "class A:\n" + textwrap.indent(long_function(61), "    ")},
+    ),
+    (
+        "function_p90",
+        "plan.py",
+        {"plan.py": "".join(long_function(31 if i < 2 else 3, f"f{i}") for i in range(10))},
+    ),
+    (
+        "cycles",
+        "comm/a.py",
+        {
+            "comm/a.py": "from meshwright.comm import b\n",
+            "comm/b.py": "from meshwright.comm.c import x\n",
+            "comm/c.py": "import meshwright.comm.a\n",
+        },
+    ),
+    (
+        "cycles",
+        "comm/failure.py",
+        {
+            "comm/__init__.py": "from meshwright.comm.failure import x\n",
+            "comm/failure.py": "from meshwright.comm import y\n",
+        },
+    ),
+    (
+        "module_names",
+        "data_parallel/replicate.py",
+        {
+            "data_parallel/__init__.py": "__all__ = ['replicate']\n",
+            "data_parallel/replicate.py": "x = 1\n",
+        },
+    ),
+]
+
+
+def _planted() -> list[tuple[str, str, Files]]:
+    rows = [line.split(maxsplit=2) for line in _LINES.strip().splitlines()]
+    return _MANY + [
+        (rule, path, {path: source.replace(" | ", "\n") + "\n"}) for rule, path, source in rows
+    ]
+
+
+# (rule, the file where it must be seen, the tree)
+PLANTED = _planted()
+
+# What comes close to a violation and is none.
+SOUND: Files = {
+    "__init__.py": '''
+        """The package."""
+        from importlib import import_module
+        from typing import TYPE_CHECKING
+        if TYPE_CHECKING:
+            from meshwright.comm import connect
+            from meshwright.plan import Plan
+        __all__ = ["Plan", "connect"]
+        def __getattr__(name: str) -> object:
+            return getattr(import_module("meshwright.plan"), name)
+        ''',
+    "plan.py": '''
+        """Plans; torch.distributed.fsdp is named in a docstring only."""
+        import json
+        from dataclasses import dataclass
+        from meshwright.axes import Axes
+        __all__ = ["Colour", "Plan"]
+        NAMES = {"a": 1}
+        @dataclass(frozen=True, slots=True)
+        class Colour:
+            """A colour."""
+        RED = Colour()
+        class Plan:
+            """A plan."""
+            axes: Axes
+            def text(self, *values: int, **more: str) -> str:
+                found = []
+                found.append(NAMES["a"])
+                return json.dumps(found)
+        ''',
+    "axes.py": '"""Axes."""\n__all__ = ["Axes"]\nclass Axes:\n    """Axes."""\n',
+    "comm/__init__.py": '''
+        """Communication."""
+        from meshwright.comm.process_groups import connect
+        __all__ = ["connect"]
+        ''',
+    "comm/process_groups.py": '''
+        """Groups."""
+        import torch.distributed as dist
+        __all__ = ["connect"]
+        _registry = {}
+        def connect() -> None:
+            """Connect."""
+            _registry["world"] = dist.group.WORLD
+        ''',
+    "data_parallel/__init__.py": '''
+        """Data parallel."""
+        from .replicated import replicate
+        __all__ = ["replicate"]
+        ''',
+    "data_parallel/replicated.py": '''
+        """Replicas."""
+        import torch
+        from meshwright import __version__
+        from meshwright.comm import connect
+        __all__ = ["replicate"]
+        def replicate(module: torch.nn.Module) -> str:
+            """Replicate."""
+            distributed = module.distributed
+            connect()
+            return f"{__version__} {distributed}"
+        ''',
+    "cli.py": '''
+        """Commands."""
+        import tyro
+        __all__ = ["main"]
+        def main() -> None:
+            """Run."""
+            import rich
+            print(tyro, rich)
+        ''',
+}
