@@ -1,0 +1,110 @@
+"""Test modules in the ranks: the same names and the same rewritten assertions as in pytest.
+
+pytest imports test modules in its own ways (files outside ``sys.path``, ``assert`` statements
+rewritten to explain themselves). A rank that unpickles a function of such a module has to find it
+under the same name, and its ``assert`` should explain itself there too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+
+__all__ = ["install", "preloadable", "test_modules"]
+
+_REWRITER = "_pytest.assertion.rewrite"
+_HOOK = "AssertionRewritingHook"
+
+
+def test_modules() -> dict[str, str]:
+    """File of each module of this process that pytest has imported as a test or conftest."""
+    return {
+        name: file
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) and _is_test_module(name, module)
+    }
+
+
+test_modules.__test__ = False  # pyrefly: ignore[missing-attribute] # pytest would collect it by its name
+
+
+def _is_test_module(name: str, module: ModuleType) -> bool:
+    loader = getattr(module, "__loader__", None)
+    inside = name.partition(".")[0] in {"meshwright", "_pytest", "_hypothesis_pytestplugin"}
+    return type(loader).__name__ == _HOOK and not inside
+
+
+def preloadable() -> list[str]:
+    """Modules of this process that the server may load once for all later calls."""
+    names = [name for name in list(sys.modules) if name.partition(".")[0] == "meshwright"]
+    rewriter = [_REWRITER, "pytest"] if _REWRITER in sys.modules else []
+    hypothesis = ["hypothesis"] if "hypothesis" in sys.modules else []
+    return rewriter + hypothesis + names
+
+
+def install(files: Mapping[str, str]) -> None:
+    """Let this process import the test modules ``files`` under pytest's names."""
+    if files:
+        sys.meta_path.insert(0, _TestModules(files))
+        sys.meta_path.append(_Packages(files))
+
+
+class _TestModules(MetaPathFinder):
+    """Finds exactly the named files."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = self._files.get(fullname)
+        if file is None:
+            return None
+        is_package = os.path.basename(file) == "__init__.py"
+        return importlib.util.spec_from_file_location(
+            fullname,
+            file,
+            loader=_RewritingLoader(fullname, file),
+            submodule_search_locations=[os.path.dirname(file)] if is_package else None,
+        )
+
+
+class _Packages(MetaPathFinder):
+    """Stands in for parent packages of test modules that nothing else finds."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._parents = {
+            ".".join(parts[:count])
+            for parts in (name.split(".") for name in files)
+            for count in range(1, len(parts))
+        }
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._parents:
+            return None
+        spec = ModuleSpec(fullname, None, is_package=True)
+        return spec
+
+
+class _RewritingLoader(SourceFileLoader):
+    """Loads a source file with pytest's rewritten ``assert`` statements, if pytest is loaded."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        rewriter = sys.modules.get(_REWRITER)
+        if rewriter is None:
+            return super().get_code(fullname)
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        tree = ast.parse(source, filename=path)
+        rewriter.rewrite_asserts(tree, source, path)
+        return compile(tree, path, "exec", dont_inherit=True)

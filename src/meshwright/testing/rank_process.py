@@ -1,0 +1,147 @@
+"""What one rank does between its fork and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy
+import torch
+
+from meshwright.testing import modules, rendezvous, wire
+
+__all__ = ["DUMP_SIGNAL", "Post", "die_with_parent", "run"]
+
+DUMP_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a rank write its stacks; a real-time signal, so that bodies keep SIGUSR1 and SIGUSR2."""
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """A rank's place: its number, its line to the supervisor, and where it writes."""
+
+    rank: int
+    supervisor: int
+    """Process id of the supervisor, to notice that it died before the kernel was told."""
+    channel: socket.socket
+    output: int
+    """File descriptor for stdout and stderr."""
+    stack: int
+    """File descriptor for dumped stacks."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when ``parent`` ends, however that ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def run(request: wire.Request, post: Post) -> int:
+    """Run the body on this rank, send what came of it, and return the process's exit code."""
+    die_with_parent(post.supervisor)
+    os.setsid()  # a group of its own, so that what the body starts can be killed with it
+    _redirect(post)
+    try:
+        value = _body_value(request, post)
+        message = wire.Message(kind="returned", time=time.monotonic(), payload=wire.pack(value))
+    except BaseException as error:
+        now = time.monotonic()
+        kind = "skipped" if _is_skip(error) else "raised"
+        message = wire.Message(
+            kind=kind, time=now, payload=wire.exception_bytes(error), traceback=_trace_of(error)
+        )
+    _flush()
+    wire.send(post.channel, message)
+    if message.kind != "returned":
+        os._exit(0 if message.kind == "skipped" else 1)
+    if request.connected:
+        rendezvous.disconnect()
+    return 0
+
+
+def _redirect(post: Post) -> None:
+    os.dup2(post.output, 1)
+    os.dup2(post.output, 2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.enable(file=post.stack, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, file=post.stack, all_threads=True)
+
+
+def _body_value(request: wire.Request, post: Post) -> object:
+    port = cast("int", wire.receive(post.channel))
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.environ.update(rendezvous.torchrun_variables(post.rank, request.size, port))
+    os.chdir(request.directory)
+    sys.path[:] = request.path
+    modules.install(request.test_modules)
+    _replace_filters(request.warning_filters)
+    _seed()
+    body, args, kwargs = cast(
+        "tuple[Callable[..., object], tuple[object, ...], dict[str, object]]",
+        wire.unpack(request.work),
+    )
+    if request.connected:
+        rendezvous.connect(request.backend)
+    _seed()
+    return body(*args, **kwargs)
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002 - the global state is what bodies share
+
+
+def _replace_filters(filters: Iterable[wire.WarningFilter]) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, line in filters:
+        warnings.filterwarnings(
+            action,  # pyrefly: ignore[bad-argument-type]
+            message=message,
+            category=category,
+            module=module,
+            lineno=line,
+            append=True,
+        )
+
+
+def _is_skip(error: BaseException) -> bool:
+    kind = type(error)
+    return kind.__module__ == "_pytest.outcomes" and kind.__name__ in {"Skipped", "XFailed"}
+
+
+def _trace_of(error: BaseException) -> str:
+    """The traceback from the body on: the harness's own frames say nothing."""
+    trace: types.TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    # An error of the harness's own calls has no frame of the body: show it whole.
+    lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+    return "".join(lines)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,80 @@
+"""The clean process that every rank is forked from: torch is loaded, one thread, nothing used.
+
+It is started as a fresh interpreter, never forked out of the test process with its threads. It runs
+nothing itself: for each call it forks a supervisor, which forks the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import select
+import socket
+import sys
+from collections.abc import Iterable
+from typing import cast
+
+from meshwright.testing import supervisor, wire
+
+__all__ = ["CONTROL_BYTES", "main"]
+
+CONTROL_BYTES = 1 << 16
+"""Bound on the list of modules that comes with a call."""
+
+_WHEN_IDLE = (
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.cpp_builder",
+)
+"""What a compile test needs, loaded between calls so that the first call need not wait."""
+
+
+def main(control: int) -> None:
+    """Serve calls until the other end of the socket ``control`` is closed."""
+    step: supervisor.Step | int = functools.partial(_serve, socket.socket(fileno=control))
+    while not isinstance(step, int):
+        step = step()
+    sys.exit(step)
+
+
+def _serve(control: socket.socket) -> supervisor.Step | int:
+    pending = list(reversed(_WHEN_IDLE))
+    while True:
+        while pending and not select.select([control], [], [], 0)[0]:
+            _load([pending.pop()])
+        data, descriptors, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1)
+        if not descriptors:
+            return 0
+        _reap()
+        _load(cast("list[str]", wire.unpack(data)))
+        call = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            control.close()
+            return functools.partial(supervisor.supervise, call)
+        call.close()
+
+
+def _load(names: Iterable[str]) -> None:
+    missing = [name for name in names if name not in sys.modules]
+    for name in missing:
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: S112 - the rank that needs it raises it again, and is heard
+            continue
+    if missing:
+        # What is loaded stays: collections in the ranks need not touch, and so copy, its pages.
+        gc.collect()
+        gc.freeze()
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

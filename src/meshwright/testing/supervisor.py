@@ -1,0 +1,266 @@
+"""One call: forks the ranks, hosts their store, watches them, ends them, and reports."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from meshwright.testing import rank_process, rendezvous, wire
+from meshwright.testing.outcome import Ending, Outcome
+
+__all__ = ["supervise"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_OUTPUT_SHOWN = 32 * 1024
+_DUMP_SECONDS = 1.0
+_SKIP_GRACE = 0.1
+
+Step = Callable[[], "Step | int"]
+"""A process's next piece of work, or its exit code: a forked child leaves its parent's frames."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """A rank as its supervisor sees it."""
+
+    rank: int
+    pid: int
+    handle: int
+    """Readable when the process has ended."""
+    channel: socket.socket
+    output: int
+    stack: int
+    inbox: wire.Inbox = field(default_factory=wire.Inbox)
+    message: wire.Message | None = None
+    exit_code: int | None = None
+    end: float = 0.0
+    well_until: float = 0.0
+    killed_for: Ending | None = None
+    stopped: bool = False
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+
+def supervise(call: socket.socket) -> Step | int:
+    """Serve the one request that comes over ``call``; in a forked rank, return the rank's work."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    request = cast("wire.Request", wire.receive(call))
+    children: list[_Child] = []
+    supervisor = os.getpid()
+    for rank in range(request.size):
+        ours, theirs = socket.socketpair()
+        output, stack = os.memfd_create("output"), os.memfd_create("stack")
+        pid = os.fork()
+        if pid == 0:
+            for resource in (call, ours, *(child.channel for child in children)):
+                resource.close()
+            post = rank_process.Post(
+                rank=rank, supervisor=supervisor, channel=theirs, output=output, stack=stack
+            )
+            return functools.partial(rank_process.run, request, post)
+        theirs.close()
+        children.append(_Child(rank, pid, os.pidfd_open(pid), ours, output, stack))
+    # Only now: a process that forks should have one thread, and the store has its own.
+    store = rendezvous.host()
+    for child in children:
+        wire.send(child.channel, store.port)
+    outcomes = _Watch(request, call, children).run()
+    wire.send(call, outcomes)
+    os._exit(0)
+
+
+class _Watch:
+    """Follows the ranks of one call to their ends."""
+
+    def __init__(self, request: wire.Request, call: socket.socket, children: list[_Child]) -> None:
+        self._request = request
+        self._call = call
+        self._children = children
+        self._start = time.monotonic()
+        self._limit = self._start + request.timeout
+        self._killed_for = Ending.HUNG
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(call, selectors.EVENT_READ)
+        for child in children:
+            self._selector.register(child.handle, selectors.EVENT_READ, child)
+            self._selector.register(child.channel, selectors.EVENT_READ, child)
+
+    def run(self) -> list[Outcome]:
+        """Wait for all ranks; kill those that outstay their time."""
+        last = self._start
+        while any(child.running for child in self._children):
+            events = self._selector.select(max(0.0, self._limit - time.monotonic()))
+            for key, _ in events:
+                if key.fileobj is self._call:
+                    self._caller_is_gone()
+                elif isinstance(key.fileobj, int):
+                    self._collect(key.data, last)
+                else:
+                    self._read(key.data)
+            last = time.monotonic()
+            if last >= self._limit:
+                self._kill_late()
+        _kill_descendants()
+        return [self._outcome(child) for child in self._children]
+
+    def _caller_is_gone(self) -> None:
+        for child in self._children:
+            _kill(child)
+        _kill_descendants()
+        os._exit(1)
+
+    def _read(self, child: _Child) -> None:
+        data = _available(child.channel)
+        if not data:
+            self._selector.unregister(child.channel)
+            return
+        for message in child.inbox.feed(data):
+            child.message = cast("wire.Message", message)
+            child.end = child.well_until = child.message.time
+            if child.message.kind == "raised":
+                self._shorten(self._request.grace)
+            elif child.message.kind == "skipped":
+                self._shorten(_SKIP_GRACE)
+
+    def _collect(self, child: _Child, well_until: float) -> None:
+        _, status = os.waitpid(child.pid, 0)
+        self._selector.unregister(child.handle)
+        if child.channel.fileno() in self._selector.get_map():
+            child.channel.setblocking(False)
+            self._read(child)  # what it said before it ended
+        child.exit_code = os.waitstatus_to_exitcode(status)
+        if child.message is None:
+            child.end, child.well_until = time.monotonic(), well_until
+        said_its_end = child.message is not None and child.message.kind != "returned"
+        if child.exit_code != 0 and not said_its_end:
+            self._shorten(self._request.grace)
+
+    def _shorten(self, grace: float) -> None:
+        limit = time.monotonic() + grace
+        if limit < self._limit:
+            self._limit = limit
+            self._killed_for = Ending.ENDED
+
+    def _kill_late(self) -> None:
+        late = [child for child in self._children if child.running]
+        now = time.monotonic()
+        for child in late:
+            child.killed_for = self._killed_for
+            child.stopped = _is_stopped(child.pid)
+            if child.message is None:
+                child.end = child.well_until = now
+            _signal(child.pid, rank_process.DUMP_SIGNAL)
+            _signal(child.pid, signal.SIGCONT)
+        _wait_for_stacks(late)
+        for child in late:
+            _kill(child)
+        self._limit = time.monotonic() + _DUMP_SECONDS
+
+    def _outcome(self, child: _Child) -> Outcome:
+        message = child.message
+        ending = _ending(child)
+        loads = message is not None and ending not in {Ending.RETURNED, Ending.TEARDOWN}
+        return Outcome(
+            rank=child.rank,
+            ending=ending,
+            seconds=child.end - self._start,
+            order=child.well_until,
+            exit_code=child.exit_code,
+            value=message.payload if message is not None else b"",
+            traceback=message.traceback if message is not None and loads else "",
+            stack=_content(child.stack),
+            output=_content(child.output),
+            stopped=child.stopped,
+        )
+
+
+def _ending(child: _Child) -> Ending:
+    kind = None if child.message is None else child.message.kind
+    if kind == "raised":
+        return Ending.RAISED
+    if kind == "skipped":
+        return Ending.SKIPPED
+    if kind == "returned":
+        return Ending.RETURNED if child.exit_code == 0 else Ending.TEARDOWN
+    return child.killed_for or Ending.DIED
+
+
+def _available(channel: socket.socket) -> bytes:
+    parts = []
+    channel.setblocking(False)
+    try:
+        while part := channel.recv(1 << 20):
+            parts.append(part)
+    except (BlockingIOError, ConnectionResetError):
+        pass
+    return b"".join(parts)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _kill(child: _Child) -> None:
+    """Kill the rank and, as it leads a group, what its body started."""
+    if not child.running:
+        return
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _kill_descendants() -> None:
+    """Kill what the ranks have left behind: orphans come to this process, their subreaper."""
+    while pids := _own_children():
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _own_children() -> list[int]:
+    me = os.getpid()
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{me}/task"):
+        with open(f"/proc/{me}/task/{task}/children", encoding="ascii") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] in {"T", "t"}
+
+
+def _wait_for_stacks(children: list[_Child]) -> None:
+    """Until every rank has written its stacks: the files are there and no longer grow."""
+    end = time.monotonic() + _DUMP_SECONDS
+    before: list[int] = []
+    while time.monotonic() < end:
+        time.sleep(0.03)
+        sizes = [os.fstat(child.stack).st_size for child in children]
+        if sizes == before and all(sizes):
+            return
+        before = sizes
+
+
+def _content(file: int) -> str:
+    """The end of what was written to ``file``."""
+    size = os.fstat(file).st_size
+    start = max(0, size - _OUTPUT_SHOWN)
+    text = os.pread(file, size - start, start).decode("utf-8", errors="replace")
+    return f"[{start} bytes before this are left out]\n{text}" if start else text

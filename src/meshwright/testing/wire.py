@@ -1,0 +1,170 @@
+"""What pool, server, supervisor and ranks send each other, and how it becomes bytes.
+
+Every message is a pickle behind its length. Both ends are the same user's processes, started by one
+another over a private socket, so pickle is safe here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+try:
+    import cloudpickle
+except ImportError:  # functions of importable modules travel without it
+    cloudpickle = None
+
+__all__ = [
+    "Inbox",
+    "Message",
+    "Request",
+    "WarningFilter",
+    "exception_bytes",
+    "exception_from",
+    "pack",
+    "receive",
+    "send",
+    "unpack",
+]
+
+_LENGTH = struct.Struct("!Q")
+
+WarningFilter = tuple[str, str, type[Warning], str, int]
+"""One row of `warnings.filters`: action, message, category, module, line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of `ranks`: what to run, on how many ranks, and the caller's surroundings."""
+
+    size: int
+    work: bytes
+    """The packed tuple ``(body, args, kwargs)``."""
+    timeout: float
+    """Seconds until ranks that have not ended are killed."""
+    grace: float
+    """Seconds that the other ranks have after the first failure."""
+    backend: str | None
+    connected: bool
+    """Whether the ranks are connected before the body starts."""
+    environment: Mapping[str, str]
+    directory: str
+    path: tuple[str, ...]
+    """The caller's ``sys.path``."""
+    test_modules: Mapping[str, str]
+    """File of each test module by name, for modules that ``sys.path`` does not find."""
+    warning_filters: tuple[WarningFilter, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a rank says at the end of its body."""
+
+    kind: str
+    """``returned``, ``raised`` or ``skipped``."""
+    time: float
+    """Monotonic seconds, the same clock on all ranks."""
+    payload: bytes = b""
+    """The packed value, or the exception (`exception_bytes`)."""
+    traceback: str = ""
+
+
+def pack(value: object) -> bytes:
+    """Bytes of ``value``; functions and classes defined inside a function travel by value.
+
+    Raises ``TypeError`` when something inside cannot travel to another process.
+    """
+    try:
+        if cloudpickle is None:
+            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        hint = (
+            "move the function or class to the top of its module, or install cloudpickle"
+            if cloudpickle is None
+            else "create it inside the body, or pass what it is made from"
+        )
+        raise TypeError(f"cannot be sent between the test and its ranks ({error}); {hint}") from error
+
+
+def unpack(data: bytes) -> object:
+    """The value of `pack`'s bytes."""
+    return pickle.loads(data)  # noqa: S301 - see the module's docstring
+
+
+def _rebuild(
+    kind: type[BaseException], args: tuple[object, ...], state: Mapping[str, object]
+) -> BaseException:
+    # Without __init__: an exception whose __init__ takes more than its message pickles but would
+    # not come back.
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def exception_bytes(error: BaseException) -> bytes:
+    """``error`` without its traceback, or empty bytes when it cannot travel."""
+    try:
+        data = pack((type(error), error.args, dict(error.__dict__)))
+        exception_from(data)
+    except Exception:
+        return b""
+    return data
+
+
+def exception_from(data: bytes) -> BaseException | None:
+    """The exception of `exception_bytes`, or None when it could not travel."""
+    if not data:
+        return None
+    try:
+        return _rebuild(*unpack(data))  # pyrefly: ignore[bad-argument-type]
+    except Exception:
+        return None
+
+
+def send(channel: socket.socket, message: object) -> None:
+    """Send one message; blocks until it is written."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(channel: socket.socket) -> object:
+    """The next message; ``EOFError`` when the other side has closed."""
+    (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
+    return unpack(_exactly(channel, length))
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        read = channel.recv_into(view)
+        if read == 0:
+            raise EOFError("the other side closed the channel")
+        view = view[read:]
+    return bytes(data)
+
+
+class Inbox:
+    """Messages out of bytes that arrive in pieces."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[object]:
+        """The messages that ``data`` completes."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            message = unpack(bytes(self._data[_LENGTH.size : end]))
+            del self._data[:end]
+            yield message
+
+
+Work = Callable[..., object]
