@@ -24,7 +24,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 FUNCTION_P90 = 30
 
-# Each room may import itself and the rooms of its row. Rooms without a tenant have their row already.
+# Each room may import itself and the rooms of its row. A room yet to come has its row already.
 _PURE = frozenset(
     {
         "axes",
@@ -35,6 +35,7 @@ _PURE = frozenset(
         "sampling",
         "schedule",
         "timeline",
+        "toml_lines",
         "toml_source",
     }
 )

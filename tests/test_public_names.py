@@ -1,0 +1,87 @@
+"""What the library shows: its public names, and what it loads to show them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import meshwright
+
+# Packages that a machine without development tools lacks.
+DEVELOPMENT = ("codespell_lib", "hypothesis", "pytest", "rich", "ruff", "sphinx", "tyro")
+# The public names of this version: adding or removing one is a decision, made here too.
+NAMES = {
+    "Plan",
+    "__version__",
+    "clip_grad_norm_",
+    "init_device_mesh",
+    "parallelize",
+    "replicate",
+}
+# Started from a command, or by pytest: these may need what the library does not.
+ENTRIES = ("meshwright.cli", "meshwright.recipes", "meshwright.testing.plugin")
+
+
+def _modules() -> list[str]:
+    found = pkgutil.walk_packages(meshwright.__path__, "meshwright.")
+    return ["meshwright", *sorted(module.name for module in found)]
+
+
+def _run(code: str) -> str:
+    """What a fresh interpreter prints for ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_these() -> None:
+    errors = importlib.import_module("meshwright.errors")
+    assert set(meshwright.__all__) == NAMES | set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_every_public_name_exists_and_is_described(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(module.__all__) <= set(dir(module))
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert inspect.getdoc(value), f"{name}.{public} has no docstring"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"meshwright.*'nothing'"):
+        meshwright.nothing  # noqa: B018
+
+
+def test_the_package_starts_without_torch() -> None:
+    assert _run("import sys, meshwright; print('torch' in sys.modules)") == "False"
+
+
+def test_plans_and_errors_load_no_torch() -> None:
+    code = "import sys, meshwright as m; m.Plan, m.PlanError; print('torch' in sys.modules)"
+    assert _run(code) == "False"
+
+
+def test_the_library_needs_no_development_tool() -> None:
+    """All but the command, its recipes and the test plugin loads where these are missing."""
+    names = [name for name in _modules() if not name.startswith(ENTRIES)]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({DEVELOPMENT!r}))\n"
+        f"import importlib\nfor name in {names!r}: importlib.import_module(name)\nprint('loaded')"
+    )
+    assert _run(code) == "loaded"
+
+
+def test_meshes_are_those_of_torch() -> None:
+    mesh = importlib.import_module("meshwright.mesh")
+    device_mesh = importlib.import_module("torch.distributed.device_mesh")
+    assert mesh.DeviceMesh is device_mesh.DeviceMesh
+    assert meshwright.init_device_mesh is device_mesh.init_device_mesh
