@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.testing.outcome import Ending, Outcome, RanksFailed
-    from meshwright.testing.pool import Pool, ranks, shared_pool
+    from meshwright.testing.pool import Pool, Ranks, ranks, shared_pool
 
 __all__ = [
     "Ending",
     "Outcome",
     "Pool",
+    "Ranks",
     "RanksFailed",
     "ranks",
     "shared_pool",
@@ -38,6 +39,7 @@ _HOMES = MappingProxyType(
         "Ending": "outcome",
         "Outcome": "outcome",
         "Pool": "pool",
+        "Ranks": "pool",
         "RanksFailed": "outcome",
         "ranks": "pool",
         "shared_pool": "pool",

@@ -78,7 +78,9 @@ class Outcome:
             case Ending.TEARDOWN if self.stopped or self.stack:
                 return f"returned, but its process had not ended {after}{self._stop_note()}"
             case Ending.TEARDOWN:
-                return f"exit {self.exit_code} after its body returned: {_how_it_died(self.exit_code)}"
+                return (
+                    f"exit {self.exit_code} after its body returned: {_how_it_died(self.exit_code)}"
+                )
             case Ending.HUNG:
                 return f"hung: killed at the deadline {after}{self._stop_note()}"
             case Ending.ENDED:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import cast
 
 import pytest
 
-from meshwright.testing.pool import shared_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from meshwright.testing.pool import Ranks, shared_pool
 
 __all__ = ["pytest_addoption", "pytest_unconfigure", "ranks"]
 
@@ -32,8 +28,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Callable[..., list[object]]:
+def ranks(request: pytest.FixtureRequest) -> Ranks:
     """`meshwright.testing.ranks` with the backend of the command line."""
-    return functools.partial(
-        shared_pool().run, backend=request.config.getoption("--ranks-backend")
-    )
+    backend = request.config.getoption("--ranks-backend")
+    return cast("Ranks", functools.partial(shared_pool().run, backend=backend))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import dataclasses
@@ -14,16 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar, cast
 
 from meshwright.errors import InternalError
 from meshwright.testing import modules, wire
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed
 
-__all__ = ["Pool", "ranks", "shared_pool"]
+__all__ = ["Pool", "Ranks", "ranks", "shared_pool"]
 
 T = TypeVar("T")
 
@@ -40,6 +38,22 @@ _SERVER_VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 _NOT_FOR_SERVER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES")
+
+
+class Ranks(Protocol):
+    """What the fixture ``ranks`` is: `ranks`."""
+
+    def __call__(
+        self,
+        n: int,
+        body: Callable[..., T],
+        *args: object,
+        timeout: float = ...,
+        backend: str | None = ...,
+        grace: float = ...,
+        connected: bool = ...,
+        **kwargs: object,
+    ) -> list[T]: ...
 
 
 class Pool:
@@ -93,13 +107,19 @@ class Pool:
             self._server = None
 
     @contextlib.contextmanager
-    def _open_call(self):  # noqa: ANN202 - see below
+    def _open_call(self) -> Iterator[socket.socket]:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
                 if self._server is None or not self._server.alive:
                     self._server = _Server()
-                self._server.hand_over(theirs)
+                server = self._server
+                try:
+                    server.hand_over(theirs)
+                except OSError as error:
+                    raise InternalError(
+                        f"the server of ranks has ended\n{server.said()}"
+                    ) from error
             yield ours
 
     def _exchange(self, call: socket.socket, request: wire.Request) -> Sequence[Outcome]:
@@ -135,6 +155,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                start_new_session=True,  # an interrupt from the terminal is for the caller
             )
         self._control = ours
 

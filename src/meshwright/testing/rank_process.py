@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -11,17 +12,19 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy
 import torch
 
+from meshwright import comm
 from meshwright.testing import modules, rendezvous, wire
 
 __all__ = ["DUMP_SIGNAL", "Post", "die_with_parent", "run"]
@@ -54,8 +57,8 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def run(request: wire.Request, post: Post) -> int:
-    """Run the body on this rank, send what came of it, and return the process's exit code."""
+def run(request: wire.Request, post: Post) -> NoReturn:
+    """Run the body on this rank, send what came of it, and end the process."""
     die_with_parent(post.supervisor)
     os.setsid()  # a group of its own, so that what the body starts can be killed with it
     _redirect(post)
@@ -65,16 +68,35 @@ def run(request: wire.Request, post: Post) -> int:
     except BaseException as error:
         now = time.monotonic()
         kind = "skipped" if _is_skip(error) else "raised"
+        if kind == "raised":
+            _publish(error)
         message = wire.Message(
             kind=kind, time=now, payload=wire.exception_bytes(error), traceback=_trace_of(error)
         )
     _flush()
     wire.send(post.channel, message)
-    if message.kind != "returned":
-        os._exit(0 if message.kind == "skipped" else 1)
-    if request.connected:
-        rendezvous.disconnect()
-    return 0
+    if message.kind == "returned" and request.connected:
+        comm.disconnect()
+    _leave(0 if message.kind in {"returned", "skipped"} else 1)
+
+
+def _publish(error: BaseException) -> None:
+    """Tell the other ranks of the failure, as an exception that ends a program would."""
+    with contextlib.redirect_stderr(io.StringIO()):  # the report shows the traceback
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process as Python would, up to taking the interpreter apart.
+
+    That last part costs 0.4 s for four ranks on two cores, nearly all of it spent on copying pages
+    that are shared with the server, only to free them.
+    """
+    if code == 0:
+        threading._shutdown()  # pyrefly: ignore[missing-attribute] # waits for threads
+        atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
 
 
 def _redirect(post: Post) -> None:
@@ -102,7 +124,7 @@ def _body_value(request: wire.Request, post: Post) -> object:
         wire.unpack(request.work),
     )
     if request.connected:
-        rendezvous.connect(request.backend)
+        comm.connect(request.backend)
     _seed()
     return body(*args, **kwargs)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import torch.distributed as dist
 
-__all__ = ["connect", "disconnect", "host", "torchrun_variables"]
+__all__ = ["host", "torchrun_variables"]
 
 
 def host() -> dist.TCPStore:
@@ -28,15 +25,3 @@ def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-def connect(backend: str | None) -> None:
-    """Connect this rank to the others, from its environment."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=60))
-
-
-def disconnect() -> None:
-    """Leave the others in peace."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

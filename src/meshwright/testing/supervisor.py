@@ -53,6 +53,7 @@ class _Child:
 
 def supervise(call: socket.socket) -> Step | int:
     """Serve the one request that comes over ``call``; in a forked rank, return the rank's work."""
+    start = time.monotonic()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     request = cast("wire.Request", wire.receive(call))
     children: list[_Child] = []
@@ -74,7 +75,7 @@ def supervise(call: socket.socket) -> Step | int:
     store = rendezvous.host()
     for child in children:
         wire.send(child.channel, store.port)
-    outcomes = _Watch(request, call, children).run()
+    outcomes = _Watch(request, call, children, start).run()
     wire.send(call, outcomes)
     os._exit(0)
 
@@ -82,11 +83,17 @@ def supervise(call: socket.socket) -> Step | int:
 class _Watch:
     """Follows the ranks of one call to their ends."""
 
-    def __init__(self, request: wire.Request, call: socket.socket, children: list[_Child]) -> None:
+    def __init__(
+        self,
+        request: wire.Request,
+        call: socket.socket,
+        children: list[_Child],
+        start: float,
+    ) -> None:
         self._request = request
         self._call = call
         self._children = children
-        self._start = time.monotonic()
+        self._start = start
         self._limit = self._start + request.timeout
         self._killed_for = Ending.HUNG
         self._selector = selectors.DefaultSelector()
@@ -226,24 +233,36 @@ def _kill(child: _Child) -> None:
 
 def _kill_descendants() -> None:
     """Kill what the ranks have left behind: orphans come to this process, their subreaper."""
-    while pids := _own_children():
-        for pid in pids:
-            _signal(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                for pid in _own_children():
+                    _signal(pid, signal.SIGKILL)
+                time.sleep(0.005)
+        except ChildProcessError:
+            return
 
 
 def _own_children() -> list[int]:
     me = os.getpid()
-    found: list[int] = []
-    for task in os.listdir(f"/proc/{me}/task"):
-        with open(f"/proc/{me}/task/{task}/children", encoding="ascii") as file:
-            found += map(int, file.read().split())
-    return found
+    return [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and (fields := _status_fields(int(name))) and int(fields[1]) == me
+    ]
 
 
 def _is_stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[0] in {"T", "t"}
+    return _status_fields(pid)[:1] in (["T"], ["t"])
+
+
+def _status_fields(pid: int) -> list[str]:
+    """The kernel's state, parent and so on of a process; empty when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _wait_for_stacks(children: list[_Child]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 try:
@@ -87,7 +87,9 @@ def pack(value: object) -> bytes:
             if cloudpickle is None
             else "create it inside the body, or pass what it is made from"
         )
-        raise TypeError(f"cannot be sent between the test and its ranks ({error}); {hint}") from error
+        raise TypeError(
+            f"cannot be sent between the test and its ranks ({error}); {hint}"
+        ) from error
 
 
 def unpack(data: bytes) -> object:
@@ -165,6 +167,3 @@ class Inbox:
             message = unpack(bytes(self._data[_LENGTH.size : end]))
             del self._data[:end]
             yield message
-
-
-Work = Callable[..., object]
