@@ -1,0 +1,12 @@
+"""Training the same parameters on different batches.
+
+Bottom-up: `starting_state` (what ranks must hold alike), `buckets` (gradients in one buffer, fixed
+by parameter index), `reducer` (hooks and order of the reductions), `replica` (a module that is kept
+equal), `replicated` (the composable function `replicate`).
+"""
+
+from __future__ import annotations
+
+from meshwright.data_parallel.replicated import replicate
+
+__all__ = ["replicate"]

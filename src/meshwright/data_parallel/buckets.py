@@ -1,0 +1,292 @@
+"""Gradient buckets: fixed by parameter index, one contiguous buffer each, reduced in one call.
+
+A bucket's buffer holds the gradients of its parameters one after another and behind them one use
+count for each: how many ranks had a gradient::
+
+    | gradient of p7 | gradient of p6 | gradient of p5 | n7 n6 n5 |
+
+What a rank puts in is its ``.grad`` as it stands, so a backward pass after another one without
+zeroing gives what one backward pass on the sum would give: the part that was reduced before is
+equal on all ranks, and a mean leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.comm import Communicator, Pending
+from meshwright.errors import InternalError
+from meshwright.layout import FlatLayout
+
+__all__ = ["Bucket", "BucketLayout", "GradientSlot", "plan_buckets"]
+
+BATCHED_NUMEL = 16384
+"""Gradients up to this size are copied together; larger ones are scaled while they are copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSlot:
+    """One trainable parameter as a bucket sees it. ``dtype`` is that of the reduction."""
+
+    index: int
+    """Position among all parameters, in registration order."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the gradient while it is reduced."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """Which parameters one bucket holds, and where their gradients lie in its buffer."""
+
+    index: int
+    """Position in the order of the launches."""
+    slots: tuple[GradientSlot, ...]
+    dtype: torch.dtype
+    flat: FlatLayout
+
+    @property
+    def label(self) -> str:
+        """What the reduction is called in records and reports."""
+        return f"reduce bucket {self.index}"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer: the gradients and one use count a parameter."""
+        return self.flat.numel + len(self.slots)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one reduction moves on this rank."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_buckets(
+    slots: Sequence[GradientSlot], *, first_bytes: int, cap_bytes: int
+) -> tuple[BucketLayout, ...]:
+    """Put ``slots`` into buckets, last registered parameter first.
+
+    The last layers' gradients come first in a backward pass. The first bucket of a dtype is small
+    (``first_bytes``), so that communication starts early; a bucket is closed once it has reached
+    its size, and a larger gradient has a bucket to itself. The result depends on nothing but the
+    arguments, so it is the same on every rank and in every run.
+
+    Alternatives considered: an order by arrival, measured in the first iteration, overlaps a
+    little better for models that are registered out of order, but changes the last bits of Gloo's
+    sums between the first and the second iteration, and a resumed run would differ.
+    """
+    gathered: list[list[GradientSlot]] = []
+    open_by_dtype: dict[torch.dtype, list[GradientSlot]] = {}
+    limits: dict[torch.dtype, int] = {}
+    for slot in sorted(slots, key=lambda slot: slot.index, reverse=True):
+        if slot.dtype not in open_by_dtype:
+            open_by_dtype[slot.dtype] = []
+            gathered.append(open_by_dtype[slot.dtype])
+        current = open_by_dtype[slot.dtype]
+        current.append(slot)
+        if sum(member.bytes for member in current) >= limits.get(slot.dtype, first_bytes):
+            limits[slot.dtype] = cap_bytes
+            del open_by_dtype[slot.dtype]
+    return tuple(
+        BucketLayout(
+            index=index,
+            slots=tuple(members),
+            dtype=members[0].dtype,
+            flat=FlatLayout.pack(
+                [slot.name for slot in members],
+                [slot.shape for slot in members],
+                str(members[0].dtype).removeprefix("torch."),
+                1,
+            ),
+        )
+        for index, members in enumerate(gathered)
+    )
+
+
+class Bucket:
+    """The buffer of one `BucketLayout`, from gradients of this rank to means over all ranks.
+
+    ``fill`` -> ``launch`` -> ``finish``, once for each synchronised backward pass.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        buffer: torch.Tensor,
+        *,
+        is_gradient_view: bool,
+    ) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.buffer = buffer
+        self.is_gradient_view = is_gradient_view
+        """Whether ``.grad`` is a view of the buffer after the backward pass."""
+        numel = layout.flat.numel
+        self.gradients = buffer[:numel]
+        self.counts = buffer[numel:]
+        self.views: list[torch.Tensor] = [
+            _gradient_view(buffer, offset, parameter)
+            for offset, parameter in zip(layout.flat.offsets, self.parameters, strict=True)
+        ]
+        self.arrived = bytearray(len(self.parameters))
+        self.missing = len(self.parameters)
+        """Parameters without a gradient so far in this backward pass."""
+        self._absent: list[int] = []
+        self._pending: Pending | None = None
+        # Into a narrower dtype one scales before the cast, or a sum could overflow on the way.
+        self._single = [
+            p.numel() > BATCHED_NUMEL or p.dtype.itemsize > layout.dtype.itemsize
+            for p in self.parameters
+        ]
+
+    def reset(self) -> None:
+        """Forget which gradients have arrived."""
+        self.arrived = bytearray(len(self.parameters))
+        self.missing = len(self.parameters)
+
+    def fill(self, scale: float) -> None:
+        """Copy this rank's gradients in, times ``scale``; zeros for parameters without one.
+
+        Raises RuntimeError naming the parameter when a gradient is sparse.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.counts.fill_(1)
+        self._absent = [slot for slot, gradient in enumerate(gradients) if gradient is None]
+        for slot in self._absent:
+            self.views[slot].zero_()
+            self.counts[slot] = 0
+        try:
+            self._copy_in(gradients, scale)
+        except RuntimeError as error:
+            self._explain(gradients, error)
+            raise
+        if self.is_gradient_view:
+            for parameter, gradient, view in zip(
+                self.parameters, gradients, self.views, strict=True
+            ):
+                if gradient is not None and gradient is not view:
+                    parameter.grad = view
+
+    def fill_void(self) -> None:
+        """Make the reduction visibly void: this rank gave up its backward pass."""
+        self.buffer.fill_(math.nan)
+        self._absent = []
+
+    def launch(self, communicator: Communicator) -> None:
+        """Start the reduction; `finish` waits for it."""
+        self._pending = communicator.all_reduce(self.buffer, label=self.layout.label)
+
+    def drop(self) -> None:
+        """Wait for a reduction whose result nobody wants."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+
+    def finish(self) -> None:
+        """Wait for the means and make them the parameters' gradients.
+
+        A parameter that had a gradient on no rank keeps ``.grad`` None.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise InternalError(f"{self.layout.label} was not launched")
+        pending.wait()
+        if self._absent:
+            self._adopt_absent()
+        if not self.is_gradient_view:
+            self._copy_out()
+
+    def non_finite(self) -> tuple[str, ...]:
+        """Names of the parameters whose values in the buffer are not finite; cheap when all are."""
+        if math.isfinite(abs(self.gradients.sum().item())):
+            return ()
+        return tuple(
+            slot.name
+            for slot, view in zip(self.layout.slots, self.views, strict=True)
+            if not bool(torch.isfinite(view).all())
+        )
+
+    def _copy_in(self, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
+        """Scale and copy, in as few calls as the sizes allow."""
+        batch_views: list[torch.Tensor] = []
+        batch: list[torch.Tensor] = []
+        scaled: list[torch.Tensor] = []
+        for gradient, view, is_single in zip(gradients, self.views, self._single, strict=True):
+            if gradient is None:
+                continue
+            if gradient is view:
+                scaled.append(view)
+            elif is_single:
+                _scaled_copy(view, gradient, scale)
+            else:
+                batch_views.append(view)
+                batch.append(gradient)
+        if batch:
+            torch._foreach_copy_(batch_views, batch)
+            scaled.extend(batch_views)
+        if scale == 1.0 or not scaled:
+            return
+        if True in self._single:
+            torch._foreach_mul_(scaled, scale)
+        else:
+            self.gradients.mul_(scale)
+
+    def _copy_out(self) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is not None:
+                targets.append(gradient)
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _adopt_absent(self) -> None:
+        counts = (self.counts.real if self.counts.is_complex() else self.counts).tolist()
+        for slot in self._absent:
+            # A void count is not a number, and must not pass for "nobody".
+            if counts[slot] == 0:
+                continue
+            parameter, view = self.parameters[slot], self.views[slot]
+            parameter.grad = view if self.is_gradient_view else torch.empty_like(parameter)
+
+    def _explain(self, gradients: Sequence[torch.Tensor | None], error: RuntimeError) -> None:
+        for slot, gradient in zip(self.layout.slots, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), which "
+                    "replicate does not reduce: build its embedding with sparse=False, or put the "
+                    "module into ignored_modules"
+                ) from error
+
+
+def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
+    """One pass over the memory; a wider reduction also scales in the wider dtype."""
+    if gradient.dtype.itemsize < view.dtype.itemsize:
+        view.copy_(gradient).mul_(scale)
+    else:
+        torch.mul(gradient, scale, out=view)
+
+
+def _gradient_view(
+    buffer: torch.Tensor, offset: int, parameter: torch.nn.Parameter
+) -> torch.Tensor:
+    """The parameter's place in ``buffer``, with its strides when they leave no holes."""
+    dense = sorted(zip(parameter.stride(), parameter.shape, strict=True))
+    expected = 1
+    for stride, size in dense:
+        if size != 1 and stride != expected:
+            return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+        expected *= size
+    return buffer.as_strided(parameter.shape, parameter.stride(), offset)

@@ -1,0 +1,253 @@
+"""`replicate`: one module, the same on every rank, trained on different batches.
+
+The module keeps its parameters, names and state dict. Its class becomes a subclass of its own that
+adds `set_requires_gradient_sync` and `no_sync`, so ``isinstance`` holds as before. Set-up happens in
+the first forward pass::
+
+    ReplicateOptions (what was asked for)  ──first forward──>  Replica (running)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from meshwright.comm import communicator
+from meshwright.data_parallel.reducer import ReductionSettings
+from meshwright.data_parallel.replica import Replica
+from meshwright.mesh import DeviceMesh
+
+__all__ = ["ReplicateOptions", "ReplicateState", "ReplicatedModule", "replicate"]
+
+STATES = "_meshwright_states"
+"""The attribute of a module that holds the state of each composable function applied to it."""
+
+AXIS = "replicate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicateOptions:
+    """What was asked for in the call of `replicate`."""
+
+    process_group: Any = None
+    axis: str = AXIS
+    ignored: frozenset[nn.Module] = frozenset()
+    device_ids: tuple[int | torch.device, ...] | None = None
+    init_sync: bool = True
+    broadcast_buffers: bool = True
+    reduction: ReductionSettings = ReductionSettings()
+
+
+class ReplicateState:
+    """What `replicate` knows about one module: options now, a `Replica` from the first forward."""
+
+    def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
+        self.options = options
+        self.is_synchronised = True
+        """Whether forward passes lead to a reduction; taken over by the replica."""
+        # The module holds this state, so a strong reference back would be a cycle.
+        self._module = weakref.ref(module)
+        self._replica: Replica | None = None
+
+    @property
+    def replica(self) -> Replica:
+        """The running half, set up now when there was no forward pass yet (a collective then)."""
+        if self._replica is None:
+            module = self._module()
+            if module is None:
+                raise RuntimeError("the replicated module is gone")
+            options = self.options
+            self._replica = Replica(
+                module,
+                communicator(options.process_group, options.axis),
+                ignored=_with_replicated(module, options.ignored),
+                device_ids=options.device_ids,
+                init_sync=options.init_sync,
+                broadcast_buffers=options.broadcast_buffers,
+                reduction=options.reduction,
+            )
+            self._replica.reducer.is_wanted = self.is_synchronised
+        return self._replica
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether forward passes from now on lead to a reduction of their gradients."""
+        self.is_synchronised = requires_gradient_sync
+        if self._replica is not None:
+            self._replica.reducer.is_wanted = requires_gradient_sync
+
+    def _ddp_weakref(self) -> Replica | None:
+        """The live replica with its ``device_ids``; None before the first forward pass."""
+        return self._replica
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The module's forward pre-hook."""
+        return self.replica.before_forward(args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The module's forward hook."""
+        self.replica.after_forward(output)
+
+
+class ReplicatedModule(nn.Module):
+    """What the class of a replicated module has beside its own members."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether forward passes from now on lead to a reduction of their gradients.
+
+        Gradients of passes without one stay on this rank and are part of the next reduction.
+        """
+        replicate.state(self).set_requires_gradient_sync(requires_gradient_sync)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Any:
+        """Forward passes inside the block do not lead to a reduction.
+
+        >>> with model.no_sync():
+        ...     loss(model(first)).backward()
+        >>> loss(model(second)).backward()  # reduces the sum of both
+        """
+        state = replicate.state(self)
+        before = state.is_synchronised
+        state.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            state.set_requires_gradient_sync(before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(
+            "DDP does not support deepcopy. Copy the module first, then call replicate on the copy"
+        )
+
+
+class Replicate:
+    """The composable function behind `replicate`; call it, or ask it for a module's state."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        *,
+        process_group: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        device_id: int | torch.device | None = None,
+        init_sync: bool = True,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+    ) -> nn.Module:
+        """Keep ``module`` equal on all ranks of one axis; returns the same module.
+
+        Parameters and buffers are broadcast from rank 0 in the first forward pass (``init_sync``),
+        gradients become their mean over the ranks during each backward pass, and buffers are
+        broadcast in each forward pass (``broadcast_buffers``). A parameter that got no gradient on
+        some ranks counts as zero there; one that got none on any rank keeps ``.grad`` None.
+
+        The axis is ``process_group`` or a 1-D ``device_mesh``, all ranks when neither is given.
+        Gradients of ``ignored_modules`` are left alone. ``bucket_cap_mb`` (MiB, 25 when None)
+        bounds a gradient bucket; with ``gradient_as_bucket_view`` each ``.grad`` is a view of its
+        bucket. On a GPU ``device_id`` is where inputs are moved to.
+
+        Raises AssertionError when the module is replicated already, RuntimeError for a
+        ``device_id`` of another type, ValueError for a mesh with more than one dimension.
+
+        >>> model = replicate(Net())
+        >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
+        """
+        device_ids = _device_ids(device_id)
+        axis = AXIS
+        if device_mesh is not None:
+            if process_group is not None:
+                raise RuntimeError(
+                    "Cannot specify both process_group and device_mesh arguments. "
+                    "Pass the mesh alone"
+                )
+            process_group, axis = _axis_of(device_mesh)
+        cap_bytes = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+        options = ReplicateOptions(
+            process_group=process_group,
+            axis=axis,
+            ignored=frozenset(ignored_modules or ()),
+            device_ids=device_ids,
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers,
+            reduction=ReductionSettings(
+                first_bytes=min(2**20, cap_bytes),
+                cap_bytes=cap_bytes,
+                is_gradient_view=gradient_as_bucket_view,
+            ),
+        )
+        return self.apply(module, options)
+
+    def apply(self, module: nn.Module, options: ReplicateOptions) -> nn.Module:
+        """Apply to ``module`` what ``options`` say; `__call__` with the arguments made up."""
+        states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
+        if AXIS in states:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"replicate has been applied to this {type(module).__name__} before"
+            )
+        if "fully_shard" in states:
+            raise RuntimeError(
+                "Cannot apply `replicate()` on a Module already managed by `fully_shard`. "
+                "Apply replicate to the modules beside it"
+            )
+        state = ReplicateState(module, options)
+        states[AXIS] = state
+        cls = type(module)
+        module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), {})
+        module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state.after_forward)
+        return module
+
+    def state(self, module: nn.Module) -> ReplicateState:
+        """What replicate knows about ``module``. Raises ValueError when it was not applied."""
+        state = module.__dict__.get(STATES, {}).get(AXIS)
+        if not isinstance(state, ReplicateState):
+            raise ValueError(
+                f"expected a replicated module, found a {type(module).__name__} that replicate was "
+                "not applied to"
+            )
+        return state
+
+
+replicate = Replicate()
+
+
+def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.device, ...] | None:
+    if device_id is None:
+        return None
+    if not isinstance(device_id, int | torch.device):
+        raise RuntimeError(
+            "Expected device_id to be int or torch.device, "
+            f"but got {type(device_id)}. Pass the one device of this rank"
+        )
+    if isinstance(device_id, torch.device):
+        if device_id.type == "cpu":
+            return None
+        return (device_id if device_id.index is None else device_id.index,)
+    return (device_id,)
+
+
+def _axis_of(mesh: DeviceMesh) -> tuple[Any, str]:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"replicate expects a 1D DeviceMesh but got {mesh}. "
+            'Select one axis of it, for example mesh["replicate"]'
+        )
+    names = mesh.mesh_dim_names
+    return mesh.get_group(), names[0] if names else AXIS
+
+
+def _with_replicated(module: nn.Module, ignored: Collection[nn.Module]) -> frozenset[nn.Module]:
+    """``ignored`` and the submodules that have a state of their own."""
+    own = {m for m in module.modules() if m is not module and AXIS in m.__dict__.get(STATES, {})}
+    return frozenset(ignored) | own
