@@ -162,10 +162,10 @@ SOUND: Files = {
     "axes.py": '"""Axes."""\n__all__ = ["Axes"]\nclass Axes:\n    """Axes."""\n',
     "comm/__init__.py": '''
         """Communication."""
-        from meshwright.comm.process_groups import connect
+        from meshwright.comm.registry import connect
         __all__ = ["connect"]
         ''',
-    "comm/process_groups.py": '''
+    "comm/registry.py": '''
         """Groups."""
         import torch.distributed as dist
         __all__ = ["connect"]

@@ -118,7 +118,7 @@ OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
 }
 
 # The one registry of a process, and nothing else, is mutable state of a module.
-STATE_FILES = frozenset({"comm/process_groups.py", "comm/registry.py"})
+STATE_FILES = frozenset({"comm/registry.py"})
 
 # Only the command line writes to the console with `print`.
 CONSOLE_FILES = frozenset({"cli.py"})

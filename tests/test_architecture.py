@@ -37,6 +37,12 @@ def test_the_house_is_found(house: Tree) -> None:
     assert {"meshwright", "meshwright.errors", "meshwright.mesh"} <= house.modules.keys()
 
 
+def test_the_documentation_names_every_room(house: Tree) -> None:
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {source.room for source in house.sources if source.room}
+    assert {room for room in rooms if f"`{room}`" not in text} == set()
+
+
 @pytest.mark.parametrize(
     ("rule", "path", "files"), PLANTED, ids=[f"{rule}-{i}" for i, (rule, *_) in enumerate(PLANTED)]
 )
