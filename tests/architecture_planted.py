@@ -65,7 +65,7 @@ public_names      comm/__init__.py           'A.' | from meshwright.comm.x impor
 module_state      plan.py                    cache = {}
 module_state      plan.py                    import threading | lock = threading.Lock()
 module_state      plan.py                    _found: list[int] = []
-module_state      plan.py                    class A: pass | ONE = A()
+module_state      plan.py                    class A: x: int = 0 | ONE = A()
 module_state      plan.py                    def f() -> None: global X; X = 2
 module_state      plan.py                    X = {} | def f() -> None: X['a'] = 2
 module_state      plan.py                    X = [] | def f() -> None: X.append(2)
@@ -145,12 +145,16 @@ SOUND: Files = {
         import json
         from dataclasses import dataclass
         from meshwright.axes import Axes
-        __all__ = ["Colour", "Plan"]
+        __all__ = ["Colour", "Plan", "Rule"]
         NAMES = {"a": 1}
         @dataclass(frozen=True, slots=True)
         class Colour:
             """A colour."""
         RED = Colour()
+        class Rule:
+            """Calls nothing its own."""
+            def __call__(self) -> None: ...
+        rule = Rule()
         class Plan:
             """A plan."""
             axes: Axes

@@ -321,15 +321,26 @@ _VALUES = {"Enum", "IntEnum", "NamedTuple", "StrEnum"}
 
 
 def _living_classes(tree: Tree) -> set[str]:
-    """Names of the classes whose objects can change: all but frozen dataclasses and tuples."""
+    """Names of the classes whose objects can change: they have fields and are not frozen."""
     found: set[str] = set()
     for source in tree.sources:
         for node in ast.walk(source.tree):
             if not isinstance(node, ast.ClassDef) or _VALUES & {_last(base) for base in node.bases}:
                 continue
-            if not any("frozen=True" in ast.unparse(mark) for mark in node.decorator_list):
+            frozen = any("frozen=True" in ast.unparse(mark) for mark in node.decorator_list)
+            if not frozen and any(_is_field(part) for part in ast.walk(node)):
                 found.add(node.name)
     return found
+
+
+def _is_field(node: ast.AST) -> bool:
+    """Whether a part of a class declares or sets an attribute of its objects."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+            return True
+        case ast.ClassDef(body=body):
+            return any(isinstance(statement, ast.AnnAssign) for statement in body)
+    return False
 
 
 def _last(expression: ast.expr) -> str:

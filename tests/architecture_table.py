@@ -34,9 +34,10 @@ _PURE = frozenset(
         "precision",
         "sampling",
         "schedule",
+        "settings",
         "timeline",
-        "toml_lines",
         "toml_source",
+        "toml_text",
     }
 )
 _COMM = _PURE | {"comm", "mesh"}
