@@ -34,7 +34,7 @@ import torch.distributed as dist
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
-__all__ = ["Failure", "FailureMonitor", "own_state", "source_line"]
+__all__ = ["Failure", "FailureMonitor", "one_line", "own_state", "source_line"]
 
 _log = logging.getLogger("meshwright")
 
@@ -110,7 +110,7 @@ class FailureMonitor:
                 by=self.rank,
                 phase=_phase(),
                 operation=_last_operation(),
-                error=_one_line(error),
+                error=one_line(error),
                 line=source_line(error),
             )
         )
@@ -225,7 +225,7 @@ class FailureMonitor:
                 phase="",
                 operation="",
                 error="the store cannot be reached: the process that hosts it (rank 0, or "
-                f"torchrun's agent) has ended: {_one_line(error)}",
+                f"torchrun's agent) has ended: {one_line(error)}",
                 line="",
             )
 
@@ -292,8 +292,10 @@ def _last_operation() -> str:
     return str(last[-1]) if last else ""
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+def one_line(error: BaseException) -> str:
+    """Type and text of ``error`` in one bounded line."""
+    # c10d appends a C++ stack, which says nothing of the run.
+    text = " ".join(str(error).split("\nException raised from", 1)[0].split())
     if len(text) > 500:
         text = text[:500] + " [...]"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

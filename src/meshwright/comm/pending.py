@@ -180,7 +180,11 @@ class Pending:
     def describe(self) -> str:
         """The operation in one phrase: kind, number, label, axis."""
         label = f' "{self.label}"' if self.label else ""
-        return f"{self.kind} #{self.sequence}{label} on axis {self.communicator.axis}"
+        peer = ""
+        if self.peer is not None:
+            side = {"send": "to", "recv": "from"}.get(self.kind, "of")
+            peer = f" {side} rank {self.peer}"
+        return f"{self.kind} #{self.sequence}{label}{peer} on axis {self.communicator.axis}"
 
     def _report(self) -> None:
         collective, start = self._collective, self._start

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failure import FailureMonitor
+from meshwright.comm.failure import FailureMonitor, one_line
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import CommunicationError, LayoutError
 
@@ -93,13 +94,15 @@ def disconnect() -> None:
     failure there, so all ranks wait for each other, briefly, when none has failed.
     """
     monitor, PROCESS.monitor = PROCESS.monitor, None
+    clean = True
     if monitor is not None:
         atexit.unregister(disconnect)
         _ExceptionHook.remove()
-        if monitor.failure is None and dist.is_initialized():
-            _leave_together(monitor)
+        clean = monitor.failure is None and dist.is_initialized() and _leave_together(monitor)
         monitor.stop()
     if dist.is_initialized():
+        if not clean:
+            _abandon(PROCESS.communicators.values())
         PROCESS.communicators.clear()
         dist.destroy_process_group()
     # Works and futures that are in reference cycles own transport threads; they must end before
@@ -181,7 +184,8 @@ def _join(
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
-            f"rank {rank} of {world_size} cannot open backend {backend!r}: {error}"
+            f"rank {rank} of {world_size} cannot open backend {backend!r}: "
+            f"{one_line(error)}"
         ) from error
     return run
 
@@ -214,7 +218,7 @@ def _open_store(
     except RuntimeError as error:
         what = "listen on" if serves else "reach the store of rank 0 at"
         raise CommunicationError(
-            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {_first_line(error)}; "
+            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {one_line(error)}; "
             "is the port taken by another program, or rank 0 not started? "
             "Set MASTER_PORT to a free port on every rank"
         ) from error
@@ -270,27 +274,43 @@ def _timeout_of_world() -> float | None:
 # -------------------------------------------------------------------------- leaving
 
 
-def _leave_together(monitor: FailureMonitor) -> None:
-    """Wait until every rank is done; the store's host waits until the others have seen that."""
+def _leave_together(monitor: FailureMonitor) -> bool:
+    """Wait until every rank is done; the store's host waits until the others have seen that.
+
+    Returns whether all came. A store that is gone has nobody left to wait for.
+    """
     board, world, rank = monitor.board, monitor.world_size, monitor.rank
-    with contextlib.suppress(RuntimeError):  # a store that is gone has nobody left to wait for
+    with contextlib.suppress(RuntimeError):
         board.add("leaving", 1)
-        _wait_for_count(monitor, "leaving", world)
+        all_came = _wait_for_count(monitor, "leaving", world)
         if rank == 0:
             monitor.stop()
             monitor.erase()
         board.add("left", 1)
-        if rank == 0:
+        if rank == 0 and all_came:
             _wait_for_count(monitor, "left", world)
+        return all_came
+    return False
 
 
-def _wait_for_count(monitor: FailureMonitor, key: str, expected: int) -> None:
+def _abandon(communicators: Iterable[Communicator]) -> None:
+    """Keep the groups of a failed run alive until the process ends.
+
+    A Gloo group's destructor joins threads that may sit in an operation whose peer is gone or
+    stopped: it would block the exit for ever.
+    """
+    for communicator in communicators:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator.group))
+
+
+def _wait_for_count(monitor: FailureMonitor, key: str, expected: int) -> bool:
     until, pause = time.monotonic() + LEAVE_TIMEOUT, 0.001
     while monitor.board.add(key, 0) < expected and time.monotonic() < until:
         if monitor.failure is not None:
-            return
+            return False
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
+    return monitor.board.add(key, 0) >= expected
 
 
 class _ExceptionHook:
@@ -317,7 +337,3 @@ class _ExceptionHook:
     def remove(cls) -> None:
         if isinstance(sys.excepthook, cls):
             sys.excepthook = sys.excepthook.before
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshwright.comm.failure import Failure, FailureMonitor
+from meshwright.comm.failure import Failure, FailureMonitor, one_line
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -45,10 +45,12 @@ class Watch:
         self._check()
         now = time.monotonic()
         if now >= self._give_up:
-            self._end()
+            self._end(self._ask())
         elif now >= self._report_at:
             self._report_at = float("inf")
             answers = self._ask()
+            if self._mismatched(answers):
+                self._end(answers)
             text = self._describe(answers, now - self._start)
             self._monitor.report(f"{self._pending.communicator.name}/{self._topic()}", text)
 
@@ -64,7 +66,7 @@ class Watch:
         if lost:
             self._declare_lost(lost[0], error)
         raise CommunicationError(
-            f"{self._pending.describe()} failed although every rank of the axis answers: {error}"
+            f"{self._pending.describe()} failed although every rank of the axis answers: {one_line(error)}"
         ) from error
 
     # ---------------------------------------------------------------- steps
@@ -91,26 +93,25 @@ class Watch:
             self._check(error or lost_store)
             raise
 
-    def _end(self) -> None:
-        answers = self._ask()
+    def _end(self, answers: Answers) -> None:
+        """Give up, naming the culprits on the board, unless one of them is compiling."""
         missing = self._missing(answers)
         if any(answers[rank].get("compiling") for rank in missing if rank in answers):
             self._give_up = time.monotonic() + self._bound
             return
         text = self._describe(answers, time.monotonic() - self._start)
-        culprits = [*self._lost(answers), *missing]
-        if culprits:
-            state = answers.get(culprits[0], {})
-            self._monitor.post_failure(
-                Failure(
-                    rank=culprits[0],
-                    by=self._monitor.rank,
-                    phase=str(state.get("phase", "")),
-                    operation="",
-                    error=text,
-                    line=str(state.get("line", "")),
-                )
+        culprit = next(iter([*self._lost(answers), *missing]), self._monitor.rank)
+        state = answers.get(culprit, {})
+        self._monitor.post_failure(
+            Failure(
+                rank=culprit,
+                by=self._monitor.rank,
+                phase=str(state.get("phase", "")),
+                operation="",
+                error=text,
+                line=str(state.get("line", "")),
             )
+        )
         kind = CollectiveMismatchError if self._mismatched(answers) else CollectiveTimeoutError
         raise kind(text)
 

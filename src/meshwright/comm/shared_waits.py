@@ -1,0 +1,364 @@
+"""How ranks wait for each other in shared memory: spin shortly, sleep on a futex, notice the lost.
+
+A rank numbers the steps that it takes with its group and writes the number into its own word: its
+arrival. A step is over for a rank when every word has reached that number. Only the owner writes a
+word, and x86 keeps the order of stores, so what was written before the arrival is read after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.comm.shared_arena import ArenaLayout, Segment
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankFailedError,
+)
+
+__all__ = ["FAILED", "LEFT", "MISMATCHED", "Futex", "Meeting", "Patience", "Peers"]
+
+LEFT, FAILED, MISMATCHED = 1, 2, 3
+"""States of a rank that no longer takes part: it ended in order, it failed, it saw a mismatch."""
+
+ARRIVAL, DOORBELL, PID, STARTED, REASON = 0, 16, 32, 33, 64
+"""Words in the page of a rank."""
+REASON_BYTES = 2048
+
+NAP = 0.05
+"""Seconds of one sleep; after each, the peers' lives and the time limit are looked at."""
+
+
+class Futex:
+    """Sleeping until a 32-bit word of shared memory changes."""
+
+    _NUMBER, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 0x7FFFFFFF
+
+    def __init__(self) -> None:
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        word, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        self._syscall.argtypes = (size, size, size, size, pointer, size, size)
+        self._syscall.restype = word
+
+    def wait(self, address: int, value: int, seconds: float) -> None:
+        """Sleep while the word at ``address`` has ``value``, for at most ``seconds``."""
+        time_limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+        self._syscall(self._NUMBER, address, self._WAIT, value & 0xFFFFFFFF, time_limit, 0, 0)
+
+    def wake(self, address: int) -> None:
+        """Wake everybody who sleeps on the word at ``address``."""
+        self._syscall(self._NUMBER, address, self._WAKE, self._EVERYBODY, None, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How a rank waits before it sleeps."""
+
+    spins: int
+    """Looks at the word without giving up the core."""
+    yields: int
+    """Looks that give the core to another process in between."""
+
+    @classmethod
+    def of(cls, ranks: int) -> Patience:
+        """For ``ranks`` processes on this host: with more ranks than cores a spin only delays."""
+        if ranks <= len(os.sched_getaffinity(0)):
+            return cls(spins=1000, yields=20)
+        return cls(spins=40, yields=12)
+
+
+def process_start(pid: int) -> int:
+    """When ``pid`` started, in clock ticks, to tell it from a later process of that number."""
+    return int(_status_fields(pid)[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether ``pid`` is held by SIGSTOP or a debugger."""
+    try:
+        return _status_fields(pid)[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _status_fields(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+class Peers:
+    """The lives of the other ranks of a group, by descriptors of their processes."""
+
+    def __init__(self, processes: Sequence[tuple[int, int]], ranks: Sequence[int], me: int) -> None:
+        """Watch ``processes`` (process id and start time); ``ranks`` are their world numbers."""
+        self.pids = [pid for pid, _ in processes]
+        self.ranks = tuple(ranks)
+        self.me = me
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}
+        self._lost: set[int] = set()
+        for rank, (pid, started) in enumerate(processes):
+            if pid == os.getpid():
+                continue
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._lost.add(rank)
+                continue
+            self._rank_of[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
+            try:
+                if process_start(pid) != started:
+                    self._lost.add(rank)
+            except OSError:
+                self._lost.add(rank)
+
+    def lost(self) -> set[int]:
+        """Ranks whose process has ended."""
+        for descriptor, _ in self._poll.poll(0):
+            self._lost.add(self._rank_of[descriptor])
+        return self._lost
+
+    def name(self, rank: int) -> str:
+        """How messages call ``rank`` of the group: by its number in the world."""
+        stopped = ", stopped by a signal" if is_stopped(self.pids[rank]) else ""
+        return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self._rank_of:
+            os.close(descriptor)
+        self._rank_of.clear()
+        self._poll = select.poll()
+
+
+class Meeting:
+    """The steps of a group, in which all ranks arrive and wait for each other.
+
+    One thread of a rank at a time. ``break_with`` may come from any thread.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: ArenaLayout,
+        peers: Peers,
+        patience: Patience,
+        timeout: float,
+    ) -> None:
+        self.step = 0
+        self.peers = peers
+        self.patience = patience
+        self.timeout = timeout
+        self.broken: BaseException | None = None
+        self.layout = layout
+        self.segment = segment
+        self._words = segment.words
+        self._fence = threading.Lock()
+        self._futex = Futex()
+        self._others = [rank for rank in range(layout.size) if rank != peers.me]
+        arrival = [layout.rank_word(rank) + ARRIVAL for rank in range(layout.size)]
+        self._arrival_of = {arrival[rank]: rank for rank in self._others}
+        self._arrivals = tuple(self._arrival_of)
+        self._mine = arrival[peers.me]
+        self._sleeping = slice(layout.sleeping, layout.sleeping + layout.size)
+        self._listening = slice(layout.listening, layout.listening + layout.size)
+        self._states = slice(layout.states, layout.states + layout.size)
+        self._nobody = bytes(8 * layout.size)
+        self._spins = range(patience.spins)
+
+    # ------------------------------------------------------------------ collectives
+
+    def arrive(self) -> None:
+        """Take the next step: whatever this rank wrote before is visible to who sees it arrive."""
+        words = self._words
+        step = self.step = self.step + 1
+        words[self._mine] = step
+        # A locked instruction between the store of the arrival and the load of the sleepers.
+        self._fence.acquire(False)
+        self._fence.release()
+        if words[self._sleeping].tobytes() != self._nobody:
+            self._futex.wake(self.segment.address + 8 * self._mine)
+
+    def all_arrived(self) -> bool:
+        """Whether a wait would return at once."""
+        words, step = self._words, self.step
+        return all(words[index] >= step for index in self._arrivals)
+
+    def wait(self, until: float | None, limit: float, what: str) -> bool:
+        """Wait until every rank has arrived at this step; False when ``until`` comes first.
+
+        ``until`` and ``limit`` are times of the monotonic clock. At ``limit``, or when a rank is
+        lost, left or failed, an error names it and ``what`` was waited for.
+        """
+        words, step = self._words, self.step
+        for index in self._arrivals:
+            if words[index] < step:
+                for _ in self._spins:
+                    if words[index] >= step:
+                        break
+                else:
+                    if not self._sleep(index, until, limit, what):
+                        return False
+        if words[self._states].tobytes() != self._nobody:
+            self._check_states(self._others, what, messages=False)
+        return True
+
+    def _sleep(self, index: int, until: float | None, limit: float, what: str) -> bool:
+        words, step = self._words, self.step
+        for _ in range(self.patience.yields):
+            os.sched_yield()
+            if words[index] >= step:
+                return True
+        own = self.layout.sleeping + self.peers.me
+        address = self.segment.address + 8 * index
+        now = time.monotonic()
+        try:
+            while words[index] < step:
+                self.check(what)
+                if now >= limit:
+                    raise CollectiveTimeoutError(self.describe_missing(what, self.timeout))
+                if until is not None and now >= until:
+                    return False
+                words[own] = 1
+                seen = words[index]
+                if seen >= step:
+                    break
+                bound = limit if until is None else min(limit, until)
+                self._futex.wait(address, seen, max(1e-6, min(NAP, bound - now)))
+                now = time.monotonic()
+        finally:
+            words[own] = 0
+        return True
+
+    def missing(self) -> list[int]:
+        """Ranks of the group that have not arrived at this step."""
+        words, step = self._words, self.step
+        return [rank for index, rank in self._arrival_of.items() if words[index] < step]
+
+    def describe_missing(self, what: str, seconds: float) -> str:
+        """Who is missing after ``seconds`` of waiting."""
+        missing = self.missing()
+        names = ", ".join(self.peers.name(rank) for rank in missing) or "nobody any more"
+        there = [self.peers.ranks[r] for r in range(self.layout.size) if r not in missing]
+        return (
+            f"{what} has not ended after {seconds:.3g} s: missing is {names}; "
+            f"arrived: ranks {', '.join(map(str, there))}"
+        )
+
+    # ------------------------------------------------------------------ messages
+
+    def doorbell(self) -> int:
+        """The value of this rank's bell, to be read before looking for messages."""
+        return self._words[self.layout.rank_word(self.peers.me) + DOORBELL]
+
+    def ring(self, rank: int, count: int) -> None:
+        """Tell ``rank`` that a message has moved; ``count`` differs from call to call."""
+        words = self._words
+        index = self.layout.rank_word(rank) + DOORBELL
+        words[index] = (count << 10 | self.peers.me) & 0x7FFFFFFF
+        self._fence.acquire(False)
+        self._fence.release()
+        if words[self.layout.listening + rank]:
+            self._futex.wake(self.segment.address + 8 * index)
+
+    def listen(self, heard: int, seconds: float) -> None:
+        """Wait until the bell has rung since it had the value ``heard``."""
+        words = self._words
+        index = self.layout.rank_word(self.peers.me) + DOORBELL
+        for _ in self._spins:
+            if words[index] != heard:
+                return
+        for _ in range(self.patience.yields):
+            os.sched_yield()
+            if words[index] != heard:
+                return
+        words[self.layout.listening + self.peers.me] = 1
+        if words[index] == heard:
+            self._futex.wait(self.segment.address + 8 * index, heard, min(NAP, seconds))
+        words[self.layout.listening + self.peers.me] = 0
+
+    # ------------------------------------------------------------------ failures
+
+    def check(self, what: str, ranks: Sequence[int] | None = None) -> None:
+        """Raise when a rank that ``what`` waits for is lost, left or failed."""
+        if self.broken is not None:
+            raise unusable(self.broken)
+        awaited = self.missing() if ranks is None else ranks
+        self._check_states(awaited, what, messages=ranks is not None)
+        lost = self.peers.lost().intersection(awaited)
+        if ranks is None:
+            lost &= set(self.missing())
+        for rank in sorted(lost):
+            raise RankFailedError(
+                f"{self.peers.name(rank)} was lost (its process has ended) while "
+                f"rank {self.peers.ranks[self.peers.me]} waited for it in {what}",
+                self.peers.ranks[rank],
+            )
+
+    def _has_arrived(self, rank: int) -> bool:
+        return self._words[self.layout.rank_word(rank) + ARRIVAL] >= self.step
+
+    def _check_states(self, ranks: Sequence[int], what: str, *, messages: bool) -> None:
+        for rank in ranks:
+            state = self._words[self.layout.states + rank]
+            if state == 0 or (state == LEFT and not messages and self._has_arrived(rank)):
+                continue
+            number = self.peers.ranks[rank]
+            if state == LEFT:
+                text = f"rank {number} has destroyed the group, and so never comes to {what}"
+                raise RankFailedError(text, number)
+            reason = self._reason(rank)
+            if state == MISMATCHED:
+                raise CollectiveMismatchError(reason)
+            text = f"rank {number} failed first: {reason}; this rank was in {what}"
+            raise RankFailedError(text, number)
+
+    def break_with(self, error: BaseException) -> None:
+        """Make the group unusable for this rank, and tell the others why."""
+        if self.broken is not None:
+            return
+        self.broken = error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, CollectiveMismatchError):
+            reason = str(error)
+        data = reason.encode()[: REASON_BYTES - 8]
+        first = self.layout.rank_word(self.peers.me) + REASON
+        self._words[first] = len(data)
+        self.segment.bytes[8 * first + 8 : 8 * first + 8 + len(data)] = data
+        self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
+
+    def leave(self, state: int = LEFT) -> None:
+        """Say that this rank takes part no longer, unless it has said so before."""
+        index = self.layout.states + self.peers.me
+        if self._words[index] == 0:
+            self._words[index] = state
+        for word in (self._mine, *(self.layout.rank_word(r) + DOORBELL for r in self._others)):
+            self._futex.wake(self.segment.address + 8 * word)
+
+    def _reason(self, rank: int) -> str:
+        first = self.layout.rank_word(rank) + REASON
+        length = min(self._words[first], REASON_BYTES)
+        return bytes(self.segment.bytes[8 * first + 8 : 8 * first + 8 + length]).decode(
+            errors="replace"
+        )
+
+
+def unusable(cause: BaseException) -> CommunicationError:
+    """The error of every call after the first error, of the same kind and naming it."""
+    text = f"the group is unusable since an earlier error: {cause}"
+    error: CommunicationError
+    if isinstance(cause, RankFailedError):
+        error = RankFailedError(text, cause.rank)
+    elif isinstance(cause, CollectiveMismatchError | CollectiveTimeoutError):
+        error = type(cause)(text)
+    else:
+        error = CommunicationError(text)
+    error.__cause__ = cause
+    return error
