@@ -19,13 +19,16 @@ from dataclasses import dataclass
 
 from meshwright.errors import LayoutError
 
-__all__ = ["KNOWN_AXES", "RESERVED_AXES", "Axes"]
+__all__ = ["DATA_AXES", "KNOWN_AXES", "RESERVED_AXES", "Axes"]
 
 KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """The axes a plan may name, in the order from the slowest links to the fastest."""
 
 RESERVED_AXES = ("context", "expert")
 """Names kept for strategies that are not built; a plan that uses them is refused."""
+
+DATA_AXES = ("replicate", "shard")
+"""Axes whose ranks read different shares of a batch."""
 
 
 @dataclass(frozen=True, slots=True)

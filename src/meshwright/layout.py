@@ -106,7 +106,7 @@ class Box:
         return Box(start, tuple(j - i for i, j in zip(start, stop, strict=True)))
 
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
-        """Slices that select this box from the whole tensor, or from a tensor holding ``within``."""
+        """Slices that select this box from the whole tensor, or from one that holds ``within``."""
         origin = within.offset if within is not None else (0,) * len(self.offset)
         moved = [o - w for o, w in zip(self.offset, origin, strict=True)]
         if within is not None and any(

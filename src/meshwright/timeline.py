@@ -110,15 +110,16 @@ class Event:
     """Something that took time on one lane of one rank."""
 
     name: str
-    """What is drawn, such as ``"forward"`` or ``"all_gather"``."""
-    lane: Lane
+    """What is drawn, such as ``"forward"`` or ``"unshard layers.3"``."""
+    lane: str
+    """One of ``LANES``."""
     rank: int
     start: float
     """Seconds on a clock that all events of a timeline share."""
     end: float
     bytes: int = 0
     category: str = ""
-    """Groups events of one colour, such as ``"backward"`` or ``"collective"``."""
+    """What kind of work it is, such as ``"backward"`` or ``"all_gather"``."""
     axis: str = ""
     label: str = ""
     sequence: int | None = None
@@ -142,13 +143,13 @@ class Event:
     def of(cls, collective: Collective, *, rank: int, start: float, end: float) -> Event:
         """The event of a collective that ``rank`` issued at ``start`` and was done at ``end``."""
         return cls(
-            name=collective.kind,
+            name=collective.label or collective.kind,
             lane=collective.lane,
             rank=rank,
             start=start,
             end=end,
             bytes=collective.bytes,
-            category="collective",
+            category=collective.kind,
             axis=collective.axis,
             label=collective.label,
             sequence=collective.sequence,
@@ -214,7 +215,7 @@ class Timeline:
         """One timeline with the events of this and all others; clocks are taken as they are."""
         return Timeline([*self.events, *(event for other in others for event in other.events)])
 
-    def select(self, *, rank: int | None = None, lane: Lane | None = None) -> Timeline:
+    def select(self, *, rank: int | None = None, lane: str | None = None) -> Timeline:
         """The events of one rank, of one lane, or of one lane of one rank."""
         return Timeline(
             event
@@ -222,11 +223,11 @@ class Timeline:
             if (rank is None or event.rank == rank) and (lane is None or event.lane == lane)
         )
 
-    def intervals(self, rank: int, *lanes: Lane) -> list[Interval]:
+    def intervals(self, rank: int, *lanes: str) -> list[Interval]:
         """When at least one of ``lanes`` is busy on ``rank``: disjoint, in order."""
         return union((e.start, e.end) for e in self.events if e.rank == rank and e.lane in lanes)
 
-    def busy(self, rank: int, lane: Lane) -> float:
+    def busy(self, rank: int, lane: str) -> float:
         """Seconds during which ``lane`` of ``rank`` runs something; overlaps count once."""
         return _length(self.intervals(rank, lane))
 
@@ -236,7 +237,7 @@ class Timeline:
         computing = self.intervals(rank, "compute")
         return _length(talking) - _length(_common(talking, computing))
 
-    def bytes(self, rank: int, lane: Lane) -> int:
+    def bytes(self, rank: int, lane: str) -> int:
         """Bytes that the events of ``lane`` carry on ``rank``."""
         return sum(e.bytes for e in self.events if e.rank == rank and e.lane == lane)
 

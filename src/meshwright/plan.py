@@ -1,0 +1,299 @@
+"""Plan: the only configuration of a parallel run, as TOML, as JSON and as a frozen value.
+
+::
+
+    [axes]                 # ordered; the product is the number of ranks
+    replicate = 2
+    shard = 2
+
+    [train]
+    clip_norm = 1.0
+
+``Plan()`` is one process, and every key left out means what one process does. Reading
+reports every mistake of the text at once; ``check``, which also needs the number of ranks and the
+model's names, reports every contradiction at once. Both name the line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from meshwright.axes import DATA_AXES, KNOWN_AXES, RESERVED_AXES, Axes
+from meshwright.errors import PlanError
+from meshwright.precision import Precision
+from meshwright.settings import Above, AtLeast, Origin, Problem, Through, nearest
+from meshwright.toml_source import dump, plain, read, read_file, read_tree, review
+
+__all__ = [
+    "BucketPlan",
+    "PipelinePlan",
+    "Plan",
+    "ScheduleName",
+    "ShardPlan",
+    "TensorPlan",
+    "TrainPlan",
+    "match_names",
+    "module_names",
+]
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev"]
+"""The schedules a plan may name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """``[pipeline]``: how stages are cut and in which order they run."""
+
+    schedule: ScheduleName = "1f1b"
+    microbatches: Annotated[int, AtLeast(1)] = 1
+    """Equal parts of each rank's batch that follow each other through the stages."""
+    split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
+    """Where stages begin: module names, or balanced by cost or by number of parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """``[shard]``: what is gathered together, and for how long."""
+
+    units: Literal["transformer-blocks"] | tuple[str, ...] = "transformer-blocks"
+    """Patterns of module names; each module that matches is one unit."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters between forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """``[tensor]``: which modules are cut within a layer."""
+
+    rules: str | Mapping[str, str] | None = field(default=None, hash=False)
+    """The name of a rule set, or styles by pattern of module names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan:
+    """``[train]``: what a step does beside the layout."""
+
+    accumulate: Annotated[int, AtLeast(1)] = 1
+    """Batches whose gradients are summed before the optimizer steps."""
+    clip_norm: Annotated[float, Above(0)] | None = None
+    """Largest norm of all gradients together; ``None`` leaves them as they are."""
+    recompute: tuple[str, ...] = ()
+    """Patterns of modules whose activations are computed again in the backward."""
+    compile: bool = False
+    batch_norm: Literal["local", "sync"] | None = None
+    """Statistics of each rank's own share or of all; must be said when data axes meet BatchNorm."""
+    seed: Annotated[int, AtLeast(0)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """``[buckets]``: gradients that are reduced together."""
+
+    cap_mb: Annotated[float, Above(0)] = 25.0
+    """Size above which a bucket is closed, in units of 2**20 bytes."""
+
+
+def _axis_problems(sizes: Mapping[str, object]) -> Iterator[Problem]:
+    usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
+    for name in sizes:
+        if name in RESERVED_AXES:
+            yield Problem(
+                (name,),
+                f"axis '{name}' in [axes] is reserved for later and cannot be used yet; "
+                f"usable axes: {', '.join(usable)}",
+            )
+        elif name not in KNOWN_AXES:
+            close = nearest(name, usable)
+            hint = f"did you mean '{close}'?" if close else f"known axes: {', '.join(usable)}"
+            yield Problem((name,), f"unknown axis '{name}' in [axes]; {hint}")
+
+
+_AXES = Through(
+    Mapping[str, Annotated[int, AtLeast(1)]], Axes.of, Axes.mapping, check=_axis_problems
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model is laid out over ranks and trained; ``Plan()`` is one process."""
+
+    axes: Annotated[Axes, _AXES] = Axes()  # noqa: RUF009
+    pipeline: PipelinePlan = PipelinePlan()
+    shard: ShardPlan = ShardPlan()
+    tensor: TensorPlan = TensorPlan()
+    precision: Precision = Precision()  # noqa: RUF009
+    train: TrainPlan = TrainPlan()
+    buckets: BucketPlan = BucketPlan()
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
+    """Where the values were given; not part of the value."""
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "", overrides: Sequence[str] = ()) -> Self:
+        """Read TOML text, called ``source`` in messages; ``overrides`` such as ``train.seed=3``.
+
+        Raises ``PlanError`` with one line for each mistake.
+        """
+        return read(text, cls, source=source, overrides=overrides)
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a TOML file; raises ``PlanError`` as ``from_toml``, also if it cannot be read."""
+        return read_file(path, cls, overrides=overrides)
+
+    def to_toml(self, *, every_key: bool = False) -> str:
+        """TOML with what differs from one process, or with every key that has a value."""
+        return dump(self, every_key=every_key)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "") -> Self:
+        """Read what ``to_json`` wrote; raises ``PlanError`` as ``from_toml``."""
+        try:
+            tree = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not valid JSON: {error}", source) from error
+        if not isinstance(tree, dict):
+            raise PlanError(f"expected a JSON object, found {type(tree).__name__}", source)
+        return read_tree(tree, cls, origin=Origin(source))
+
+    def to_json(self) -> str:
+        """One line of JSON with every key; ``from_json`` gives an equal plan."""
+        return json.dumps(plain(self))
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that read different shares of a batch."""
+        return self.axes.size("replicate") * self.axes.size("shard")
+
+    def check(
+        self,
+        world_size: int,
+        names_and_shapes: Mapping[str, Sequence[int]] | None = None,
+        *,
+        modules: Iterable[str] | None = None,
+    ) -> None:
+        """Raise one ``PlanError`` with every problem of this plan on ``world_size`` ranks.
+
+        ``names_and_shapes`` has the model's parameters; patterns are matched against the modules
+        that hold them, or against ``modules`` where names of modules without parameters count.
+        """
+        found = review(self, self.origin)
+        found += [*_idle_problems(self), *_lacking_problems(self)]
+        if self.axes.world_size != world_size:
+            found.append(Problem(("axes",), _world_problem(self.axes, world_size)))
+        if names_and_shapes is not None or modules is not None:
+            known = tuple(modules) if modules is not None else module_names(names_and_shapes or ())
+            found += _pattern_problems(self, known)
+        if found:
+            raise self.origin.error(found)
+
+
+def match_names(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The dotted names that a pattern matches, in their order.
+
+    ``*`` alone stands for exactly one component, ``**`` for any number of them, none included;
+    within a component ``*`` stands for any characters. The root module is the empty name.
+
+    >>> match_names("layers.*", ["layers", "layers.0", "layers.1", "layers.1.norm"])
+    ('layers.0', 'layers.1')
+    >>> match_names("**.w*", ["wq", "layers.0.wk", "layers.0.norm"])
+    ('wq', 'layers.0.wk')
+    """
+    # Each component is matched with its dot, so that "**" can stand for no component at all.
+    parts = (
+        r"(?:[^.]+\.)*" if part == "**" else _component(part) + r"\."
+        for part in (pattern.split(".") if pattern else ())
+    )
+    expression = re.compile("".join(parts), re.DOTALL)
+    return tuple(n for n in names if expression.fullmatch(n + "." if n else ""))
+
+
+def _component(part: str) -> str:
+    return "[^.]+" if part == "*" else "[^.]*".join(map(re.escape, part.split("*")))
+
+
+def module_names(parameters: Iterable[str]) -> tuple[str, ...]:
+    """Names of the modules that hold parameters, parents first, the root (``""``) included."""
+    names: dict[str, None] = {"": None}
+    for parameter in parameters:
+        components = parameter.split(".")[:-1]
+        names |= dict.fromkeys(".".join(components[:n]) for n in range(1, len(components) + 1))
+    return tuple(names)
+
+
+_NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("pipeline", "", ("pipeline",)),
+    ("shard", "", ("shard",)),
+    ("tensor", "", ("tensor",)),
+    ("buckets", "", DATA_AXES),
+    ("train", "batch_norm", DATA_AXES),
+)
+"""Table, key (every key if empty), and the axes of which one must be larger than 1."""
+
+
+def _idle_problems(plan: Plan) -> Iterator[Problem]:
+    """Settings that would have no effect. Those left at their default were not asked for."""
+    for table, only, needed in _NEEDS:
+        if any(plan.axes.size(axis) > 1 for axis in needed):
+            continue
+        record = getattr(plan, table)
+        for item in fields(record):
+            if only in ("", item.name) and getattr(record, item.name) != item.default:
+                sizes = " and ".join(f"{axis} = 1" for axis in needed)
+                yield Problem(
+                    (table, item.name),
+                    f"key '{item.name}' in [{table}] has no effect with {sizes}; remove it, or "
+                    f"give {' or '.join(needed)} more than 1 rank in [axes]",
+                )
+
+
+def _lacking_problems(plan: Plan) -> Iterator[Problem]:
+    size = plan.axes.size("tensor")
+    if size > 1 and not plan.tensor.rules:
+        yield Problem(
+            ("axes", "tensor"),
+            f"axis tensor = {size} has nothing to cut: give [tensor] rules, a named set or a "
+            'table such as "layers.*.attention.wq" = "colwise"',
+        )
+
+
+def _world_problem(axes: Axes, world_size: int) -> str:
+    product = axes.world_size
+    given = f"axes multiply to {product} ({axes})" if axes.names else "no [axes] means 1 rank"
+    message = f"{given}, but there are {world_size} ranks; start {product} instead"
+    for name in DATA_AXES:
+        others = product // axes.size(name)
+        if world_size % others == 0:
+            return f"{message}, or set {name} = {world_size // others} in [axes]"
+    return f"{message}, or choose sizes in [axes] whose product is {world_size}"
+
+
+def _pattern_problems(plan: Plan, modules: Sequence[str]) -> Iterator[Problem]:
+    for key, patterns in _patterns(plan):
+        for pattern in patterns:
+            if not match_names(pattern, modules):
+                inner = (*key, pattern) if key == ("tensor", "rules") else key
+                shapes = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in modules if name)
+                close = nearest(pattern, [*modules, *shapes])
+                hint = f"did you mean '{close}'?" if close else _some(list(shapes))
+                where = f"'{pattern}' in [{key[0]}] {key[1]}"
+                yield Problem(inner, f"{where} matches no module; {hint}")
+
+
+def _patterns(plan: Plan) -> Iterator[tuple[tuple[str, str], Iterable[str]]]:
+    if not isinstance(plan.pipeline.split, str):
+        yield ("pipeline", "split"), plan.pipeline.split
+    if not isinstance(plan.shard.units, str):
+        yield ("shard", "units"), plan.shard.units
+    if isinstance(plan.tensor.rules, Mapping):
+        yield ("tensor", "rules"), plan.tensor.rules
+    yield ("train", "recompute"), plan.train.recompute
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"modules: {', '.join(names[:8])}{more}" if names else "the model has no named modules"

@@ -1,0 +1,163 @@
+"""A timeline as a Chrome trace file, which https://ui.perfetto.dev and chrome://tracing open.
+
+::
+
+    process "rank 0"     thread "compute"     |## forward ##|## backward ##|
+                         thread "reduce"             |#### bucket 0 ####|
+                         thread "reduce 2"                |#### bucket 1 ####|    overlaps: own row
+
+A thread of a trace is a stack, so events of one lane that overlap get rows of their own. Only on
+the compute lane does an event within another lie on the same row, nested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.timeline import LANES, Event, Timeline
+
+__all__ = ["read_chrome_trace", "trace_events", "write_chrome_trace"]
+
+_ROWS = 1000
+"""Thread ids kept for the rows of one lane."""
+
+_NANO = 1_000_000_000
+
+
+def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write a trace that ``read_chrome_trace`` and viewers read; times are kept to a nanosecond.
+
+    The file appears whole or not at all: it is written beside ``path`` and renamed.
+    """
+    path = Path(path)
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {"writer": "meshwright", "origin_seconds": timeline.start},
+        "traceEvents": list(trace_events(timeline)),
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(document, file, separators=(",", ":"))
+            file.write("\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
+    """The records of the trace: names of ranks and rows, then one record for each event."""
+    for rank in timeline.ranks:
+        yield _metadata(rank, 0, "process_name", {"name": f"rank {rank}"})
+        yield _metadata(rank, 0, "process_sort_index", {"sort_index": rank})
+        for place, lane in enumerate(LANES):
+            events = timeline.select(rank=rank, lane=lane).events
+            rows = _rows([_span(event, timeline.start) for event in events], lane == "compute")
+            for row in range(max(rows, default=0) + 1):
+                thread = 1 + place * _ROWS + row
+                name = lane if row == 0 else f"{lane} {row + 1}"
+                yield _metadata(rank, thread, "thread_name", {"name": name})
+                yield _metadata(rank, thread, "thread_sort_index", {"sort_index": thread})
+            for event, row in zip(events, rows, strict=True):
+                span = _span(event, timeline.start)
+                yield _record(event, span, thread=1 + place * _ROWS + row)
+
+
+class _Span(NamedTuple):
+    """Start and end in whole nanoseconds from the beginning of the timeline.
+
+    Whole numbers keep an event that ends where another begins, or within it, exactly there.
+    """
+
+    start: int
+    end: int
+
+
+def _span(event: Event, origin: float) -> _Span:
+    return _Span(round((event.start - origin) * _NANO), round((event.end - origin) * _NANO))
+
+
+def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
+    """The first row of each span, ordered by start, on which it hides and crosses no other."""
+    stacks: list[list[_Span]] = []
+    rows: list[int] = []
+    for span in spans:
+        for row, stack in enumerate(stacks):
+            while stack and stack[-1].end <= span.start:
+                stack.pop()
+            if not stack or (nests and span.end <= stack[-1].end):
+                break
+        else:
+            row = len(stacks)
+            stacks.append([])
+        stacks[row].append(span)
+        rows.append(row)
+    return rows
+
+
+def _metadata(rank: int, thread: int, name: str, args: Mapping[str, object]) -> dict[str, object]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
+
+
+def _record(event: Event, span: _Span, thread: int) -> dict[str, object]:
+    args: dict[str, object] = {"bytes": event.bytes}
+    if event.axis:
+        args["axis"] = event.axis
+    if event.label:
+        args["label"] = event.label
+    if event.sequence is not None:
+        args["sequence"] = event.sequence
+    return {
+        "ph": "X",
+        "pid": event.rank,
+        "tid": thread,
+        "ts": span.start / 1000,
+        "dur": (span.end - span.start) / 1000,
+        "name": event.name,
+        "cat": event.category,
+        "args": args,
+    }
+
+
+def read_chrome_trace(path: str | Path) -> Timeline:
+    """Read a trace that ``write_chrome_trace`` wrote; ``ValueError`` names another file."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if document["otherData"]["writer"] != "meshwright":
+            raise KeyError("writer")
+        origin = float(document["otherData"]["origin_seconds"])
+        records = [record for record in document["traceEvents"] if record["ph"] == "X"]
+        return Timeline(_event(record, origin) for record in records)
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"expected a Chrome trace written by Meshwright in {path}, found another file "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _event(record: Mapping[str, object], origin: float) -> Event:
+    start, length = _nano(record["ts"]), _nano(record["dur"])
+    thread, args = record["tid"], record["args"]
+    if not (isinstance(thread, int) and isinstance(args, dict)):
+        raise TypeError(f"tid {thread!r}, args {args!r}")
+    sequence = args.get("sequence")
+    return Event(
+        name=str(record["name"]),
+        lane=LANES[(thread - 1) // _ROWS],
+        rank=int(str(record["pid"])),
+        start=origin + start / _NANO,
+        end=origin + (start + length) / _NANO,
+        bytes=int(args["bytes"]),
+        category=str(record["cat"]),
+        axis=str(args.get("axis", "")),
+        label=str(args.get("label", "")),
+        sequence=None if sequence is None else int(sequence),
+    )
+
+
+def _nano(microseconds: object) -> int:
+    return round(float(str(microseconds)) * 1000)

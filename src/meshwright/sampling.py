@@ -1,0 +1,179 @@
+"""Which samples each rank reads: one order of all samples, whatever the number of ranks.
+
+::
+
+    global batch 7     | 93 12 55  8 | 41 70  2 66 |      the same for one rank and for eight
+    data_size 2        |   rank 0    |   rank 1    |      contiguous shares
+    data_size 4        | r 0  | r 1  | r 2  | r 3  |
+
+Each epoch is a new permutation of all samples, computed an index at a time by a keyed Feistel
+network, so that no list of the data set's size exists and a resumed run needs only its position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from meshwright.errors import PlanError
+
+__all__ = ["Permutation", "Sampler"]
+
+_ROUNDS = 6
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """A pseudo-random permutation of ``range(size)`` that needs no memory.
+
+    A Feistel network permutes the next power of two; an index that lands outside of ``size`` walks
+    on until it is inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002), less
+    than two steps on average.
+
+    Alternatives considered: a shuffled list, whose memory grows with the data set on every rank;
+    an affine map modulo ``size``, whose neighbours stay evenly spaced.
+    """
+
+    size: int
+    seed: int
+    epoch: int
+    _keys: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text = f"meshwright.sampling {self.seed} {self.epoch}".encode()
+        digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+        keys = tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
+        object.__setattr__(self, "_keys", keys)
+
+    def __getitem__(self, index: int) -> int:
+        """The sample at place ``index`` of the order."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"expected a place from 0 to {self.size - 1}, found {index}")
+        # Both halves have at least one bit, so that every round changes something.
+        bits = max((self.size - 1).bit_length(), 2)
+        index = self._encrypt(index, bits)
+        while index >= self.size:
+            index = self._encrypt(index, bits)
+        return index
+
+    def _encrypt(self, value: int, bits: int) -> int:
+        """One pass of the network; halves of unequal width swap roles every round."""
+        low = bits // 2
+        high = bits - low
+        left, right = value >> low, value & ((1 << low) - 1)
+        for key in self._keys:
+            mixed = (right + key) * 0x9E3779B97F4A7C15 & _WORD
+            mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & _WORD
+            left, right = right, left ^ ((mixed ^ mixed >> 32) & ((1 << high) - 1))
+            low, high = high, low
+        return left << low | right
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Sampler:
+    """This rank's share of each global batch, in an order that does not depend on the ranks.
+
+    Iterating gives lists of sample indices for ever; a batch may span the end of an epoch.
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        batch_size: int,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        position: int = 0,
+    ) -> None:
+        """``batch_size`` counts the samples of all ranks together.
+
+        Raises ``PlanError`` when the data set is smaller than a batch or the batch does not divide
+        among ``data_size`` ranks.
+        """
+        _check(dataset_size, batch_size, data_rank, data_size)
+        self.dataset_size = dataset_size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self._position = _checked_position(position)
+        self._permutation = Permutation(dataset_size, seed, self.epoch)
+
+    @property
+    def position(self) -> int:
+        """Samples that all ranks together have taken since the beginning: the whole state."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """How many times all samples have been taken."""
+        return self._position // self.dataset_size
+
+    @property
+    def share(self) -> int:
+        """Samples of one rank in each batch."""
+        return self.batch_size // self.data_size
+
+    def next_indices(self) -> list[int]:
+        """This rank's samples of the next global batch, and move on by one batch."""
+        begin = self._position + self.data_rank * self.share
+        indices = [self._sample(place) for place in range(begin, begin + self.share)]
+        self._position += self.batch_size
+        return indices
+
+    def _sample(self, place: int) -> int:
+        epoch, index = divmod(place, self.dataset_size)
+        if self._permutation.epoch != epoch:
+            self._permutation = Permutation(self.dataset_size, self.seed, epoch)
+        return self._permutation[index]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        return self.next_indices()
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, equal on all ranks, and valid for any other number of ranks."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> Self:
+        """Go on from a position that ``state_dict`` gave."""
+        if set(state) != {"position"}:
+            raise ValueError(f"expected the key 'position' alone, found {sorted(state)}")
+        self._position = _checked_position(state["position"])
+        return self
+
+
+def _check(dataset_size: int, batch_size: int, data_rank: int, data_size: int) -> None:
+    if batch_size < 1 or not 0 <= data_rank < data_size:
+        raise ValueError(
+            f"expected a batch of at least 1 and a data_rank below data_size, found batch_size "
+            f"{batch_size}, data_rank {data_rank}, data_size {data_size}"
+        )
+    problems: list[str] = []
+    if dataset_size < batch_size:
+        problems.append(
+            f"the text is shorter than a batch: {dataset_size} samples for a batch_size of "
+            f"{batch_size}; give more text, a shorter context, or a smaller batch_size"
+        )
+    if batch_size % data_size:
+        smaller = batch_size - batch_size % data_size
+        nearby = [str(size) for size in (smaller, smaller + data_size) if size]
+        problems.append(
+            f"batch_size {batch_size} does not divide among {data_size} data ranks; use "
+            f"{' or '.join(nearby)}"
+        )
+    if problems:
+        raise PlanError(problems)
+
+
+def _checked_position(position: int) -> int:
+    if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+        raise ValueError(f"expected a position of at least 0 samples, found {position!r}")
+    return position

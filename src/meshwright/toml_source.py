@@ -1,0 +1,375 @@
+"""TOML text to nested frozen dataclasses and back, with every mistake reported at once.
+
+A configuration is a frozen dataclass: its fields are keys, its nested dataclasses are tables.
+
+::
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class RunConfig:
+        steps: Annotated[int, AtLeast(1)] = 300
+        resume: Literal["auto", "never"] = "auto"
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class TrainConfig:
+        plan: Annotated[Plan, Inline()] = Plan()     # the plan's tables stand beside [run]
+        run: RunConfig = RunConfig()
+
+        def problems(self) -> list[Problem]: ...     # optional: rules between several keys
+
+    config = read(text, TrainConfig, source="train.toml", overrides=["run.steps=20"])
+    text = dump(config)                              # read(dump(config), TrainConfig) == config
+
+Types of fields: ``bool int float str Path``, ``Literal``, ``StrEnum``, ``tuple[X, ...]`` and
+``tuple[X, Y]``, ``Mapping[str, X]``, dataclasses, unions of these, and ``X | None`` (absent in
+TOML, ``null`` in JSON). Numbers are finite. A field of type ``Origin`` is no key: ``read`` fills
+it in, so that checks that run later still name lines. An override is ``key=value``, the value as
+in TOML or else bare text (``none`` empties a field that may be ``None``); it wins over the text.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, is_dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, Union, cast
+
+from meshwright.errors import PlanError
+from meshwright.settings import (
+    Inline,
+    Origin,
+    Problem,
+    RejectedError,
+    Through,
+    check_bounds,
+    default_of,
+    expected,
+    fields_of,
+    item_hints,
+    keys_of,
+    marked,
+    members,
+    mismatch,
+    named,
+    nearest,
+    origin_fields,
+    scalar,
+    unmarked,
+)
+from meshwright.toml_text import Key, dotted, parse, parse_key, write
+
+__all__ = ["dump", "plain", "read", "read_file", "read_tree", "review"]
+
+T = TypeVar("T")
+
+
+def read(text: str, kind: type[T], *, source: str = "", overrides: Sequence[str] = ()) -> T:
+    """Read TOML text as a ``kind``. ``source`` names the text in messages.
+
+    Raises one ``PlanError`` with all mistakes of syntax, unknown keys, wrong types and values.
+    """
+    document = parse(text)
+    given: dict[Key, str] = {}
+    problems: list[Problem] = []
+    for override in overrides:
+        problems += _apply(document.tree, override, given)
+    origin = Origin(source, document.lines, given)
+    result, found = _Reader(origin, kind).read(document.tree)
+    if document.faults or problems or found:
+        raise origin.error([*problems, *found], document.faults)
+    return cast(T, result)
+
+
+def read_file(path: str | Path, kind: type[T], *, overrides: Sequence[str] = ()) -> T:
+    """Read a TOML file as a ``kind``; the path names it in messages."""
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlanError(
+            f"expected a TOML file, but it cannot be read: {reason}", str(path)
+        ) from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise PlanError(
+            f"line {line}: expected text in UTF-8, found another byte", str(path)
+        ) from error
+    return read(text, kind, source=str(path), overrides=overrides)
+
+
+def read_tree(tree: Mapping[str, object], kind: type[T], *, origin: Origin | None = None) -> T:
+    """Read what ``plain`` gave, for example after a round through JSON, as a ``kind``."""
+    origin = origin or Origin()
+    result, problems = _Reader(origin, kind).read(tree)
+    if problems:
+        raise origin.error(problems)
+    return cast(T, result)
+
+
+def review(record: object, origin: Origin) -> list[Problem]:
+    """The problems of a configuration that was built in code, by the rules that ``read`` uses."""
+    return _Reader(origin, type(record)).read(cast(Mapping[str, object], plain(record)))[1]
+
+
+def plain(record: object) -> object:
+    """A configuration as nested dictionaries, lists and scalars, every key included."""
+    if not (is_dataclass(record) and not isinstance(record, type)):
+        return _plain_value(record)
+    tree: dict[str, object] = {}
+    for item, hint in fields_of(type(record)):
+        _, markers = unmarked(hint)
+        value = getattr(record, item.name)
+        if through := marked(markers, Through):
+            value = through.plain(value)
+        inner = plain(value)
+        if marked(markers, Inline) and isinstance(inner, dict):
+            tree |= inner
+        else:
+            tree[item.name] = inner
+    return tree
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, (StrEnum, Path)) else value
+
+
+def dump(record: object, *, every_key: bool = False) -> str:
+    """A configuration as TOML text: what differs from the defaults, or every key.
+
+    Raises ``ValueError`` for a ``None`` where the default is another value: TOML has no null.
+    """
+    return write(_differing(record, every_key))
+
+
+def _differing(record: object, every_key: bool) -> dict[str, object]:
+    tree: dict[str, object] = {}
+    for item, hint in fields_of(type(record)):
+        _, markers = unmarked(hint)
+        value, default = getattr(record, item.name), default_of(item)
+        if is_dataclass(value) and not marked(markers, Through):
+            inner = _differing(value, every_key)
+            if marked(markers, Inline):
+                tree |= inner
+            elif inner or default is MISSING:
+                tree[item.name] = inner
+        elif value is None:
+            if default not in (None, MISSING):
+                raise ValueError(f"{item.name} is None where the default is {default!r}")
+        elif every_key or value != default:
+            through = marked(markers, Through)
+            tree[item.name] = plain(through.plain(value) if through else value)
+    return tree
+
+
+def _apply(tree: dict[str, object], override: str, given: dict[Key, str]) -> list[Problem]:
+    """Put one ``key=value`` into the tree and note it; returns the problem, if any."""
+    key, value, _ = _split(override)
+    if not key:
+        return [Problem((), f"override '{override}': expected key=value, as in train.seed=3")]
+    node = tree
+    for length, part in enumerate(key[:-1], 1):
+        inner = node.setdefault(part, {})
+        if not isinstance(inner, dict):
+            name = dotted(key[:length])
+            return [Problem((), f"override '{override}': {name} is a value, not a table")]
+        node = inner
+    node[key[-1]] = value
+    given[key] = override
+    return []
+
+
+def _split(override: str) -> tuple[Key, object, str]:
+    """Key, value and the text of the value; no key if the override is not ``key=value``."""
+    for index, character in enumerate(override):
+        if character == "=" and (key := parse_key(override[:index].strip())):
+            raw = override[index + 1 :].strip()
+            try:
+                tree = tomllib.loads("value = " + raw)
+            except (ValueError, RecursionError):
+                return key, raw, raw
+            return key, tree["value"] if len(tree) == 1 else raw, raw
+    return (), None, ""
+
+
+class _Reader:
+    """Reads one tree as a ``kind``: what cannot be read is reported, the rest is made."""
+
+    def __init__(self, origin: Origin, kind: type) -> None:
+        self._origin = origin
+        self._kind = kind
+        self._checks: list[tuple[Key, Callable[[], Sequence[Problem]]]] = []
+
+    def read(self, tree: Mapping[str, object]) -> tuple[object, list[Problem]]:
+        """What the tree holds (``None`` if it cannot be made) and the problems."""
+        result: object = None
+        found: list[Problem] = []
+        try:
+            result = self._record(self._kind, tree, ())
+        except RejectedError as rejected:
+            found += rejected.problems
+        failed = [problem.key for problem in found]
+        for key, check in self._checks:
+            for problem in check():
+                rests_on = [key + part for part in (problem.key, *problem.involves)]
+                if not any(_touch(a, b) for a in rests_on for b in failed):
+                    found.append(Problem(key + problem.key, problem.message))
+        return result, found
+
+    def _record(self, kind: type, table: Mapping[str, object], key: Key) -> object:
+        rest = dict(table)
+        made, problems = self._take(kind, rest, key)
+        for name, value in rest.items():
+            problems.append(self._unknown(kind, value, (*key, name)))
+        if problems:
+            raise RejectedError(*problems)
+        return made
+
+    def _take(self, kind: type, rest: dict[str, object], key: Key) -> tuple[object, list[Problem]]:
+        """Make a ``kind`` from its keys, and remove them from ``rest``."""
+        given: dict[str, object] = dict.fromkeys(origin_fields(kind), self._origin)
+        problems: list[Problem] = []
+        lacking = False
+        for item, hint in fields_of(kind):
+            inner, markers = unmarked(hint)
+            if marked(markers, Inline):
+                given[item.name], found = self._take(cast(type, inner), rest, key)
+                problems += found
+                lacking |= given[item.name] is None
+            elif item.name in rest:
+                try:
+                    given[item.name] = self.value(rest.pop(item.name), hint, (*key, item.name))
+                except RejectedError as rejected:
+                    problems += rejected.problems
+                    lacking |= default_of(item) is MISSING
+            elif default_of(item) is MISSING:
+                lacking = True
+                message = f"missing {named((*key, item.name))}; expected {expected(hint)}"
+                problems.append(Problem(key, message))
+        if lacking:
+            return None, problems
+        try:
+            made = kind(**given)
+        except ValueError as error:
+            return None, [*problems, Problem(key, str(error))]
+        if callable(check := getattr(made, "problems", None)):
+            self._checks.append((key, cast(Callable[[], Sequence[Problem]], check)))
+        return made, problems
+
+    def _unknown(self, kind: type, value: object, key: Key) -> Problem:
+        *table, name = key
+        known = keys_of(kind)
+        homes = [f"[{home}]" for home, inner in keys_of(self._kind).items() if name in inner]
+        if (close := nearest(name, list(known))) is not None:
+            shown = f"[{close}]" if not table and known[close] else repr(close)
+            hint = f"did you mean {shown}?"
+        elif homes:
+            hint = f"it belongs to {' or '.join(homes)}"
+        else:
+            hint = f"known {'keys' if table else 'tables'}: {', '.join(known)}"
+        what = f"table [{name}]" if isinstance(value, Mapping) and not table else named(key)
+        return Problem(key, f"unknown {what}; {hint}")
+
+    def value(self, value: object, hint: object, key: Key) -> object:
+        """Convert one value, or raise ``RejectedError`` with all that is wrong in it."""
+        override = self._origin.overrides.get(key)
+        if override is None:
+            return self._convert(value, hint, key)
+        result = self._attempt(value, hint, key)
+        if isinstance(result, RejectedError):
+            # What parses as TOML may have been meant as text: run.name=123.
+            raw = _split(override)[2]
+            is_none = raw.lower() == "none" and types.NoneType in members(hint)
+            retried = self._attempt(None if is_none else raw, hint, key)
+            result = result if isinstance(retried, RejectedError) else retried
+        if isinstance(result, RejectedError):
+            raise result
+        return result
+
+    def _attempt(self, value: object, hint: object, key: Key) -> object:
+        """The converted value, or the ``RejectedError``, without a trace of what was tried."""
+        before = len(self._checks)
+        try:
+            return self._convert(value, hint, key)
+        except RejectedError as rejected:
+            del self._checks[before:]
+            return rejected
+
+    def _convert(self, value: object, hint: object, key: Key) -> object:
+        kind, markers = unmarked(hint)
+        if through := marked(markers, Through):
+            return self._through(through, value, key)
+        origin = typing.get_origin(kind)
+        if origin in (Union, types.UnionType):
+            result = self._alternative(value, kind, key)
+        elif isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
+            result = self._record(kind, value, key)
+        elif isinstance(value, Mapping) and origin in (Mapping, dict):
+            item = typing.get_args(kind)[1]
+            reads = {
+                name: partial(self.value, inner, item, (*key, name))
+                for name, inner in value.items()
+            }
+            result = _all(reads)
+        elif (
+            isinstance(value, (list, tuple)) and (hints := item_hints(kind, len(value))) is not None
+        ):
+            pairs = enumerate(zip(value, hints, strict=True))
+            result = tuple(
+                _all({i: partial(self._convert, v, h, key) for i, (v, h) in pairs}).values()
+            )
+        else:
+            result = scalar(value, kind, key)
+        check_bounds(result, hint, key)
+        return result
+
+    def _through(self, through: Through, value: object, key: Key) -> object:
+        checked = through.check(value) if isinstance(value, Mapping) else ()
+        found = [Problem(key + problem.key, problem.message) for problem in checked]
+        try:
+            written = self.value(value, through.written, key)
+        except RejectedError as rejected:
+            raise RejectedError(*found, *rejected.problems) from None
+        if found:
+            raise RejectedError(*found)
+        try:
+            return through.build(written)
+        except ValueError as error:
+            raise RejectedError(Problem(key, str(error))) from error
+
+    def _alternative(self, value: object, kind: object, key: Key) -> object:
+        """The first type of a union that takes the value."""
+        for member in typing.get_args(kind):
+            result = self._attempt(value, member, key)
+            if not isinstance(result, RejectedError):
+                return result
+            inside = [problem for problem in result.problems if problem.key != key]
+            if inside and isinstance(value, Mapping):
+                raise result
+        raise RejectedError(mismatch(value, kind, key))
+
+
+def _all(reads: Mapping[T, Callable[[], object]]) -> dict[T, object]:
+    """Run every read; all that is wrong is raised together."""
+    made: dict[T, object] = {}
+    problems: list[Problem] = []
+    for name, read_one in reads.items():
+        try:
+            made[name] = read_one()
+        except RejectedError as rejected:
+            problems += rejected.problems
+    if problems:
+        raise RejectedError(*problems)
+    return made
+
+
+def _touch(a: Key, b: Key) -> bool:
+    """Whether one key is the other or lies in it. The root lies in nothing but itself."""
+    return bool(a and b) and a[: len(b)] == b[: len(a)]
