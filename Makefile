@@ -30,7 +30,8 @@ help:
 
 venv: $(READY)
 
-# The stamp is written last, so an interrupted set-up is begun again, from an empty folder.
+# The stamp is written last. A set-up that was interrupted leaves `unfinished` behind, or no pip, and is
+# begun again from an empty folder; a .venv that somebody has made already is kept.
 $(READY): pyproject.toml constraints.txt
 	@for python in python3.11 python3 python3.12 python3.13 python3.14 python; do \
 	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
@@ -41,13 +42,15 @@ $(READY): pyproject.toml constraints.txt
 	  echo "Install one (on Debian: python3.11 and python3.11-venv) so that it is on PATH, then run this again." >&2; \
 	  exit 1; \
 	fi; \
-	if [ ! -x $(BIN)/python ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	if [ -e $(VENV)/unfinished ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  echo "creating $(VENV) with $$("$$chosen" --version)"; \
 	  "$$chosen" -m venv --clear $(VENV); \
-	fi
+	fi; \
+	touch $(VENV)/unfinished
 	@# torch first and pinned: an unpinned one may fetch gigabytes for another device.
 	$(BIN)/python -m pip install --quiet -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@rm $(VENV)/unfinished
 	@touch $@
 
 $(DOCS_READY): $(READY)
@@ -85,7 +88,7 @@ docs: $(DOCS_READY)
 # Runs under the machine's own Python and torch, whatever their versions: only the files that hold GPU
 # tests are collected, other plugins stay out, and warnings of other versions do not fail it.
 gpu-check:
-	PYTHONPATH=src:tests python3 tests/gpu_check.py
+	PYTHONPATH=src python3 tests/gpu_check.py
 
 clean:
 	rm -rf docs/_build build dist .pytest_cache .ruff_cache .hypothesis
