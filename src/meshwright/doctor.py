@@ -82,8 +82,11 @@ def usable_cores() -> float:
     """Cores this process may use: its affinity, or less where a control group sets a quota."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _control_groups():
-        words = _read(folder / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max":
+        words = _read(folder / "cpu.max").split() or [
+            _read(folder / "cpu.cfs_quota_us"),
+            _read(folder / "cpu.cfs_period_us"),
+        ]
+        if words[0].isdigit() and words[1].isdigit():
             cores = min(cores, int(words[0]) / int(words[1]))
     return cores
 
@@ -98,9 +101,10 @@ def memory_limit() -> tuple[int, str]:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         source = "installed in the machine"
     for folder in _control_groups():
-        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit() and int(limit) - int(used) < available:
-            available, source = int(limit) - int(used), f"left in control group {folder.name}"
+            available, source = int(limit) - int(used), f"left in control group {folder}"
     return available, source
 
 
@@ -255,13 +259,13 @@ def _network() -> Iterator[Finding]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """This process's control group and those around it, from the inside out."""
+    """This process's control groups of either version and those around them, inside out."""
     root = Path("/sys/fs/cgroup")
     for line in _read(Path("/proc/self/cgroup")).splitlines():
-        number, _, path = line.split(":", 2)
-        if number == "0":
-            folder = root / path.lstrip("/")
-            yield from (part for part in (folder, *folder.parents) if part.is_relative_to(root))
+        number, controllers, path = line.split(":", 2)
+        mount = root if number == "0" else root / controllers
+        folder = mount / path.lstrip("/")
+        yield from (part for part in (folder, *folder.parents) if part.is_relative_to(mount))
 
 
 def _read(path: Path) -> str:

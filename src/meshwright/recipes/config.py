@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
-__all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "RunConfig"]
+from meshwright.plan import Plan
+from meshwright.settings import Above, AtLeast, Inline, Origin, Problem
+from meshwright.toml_source import read_file
+
+__all__ = [
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "TrainConfig",
+    "read_config",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The byte-level GPT."""
+    """``[model]``: the byte-level GPT."""
 
-    layers: int = 4
+    layers: Annotated[int, AtLeast(1)] = 4
     """Number of blocks."""
-    heads: int = 4
-    """Attention heads in each block; must divide dim into even widths."""
-    dim: int = 128
+    heads: Annotated[int, AtLeast(1)] = 4
+    """Attention heads in each block; dim is cut into as many equal, even widths."""
+    dim: Annotated[int, AtLeast(2)] = 128
     """Width of the residual stream."""
-    context: int = 128
+    context: Annotated[int, AtLeast(1)] = 128
     """Bytes the model sees at once."""
-    hidden: int = 0
+    hidden: Annotated[int, AtLeast(0)] = 0
     """Width of the feed-forward layer; 0 means four times dim."""
     activation: Literal["gelu", "swiglu"] = "gelu"
-    """Feed-forward activation: gelu or swiglu."""
+    """Feed-forward activation."""
     tied: bool = False
     """Use the embedding's weight as the output head."""
-    dropout: float = 0.0
-    """Share of activations set to zero in training."""
-    rotary_base: float = 10000.0
+    dropout: Annotated[float, AtLeast(0)] = 0.0
+    """Share of activations set to zero in training; less than 1."""
+    rotary_base: Annotated[float, Above(1)] = 10000.0
     """Base of the rotary frequencies."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules between several keys of this table."""
+        if self.dim % (2 * self.heads):
+            yield Problem(
+                ("dim",),
+                f"[model] dim = {self.dim} cannot be cut into {self.heads} heads of equal, even "
+                f"width; choose a multiple of {2 * self.heads}",
+                involves=(("heads",),),
+            )
+        if self.dropout >= 1:
+            yield Problem(
+                ("dropout",), f"[model] dropout must be less than 1, found {self.dropout}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The text and how it is read."""
+    """``[data]``: the text and how it is read."""
 
     path: str = ""
     """File or folder; empty means the source of Python's standard library."""
@@ -42,55 +69,102 @@ class DataConfig:
     """Endings of the files read in a folder; an empty list means every file."""
     exclude: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
     """Names of folders that are skipped."""
-    max_bytes: int = 64 * 2**20
-    """At most so many bytes of a folder are read."""
-    validation_every: int = 20
+    max_bytes: Annotated[int, AtLeast(1)] = 64 * 2**20
+    """At most so many bytes of a folder are read, whole files chosen by a hash of their paths."""
+    validation_every: Annotated[int, AtLeast(2)] = 20
     """One file in so many is held out for validation."""
-    validation_windows: int = 64
+    validation_windows: Annotated[int, AtLeast(1)] = 64
     """Windows of held-out text in one validation."""
-    batch_size: int = 32
-    """Windows in one global batch, over all ranks and accumulated parts."""
+    batch_size: Annotated[int, AtLeast(1)] = 32
+    """Windows in one optimizer step, over all ranks and accumulated batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay."""
+    """``[optimizer]``: AdamW with a linear warm-up and a cosine decay."""
 
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, Above(0)] = 3e-3
     """Highest learning rate, reached at the end of the warm-up."""
-    final_fraction: float = 0.1
+    final_fraction: Annotated[float, AtLeast(0)] = 0.1
     """Learning rate at the last step, as a share of the highest."""
-    warmup_steps: int = 20
+    warmup_steps: Annotated[int, AtLeast(0)] = 20
     """Steps of linear warm-up."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, AtLeast(0)] = 0.1
     """Decay of matrices; vectors (norms, biases) are never decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, Above(0)] = 1e-8
     """Added to the denominator."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules that a single bound cannot say."""
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield Problem(
+                ("betas",),
+                "[optimizer] betas must be at least 0 and less than 1, found "
+                f"{self.betas[0]} and {self.betas[1]}",
+            )
+        if self.final_fraction > 1:
+            yield Problem(
+                ("final_fraction",),
+                f"[optimizer] final_fraction must be at most 1, found {self.final_fraction}",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How long, how often, and where to."""
+    """``[run]``: how long, how often, and where to."""
 
-    steps: int = 300
+    steps: Annotated[int, AtLeast(1)] = 300
     """Optimizer steps of the whole run."""
     folder: str = "runs/latest"
     """Where metrics, checkpoints, timeline and summary are written."""
     resume: str = "auto"
-    """auto (newest complete checkpoint of the folder), never, or a checkpoint's path."""
-    save_every: int = 0
+    """auto (the newest complete checkpoint of the folder, if any), never, or a checkpoint."""
+    save_every: Annotated[int, AtLeast(0)] = 0
     """Save a checkpoint every so many steps; 0 means only at the end."""
-    validate_every: int = 0
-    """Validate every so many steps; 0 means only at the start and at the end."""
-    log_every: int = 1
+    validate_every: Annotated[int, AtLeast(0)] = 0
+    """Validate every so many steps; 0 means only at the end."""
+    log_every: Annotated[int, AtLeast(1)] = 1
     """Print a line every so many steps (the metrics file has every step)."""
     check_parity: bool = False
-    """First compare this layout with one process in float64."""
-    parity_steps: int = 20
+    """Before training, compare this layout with one process in float64."""
+    parity_steps: Annotated[int, AtLeast(1)] = 20
     """Steps of that comparison."""
-    trace_steps: int = 5
-    """Last steps that go into timeline.json; 0 writes none."""
-    timeout: float = 60.0
+    trace_steps: Annotated[int, AtLeast(0)] = 5
+    """How many of the last steps go into timeline.json; 0 writes none."""
+    timeout: Annotated[float, Above(0)] = 60.0
     """Seconds that a rank waits for another before it gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything that ``meshwright train`` reads; the plan's tables stand beside the others."""
+
+    plan: Annotated[Plan, Inline()] = field(default_factory=Plan)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    run: RunConfig = RunConfig()
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
+    """Where the values were given; not part of the value."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules between several tables."""
+        parts = self.plan.data_size * self.plan.train.accumulate
+        if self.data.batch_size % parts:
+            yield Problem(
+                ("data", "batch_size"),
+                f"[data] batch_size = {self.data.batch_size} cannot be shared by "
+                f"{self.plan.data_size} data ranks x {self.plan.train.accumulate} accumulated "
+                f"batches; choose a multiple of {parts}",
+                involves=(("axes",), ("train", "accumulate")),
+            )
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a configuration file; ``overrides`` such as ``train.seed=3`` win over it.
+
+    Raises one ``PlanError`` with a line for each mistake.
+    """
+    return read_file(path, TrainConfig, overrides=overrides)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.recipes.config import TrainConfig
+from meshwright.toml_source import dump, read
+
+GOOD = """
+[axes]
+replicate = 4
+
+[train]
+clip_norm = 1.0
+
+[model]
+dim = 64
+heads = 4
+
+[data]
+path = "/texts"
+suffixes = [".txt", ".md"]
+
+[run]
+steps = 50
+"""
+
+
+def problems_of(text: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(PlanError) as caught:
+        read(text, TrainConfig, source="run.toml", overrides=overrides)
+    return caught.value.problems
+
+
+def test_tables_of_plan_and_run_stand_side_by_side() -> None:
+    config = read(GOOD, TrainConfig)
+    assert config.plan.axes.world_size == 4
+    assert config.plan.train.clip_norm == 1.0
+    assert config.model.dim == 64
+    assert config.data.suffixes == (".txt", ".md")
+
+
+def test_an_empty_file_is_one_process_with_defaults() -> None:
+    assert read("", TrainConfig) == TrainConfig()
+
+
+def test_what_is_written_reads_back() -> None:
+    config = read(GOOD, TrainConfig, overrides=["train.seed=3", "model.tied=true"])
+    assert config.plan.train.seed == 3
+    assert read(dump(config), TrainConfig) == config
+    assert read(dump(config, every_key=True), TrainConfig) == config
+
+
+def test_every_mistake_is_reported_at_once_with_its_line() -> None:
+    text = GOOD.replace("clip_norm", "clip_nrom").replace("steps = 50", 'steps = "many"')
+    found = problems_of(text, "model.layer=3")
+    assert len(found) == 3
+    assert found[0].startswith("line 6: unknown key 'clip_nrom' in [train]")
+    assert "did you mean 'clip_norm'?" in found[0]
+    assert found[1].startswith("line 17: key 'steps' in [run]: expected a whole number")
+    assert "override 'model.layer=3'" in found[2]
+    assert "did you mean 'layers'?" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.heads=3", "[model] dim = 64 cannot be cut into 3 heads"),
+        ("model.dim=20", "choose a multiple of 8"),
+        ("model.dropout=1.0", "less than 1"),
+        ("model.activation=relu", '"gelu" or "swiglu"'),
+        ("data.batch_size=6", "choose a multiple of 4"),
+        ("train.accumulate=3", "choose a multiple of 12"),
+        ("data.validation_every=1", "at least 2"),
+        ("optimizer.betas=[0.9, 1.0]", "less than 1, found 0.9 and 1.0"),
+        ("optimizer.final_fraction=2", "at most 1"),
+        ("optimizer.learning_rate=0", "learning_rate"),
+        ("run.steps=0", "at least 1"),
+        ("pipeline.schedule=1f2b", "did you mean"),
+        ("axes.replicat=2", "did you mean 'replicate'"),
+        ("optimiser.betas=1", "did you mean [optimizer]"),
+    ],
+)
+def test_a_wrong_value_says_what_to_do(override: str, words: str) -> None:
+    assert any(words in problem for problem in problems_of(GOOD, override))
