@@ -54,5 +54,5 @@ def test_too_many_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_limits_are_positive() -> None:
     assert 0 < usable_cores() <= len(os.sched_getaffinity(0))
     available, source = memory_limit()
-    assert 0 < available
+    assert available > 0
     assert source
