@@ -20,7 +20,10 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 MARK = "mark." + "gpu"
-OPTIONS = ["-c", os.devnull, "--import-mode=importlib", "-m", "gpu", "-ra", "--durations=10"]
+OPTIONS = [
+    *("-c", os.devnull, "-o", "markers=gpu\nslow", "-m", "gpu"),
+    *("--import-mode=importlib", "--strict-markers", "-ra", "--durations=10"),
+]
 
 
 def main() -> int:
