@@ -1,0 +1,47 @@
+"""Checkpoints that are complete or absent, and whose every byte is checked before it is believed.
+
+A *checkpoint* is a directory ``step_00000120`` with one safetensors file for each rank that wrote
+and a *manifest* that names every tensor, its *pieces* (boxes of the global shape) and their
+checksums. A *torso* is what an interrupted save leaves: it has another name and is never read. No
+pickle anywhere.
+
+Bottom-up: `document` (sealed JSON), `tensor_file` (bytes of a safetensors file), `manifest`,
+`pieces` (who writes what), `storage` (file operations), `reading`, `steps` (the folder), `writing`,
+`nested` (nested state as named tensors), `optimizer_state` (an optimizer's, by parameter name).
+"""
+
+from __future__ import annotations
+
+from meshwright.checkpoint.document import JSON
+from meshwright.checkpoint.manifest import Manifest, Piece, TensorRecord
+from meshwright.checkpoint.pieces import ShardedPiece
+from meshwright.checkpoint.reading import (
+    Checkpoint,
+    Reader,
+    load,
+    load_into,
+    read_manifest,
+    verify,
+)
+from meshwright.checkpoint.steps import latest, step_directory
+from meshwright.checkpoint.storage import Storage
+from meshwright.checkpoint.writing import Communicator, save
+
+__all__ = [
+    "JSON",
+    "Checkpoint",
+    "Communicator",
+    "Manifest",
+    "Piece",
+    "Reader",
+    "ShardedPiece",
+    "Storage",
+    "TensorRecord",
+    "latest",
+    "load",
+    "load_into",
+    "read_manifest",
+    "save",
+    "step_directory",
+    "verify",
+]

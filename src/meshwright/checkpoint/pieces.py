@@ -1,0 +1,210 @@
+"""Tensors as a checkpoint sees them: plain or held in boxes, and who of several holders writes.
+
+A rank hands over what it holds. Two ranks may hold the same box (replicas); it is written once, by
+the holder with the least to write so far, a choice that every rank computes alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.document import JSON, Fields
+from meshwright.checkpoint.tensor_file import DTYPES, item_size
+from meshwright.layout import Box
+
+__all__ = [
+    "Assignment",
+    "Held",
+    "ShardedPiece",
+    "assign",
+    "byte_view",
+    "describe",
+    "dtype_name",
+    "held_from_json",
+    "held_to_json",
+    "parts",
+    "torch_dtype",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardedPiece:
+    """The part of a global tensor that this rank holds.
+
+    ``tensor`` holds the elements of ``boxes`` one box after the other, each row-major. For a shard
+    of a flat buffer that is the 1-D shard with ``layout.boxes(shape, start, stop)``; for a chunk
+    along a dim it is the chunk with its one box. A rank that holds nothing passes no boxes and an
+    empty tensor.
+    """
+
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        whole = Box((0,) * len(self.global_shape), tuple(self.global_shape))
+        for box in self.boxes:
+            inside = len(box.shape) == len(whole.shape) and (
+                box.numel == 0 or box.intersect(whole) == box
+            )
+            if not inside:
+                raise ValueError(f"{box} does not lie in global_shape {self.global_shape}")
+        expected = sum(box.numel for box in self.boxes)
+        if self.tensor.numel() != expected:
+            raise ValueError(
+                f"expected a tensor of {expected} elements for boxes {self.boxes},"
+                f" found shape {tuple(self.tensor.shape)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one rank holds of one tensor, without the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One box that one rank writes, under ``key`` in its file."""
+
+    name: str
+    key: str
+    box: Box
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``. Raises ``ValueError`` if this torch does not have it."""
+    dtype = getattr(torch, name, None) if name in DTYPES else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+    return dtype
+
+
+def describe(name: str, value: Tensor | ShardedPiece) -> Held:
+    """What is held. Raises ``TypeError`` or ``ValueError`` for tensors that have no plain bytes."""
+    if type(name) is not str:
+        raise TypeError(f"expected names that are strings, found {name!r}")
+    tensor = value.tensor if isinstance(value, ShardedPiece) else value
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name!r}: expected a tensor, found {type(tensor).__name__}")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name!r}: expected a plain tensor, found {type(tensor).__name__};"
+            " pass its local tensor in a ShardedPiece"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise ValueError(
+            f"{name!r}: a {tensor.layout} tensor on {tensor.device} has no plain bytes"
+        )
+    dtype = dtype_name(tensor.dtype)
+    try:
+        item_size(dtype)
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    if isinstance(value, ShardedPiece):
+        boxes = tuple(box for box in value.boxes if box.numel)
+        return Held(name=name, dtype=dtype, shape=tuple(value.global_shape), boxes=boxes)
+    shape = tuple(tensor.shape)
+    whole = (Box((0,) * len(shape), shape),) if tensor.numel() else ()
+    return Held(name=name, dtype=dtype, shape=shape, boxes=whole)
+
+
+def parts(value: Tensor | ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes held, each with its elements as a 1-D tensor (a view where memory allows)."""
+    if isinstance(value, ShardedPiece):
+        flat, boxes = value.tensor.detach().reshape(-1), value.boxes
+    else:
+        shape = tuple(value.shape)
+        flat, boxes = value.detach().reshape(-1), (Box((0,) * len(shape), shape),)
+    position = 0
+    for box in boxes:
+        if box.numel:
+            yield box, flat[position : position + box.numel]
+        position += box.numel
+
+
+def byte_view(flat: Tensor) -> memoryview:
+    """The bytes of a 1-D tensor; a view of its memory when that is plain and on the CPU."""
+    plain = flat.resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.view(torch.uint8).numpy().data
+
+
+def held_to_json(held: Held) -> JSON:
+    """A row for the other ranks."""
+    boxes: list[JSON] = [[list(box.offset), list(box.shape)] for box in held.boxes]
+    return {"name": held.name, "dtype": held.dtype, "shape": list(held.shape), "boxes": boxes}
+
+
+def held_from_json(value: JSON) -> Held:
+    """The row that another rank described."""
+    fields = Fields(value, "description of a tensor")
+    boxes: list[Box] = []
+    for pair in fields.items("boxes"):
+        offset, shape = pair if isinstance(pair, list) else (None, None)
+        corner = Fields({"offset": offset, "shape": shape}, "box")
+        boxes.append(Box(corner.counts("offset"), corner.counts("shape")))
+    return Held(
+        name=fields.text("name"),
+        dtype=fields.text("dtype"),
+        shape=fields.counts("shape"),
+        boxes=tuple(boxes),
+    )
+
+
+def assign(held: Sequence[Sequence[Held]]) -> tuple[dict[str, Held], list[list[Assignment]]]:
+    """Who writes what: all tensors by name, and the boxes that each rank writes.
+
+    The largest boxes are given away first, each to its holder with the fewest bytes so far, the
+    lowest rank among equals. Raises ``ValueError`` where ranks disagree about dtype or shape.
+    """
+    known: dict[str, tuple[Held, int]] = {}
+    holders: defaultdict[tuple[str, Box], list[int]] = defaultdict(list)
+    for rank, rows in enumerate(held):
+        for row in rows:
+            first, first_rank = known.setdefault(row.name, (row, rank))
+            if (first.dtype, first.shape) != (row.dtype, row.shape):
+                raise ValueError(
+                    f"{row.name!r} is {first.dtype} {first.shape} on rank {first_rank}"
+                    f" and {row.dtype} {row.shape} on rank {rank}"
+                )
+            for box in row.boxes:
+                holders[row.name, box].append(rank)
+    sizes = {(name, box): box.numel * item_size(known[name][0].dtype) for name, box in holders}
+    load = [0] * len(held)
+    chosen: list[list[tuple[str, Box]]] = [[] for _ in held]
+    for item in sorted(holders, key=lambda at: (-sizes[at], at[0], at[1].offset, at[1].shape)):
+        writer = min(holders[item], key=lambda rank: (load[rank], rank))
+        load[writer] += sizes[item]
+        chosen[writer].append(item)
+    tensors = {name: known[name][0] for name in sorted(known)}
+    return tensors, [_with_keys(items, tensors) for items in chosen]
+
+
+def _with_keys(items: Sequence[tuple[str, Box]], tensors: Mapping[str, Held]) -> list[Assignment]:
+    """Name each box inside its file: a whole tensor by its own name, a part with its ranges."""
+    taken = {"__metadata__"}  # reserved by safetensors
+    found: list[Assignment] = []
+    for name, box in sorted(items, key=lambda at: (at[0], at[1].offset)):
+        key = name
+        if box.shape != tensors[name].shape:
+            ranges = (f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
+            key = f"{name}[{','.join(ranges)}]"
+        while key in taken:
+            key += "'"
+        taken.add(key)
+        found.append(Assignment(name=name, key=key, box=box))
+    return found

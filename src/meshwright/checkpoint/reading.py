@@ -1,0 +1,415 @@
+"""Reading a checkpoint: nothing is believed before it is verified, nothing outside is opened.
+
+The manifest says which bytes hold which box of which tensor, so any layout reads what any other has
+written: only pieces that overlap the wanted boxes are read, one at a time, each verified whole.
+Files are opened relative to the checkpoint's own directory, links are refused, and no byte of a
+file is ever interpreted except as the elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.document import JSON, MAX_DOCUMENT_BYTES
+from meshwright.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Piece,
+    TensorRecord,
+    UnknownVersionError,
+    from_bytes,
+)
+from meshwright.checkpoint.pieces import ShardedPiece, describe, torch_dtype
+from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from meshwright.layout import Box
+
+__all__ = ["Checkpoint", "Reader", "load", "load_into", "read_manifest", "verify"]
+
+_CHUNK = 2**20
+_ADVICE = "restore it from a copy, or use another checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """What was loaded: whole tensors on the CPU, by name."""
+
+    step: int
+    metadata: Mapping[str, JSON]
+    tensors: Mapping[str, Tensor]
+
+
+class Reader:
+    """An open checkpoint; a context manager.
+
+    Opening reads the manifest and compares the list and the sizes of the files. Each file's header
+    and each piece is verified when it is read. Raises ``CheckpointDamagedError`` naming file and
+    tensor, ``CheckpointMismatchError`` for another format version, and ``CheckpointError`` where
+    the system refuses to read.
+    """
+
+    directory: Path
+    """Where the checkpoint lies."""
+    manifest: Manifest
+    """What it holds."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._verified_headers: set[str] = set()
+        try:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._handle = os.open(self.directory, flags)
+        except OSError as error:
+            raise CheckpointError(
+                f"there is no readable checkpoint at {self.directory}: {error.strerror}"
+            ) from error
+        try:
+            self.manifest = self._read_manifest()
+            problems = self._listing_problems()
+            if problems:
+                raise CheckpointDamagedError("\n".join(problems))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the directory; further reads are refused by the system."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    # ------------------------------------------------------------------ tensors
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        shape = self._record(name).shape
+        return self.read_piece(name, Box((0,) * len(shape), shape))
+
+    def read_piece(self, name: str, box: Box) -> Tensor:
+        """One box of a tensor, whatever the boxes it was saved in."""
+        record = self._record(name)
+        tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
+        piece = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
+        self.read_into(name, piece)
+        return tensor
+
+    def read_into(self, name: str, target: Tensor | ShardedPiece) -> None:
+        """Fill a tensor, or the boxes that it holds, in place. Shape and dtype must be equal.
+
+        When this raises, a part of the target may be overwritten.
+        """
+        held = describe(name, target)
+        self.check_names({name: (held.shape, held.dtype)}, within=None)
+        tensor = target.tensor if isinstance(target, ShardedPiece) else target
+        boxes = target.boxes if isinstance(target, ShardedPiece) else held.boxes
+        direct = tensor.is_contiguous()
+        with torch.no_grad():
+            like = tensor.detach()
+            flat = like.view(-1) if direct else torch.empty_like(like.reshape(-1))
+            self._fill(name, boxes, flat)
+            if not direct:
+                tensor.copy_(flat.view(tensor.shape))
+
+    def _fill(self, name: str, boxes: Sequence[Box], flat: Tensor) -> None:
+        """Fill ``flat``, which holds one box after the other; each stored piece is read once."""
+        record = self._record(name)
+        dtype = self._dtype(name, record)
+        if not flat.numel():
+            return
+        sizes = [box.numel for box in boxes]
+        views = [part.view(box.shape) for part, box in zip(flat.split(sizes), boxes, strict=True)]
+        for piece in record.pieces:
+            common = [
+                (view, box, box.intersect(piece.box))
+                for view, box in zip(views, boxes, strict=True)
+            ]
+            if all(inner is None for _, _, inner in common):
+                continue
+            found = self._read_stored(name, piece, dtype)
+            for view, box, inner in common:
+                if inner is not None:
+                    view[inner.slices(box)] = found[inner.slices(piece.box)].to(view.device)
+
+    def check_names(
+        self,
+        expected: Mapping[str, tuple[Sequence[int], str]],
+        *,
+        within: str | None = "",
+    ) -> None:
+        """Compare names, shapes and dtypes with those that a model or optimizer expects.
+
+        Only stored tensors whose names begin with ``within`` must be expected (none for ``None``).
+        Raises ``CheckpointMismatchError`` listing every difference, one a line.
+        """
+        stored = self.manifest.tensors
+        problems = [
+            f"{name!r} is expected but not in the checkpoint"
+            for name in sorted(expected.keys() - stored.keys())
+        ]
+        if within is not None:
+            problems += [
+                f"{name!r} is in the checkpoint but not expected"
+                for name in sorted(stored.keys() - expected.keys())
+                if name.startswith(within)
+            ]
+        for name in sorted(expected.keys() & stored.keys()):
+            shape, dtype = expected[name]
+            record = stored[name]
+            if (tuple(shape), dtype) != (record.shape, record.dtype):
+                problems.append(
+                    f"{name!r} is {record.dtype} {record.shape} in the checkpoint,"
+                    f" expected {dtype} {tuple(shape)}"
+                )
+        if problems:
+            head = f"the checkpoint {self.directory} belongs to another model or optimizer:"
+            raise CheckpointMismatchError("\n  ".join([head, *problems]))
+
+    def damage(self) -> list[str]:
+        """Verify every byte of every file; one line for each damaged file or tensor."""
+        problems = self._listing_problems()
+        for file in self.manifest.file_maps:
+            try:
+                with self._open(file, verify=False) as handle:
+                    problem = self._header_problem(file, handle)
+                problems += [problem] if problem else []
+            except CheckpointDamagedError as error:
+                problems += [str(error)] if str(error) not in problems else []
+        for name, record in self.manifest.tensors.items():
+            for piece in record.pieces:
+                try:
+                    self._read_stored(name, piece, self._dtype(name, record), verify=False)
+                except CheckpointDamagedError as error:
+                    problems += [str(error)] if str(error) not in problems else []
+        return problems
+
+    # ------------------------------------------------------------------ files
+
+    def _record(self, name: str) -> TensorRecord:
+        try:
+            return self.manifest.tensors[name]
+        except KeyError:
+            raise CheckpointMismatchError(
+                f"the checkpoint {self.directory} has no tensor {name!r}"
+            ) from None
+
+    def _dtype(self, name: str, record: TensorRecord) -> torch.dtype:
+        try:
+            return torch_dtype(record.dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: tensor {name!r}: {error}") from None
+
+    def _damaged(self, file: str, text: str) -> CheckpointDamagedError:
+        return CheckpointDamagedError(f"{self.directory / file}: {text}; {_ADVICE}")
+
+    def _read_manifest(self) -> Manifest:
+        with self._open_plain(MANIFEST_NAME) as handle:
+            size = os.fstat(handle).st_size
+            if size > MAX_DOCUMENT_BYTES:
+                raise self._damaged(MANIFEST_NAME, f"{size} bytes, at most {MAX_DOCUMENT_BYTES}")
+            data = bytearray(size)
+            count = self._read_at(MANIFEST_NAME, handle, memoryview(data), 0)
+        try:
+            return from_bytes(bytes(data[:count]))
+        except UnknownVersionError as error:
+            raise CheckpointMismatchError(f"{self.directory / MANIFEST_NAME}: {error}") from None
+        except ValueError as error:
+            raise self._damaged(
+                MANIFEST_NAME, f"not the manifest that was written: {error}"
+            ) from None
+
+    def _listing_problems(self) -> list[str]:
+        """Compare the names and sizes of the files with the manifest."""
+        expected = self.manifest.file_maps
+        try:
+            found = set(os.listdir(self._handle))
+        except OSError as error:
+            raise CheckpointError(f"cannot list {self.directory}: {error.strerror}") from error
+        problems = [
+            str(self._damaged(file, "the file is missing"))
+            for file in sorted(expected.keys() - found)
+        ]
+        problems += [
+            str(self._damaged(ascii(file)[1:-1], "the file does not belong to the checkpoint"))
+            for file in sorted(found - expected.keys() - {MANIFEST_NAME})
+        ]
+        for file in sorted(expected.keys() & found):
+            size = os.stat(file, dir_fd=self._handle, follow_symlinks=False).st_size
+            if size != expected[file].size:
+                problems.append(str(self._damaged(file, self._size_problem(file, size))))
+        return problems
+
+    def _size_problem(self, file: str, size: int) -> str:
+        at = self.manifest.file_maps[file]
+        text = f"the file has {size} bytes, expected {at.size}"
+        cut = [key for key, (_, stop) in at.spans.items() if stop > size]
+        if not cut or size < len(at.header):
+            return text
+        more = f" and {len(cut) - 1} more after it" if len(cut) > 1 else ""
+        return f"{text}: tensor {self.manifest.owner(file, cut[0])!r} is cut off{more}"
+
+    @contextmanager
+    def _open_plain(self, file: str) -> Generator[int, None, None]:
+        """Open a regular file of the directory itself: no link of either kind, no device."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            handle = os.open(file, flags, dir_fd=self._handle)
+        except FileNotFoundError:
+            raise self._damaged(file, "the file is missing") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise self._damaged(file, "a symbolic link instead of the file") from None
+            raise CheckpointError(
+                f"{self.directory / file} cannot be read: {error.strerror}"
+            ) from error
+        try:
+            state = os.fstat(handle)
+            if not stat.S_ISREG(state.st_mode):
+                raise self._damaged(file, "not a regular file")
+            if state.st_nlink > 1:
+                raise self._damaged(file, "the file has a second name (a hard link) elsewhere")
+            yield handle
+        finally:
+            os.close(handle)
+
+    @contextmanager
+    def _open(self, file: str, *, verify: bool = True) -> Generator[int, None, None]:
+        """Open a tensor file of the right size and, when ``verify``, with its right header."""
+        with self._open_plain(file) as handle:
+            size = os.fstat(handle).st_size
+            if size != self.manifest.file_maps[file].size:
+                raise self._damaged(file, self._size_problem(file, size))
+            if verify and file not in self._verified_headers:
+                problem = self._header_problem(file, handle)
+                if problem:
+                    raise CheckpointDamagedError(problem)
+                self._verified_headers.add(file)
+            yield handle
+
+    def _header_problem(self, file: str, handle: int) -> str | None:
+        """Compare the header with the only one that fits the manifest."""
+        expected = self.manifest.file_maps[file].header
+        found = bytearray(len(expected))
+        self._read_at(file, handle, memoryview(found), 0)
+        if found == expected:
+            return None
+        text = "its header is not the one that was written"
+        origin = re.search(
+            rb'"file":"(rank_\d{5,9}\.safetensors)","step":"(\d{1,16})"', found[:200]
+        )
+        if origin and origin.groups() != (file.encode(), b"%d" % self.manifest.step):
+            text += f" (it is that of {origin[1].decode()} of step {origin[2].decode()})"
+        return str(self._damaged(file, text))
+
+    def _read_stored(
+        self, name: str, piece: Piece, dtype: torch.dtype, *, verify: bool = True
+    ) -> Tensor:
+        """Read one piece and verify its checksum."""
+        with self._open(piece.file, verify=verify) as handle:
+            start, stop = self.manifest.file_maps[piece.file].spans[piece.key]
+            data = torch.empty(stop - start, dtype=torch.uint8)
+            view = data.numpy().data
+            checksum, position = 0, 0
+            while position < len(view):
+                chunk = view[position : position + _CHUNK]
+                count = self._read_at(piece.file, handle, chunk, start + position)
+                if count < len(chunk):
+                    raise self._damaged(piece.file, f"tensor {name!r} is cut off")
+                checksum = zlib.crc32(chunk, checksum)
+                position += count
+        if checksum != piece.crc32:
+            raise self._damaged(
+                piece.file,
+                f"tensor {name!r} (bytes {start} to {stop}) has checksum {checksum:08x},"
+                f" expected {piece.crc32:08x}",
+            )
+        if dtype == torch.bool and bool((data > 1).any()):
+            raise self._damaged(piece.file, f"tensor {name!r} holds bytes that are no booleans")
+        return data.view(dtype).view(piece.box.shape)
+
+    def _read_at(self, file: str, handle: int, target: memoryview, position: int) -> int:
+        """Fill ``target`` from a position; returns fewer bytes only at the end of the file."""
+        done = 0
+        try:
+            while done < len(target):
+                count = os.preadv(handle, [target[done:]], position + done)
+                if count == 0:
+                    break
+                done += count
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.directory / file} cannot be read: {error.strerror}"
+            ) from error
+        return done
+
+
+def load(directory: str | os.PathLike[str], *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Load whole tensors (all, or those named), verifying every byte that is read.
+
+    Raises ``CheckpointDamagedError`` naming file and tensor where anything differs from what was
+    saved, ``CheckpointMismatchError`` for names that are not there, ``CheckpointError`` where
+    there is no checkpoint or it cannot be read.
+    """
+    with Reader(directory) as reader:
+        wanted = tuple(reader.manifest.tensors) if names is None else tuple(names)
+        return Checkpoint(
+            step=reader.manifest.step,
+            metadata=reader.manifest.metadata,
+            tensors={name: reader.read(name) for name in wanted},
+        )
+
+
+def load_into(
+    directory: str | os.PathLike[str],
+    targets: Mapping[str, Tensor | ShardedPiece],
+    *,
+    within: str = "",
+) -> Checkpoint:
+    """Fill tensors, or the boxes that this rank holds, in place, from any layout.
+
+    All names, shapes and dtypes are compared first (``within``: only stored tensors whose names
+    begin so must be among the targets): ``CheckpointMismatchError`` lists every difference
+    and nothing is overwritten. When damage is found later, some targets are overwritten.
+    The returned ``tensors`` are empty.
+    """
+    with Reader(directory) as reader:
+        held = [describe(name, target) for name, target in targets.items()]
+        reader.check_names({row.name: (row.shape, row.dtype) for row in held}, within=within)
+        for name, target in targets.items():
+            reader.read_into(name, target)
+        manifest = reader.manifest
+        return Checkpoint(step=manifest.step, metadata=manifest.metadata, tensors={})
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a checkpoint whose files are there with their right sizes."""
+    with Reader(directory) as reader:
+        return reader.manifest
+
+
+def verify(directory: str | os.PathLike[str]) -> Manifest:
+    """Verify every byte of a checkpoint and return its manifest.
+
+    Raises ``CheckpointDamagedError`` with one line for each damaged file or tensor.
+    """
+    with Reader(directory) as reader:
+        problems = reader.damage()
+        if problems:
+            raise CheckpointDamagedError("\n".join(problems))
+        return reader.manifest

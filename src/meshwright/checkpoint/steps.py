@@ -1,0 +1,137 @@
+"""The folder of a run's checkpoints: names of steps, the newest one, what interruptions left.
+
+::
+
+    step_00000120               a checkpoint: it got this name when all of it was on the disk
+    .step_00000130.tmp-1f0c22d9 torso of an interrupted save: never read, removed by the next save
+    .step_00000110.old-77ab01c3 torso of an interrupted removal: the same
+
+A folder belongs to one run at a time: a save removes what it takes for torsos.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import MAX_STEP
+from meshwright.checkpoint.reading import Reader
+from meshwright.checkpoint.storage import Storage
+from meshwright.errors import CheckpointDamagedError, CheckpointError
+
+__all__ = ["latest", "prune", "remove_torsos", "step_directory", "torso_directory"]
+
+_log = logging.getLogger(__name__)
+_STEP = re.compile(r"step_([0-9]{8,16})")
+_TORSO = re.compile(r"\.step_[0-9]{8,16}\.(tmp|old)-[0-9a-f]{8}")
+
+
+def step_directory(folder: str | os.PathLike[str], step: int) -> Path:
+    """Where the checkpoint of ``step`` lies. Raises ``ValueError`` for a step out of range."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step must be an integer from 0 to {MAX_STEP}, found {step!r}")
+    return Path(folder) / f"step_{step:08d}"
+
+
+def torso_directory(target: Path, kind: str = "tmp") -> Path:
+    """A fresh name beside ``target`` for what is not a checkpoint yet, or no longer."""
+    return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint of a folder; ``None`` when there is none to resume from.
+
+    Complete means: a sound manifest for this step, and every file there with its right size; the
+    contents are verified when they are loaded. What is passed over is named in the log.
+    Raises ``CheckpointDamagedError`` when there are checkpoints but none is usable (a crash
+    alone never leads there, and starting over silently would lose the run), and
+    ``CheckpointError`` when the folder cannot be read.
+    """
+    for torso in _torsos(Path(folder)):
+        _log.warning("ignoring %s: left by an interrupted save", torso)
+    problems: list[str] = []
+    for step, path in reversed(_steps(Path(folder))):
+        problem = _incomplete(step, path)
+        if problem is None:
+            return path
+        _log.warning("ignoring %s: %s", path, problem)
+        problems.append(problem)
+    if problems:
+        raise CheckpointDamagedError(
+            f"no checkpoint in {folder} is usable; the newest: {problems[0]};"
+            " restore one from a copy, or choose an empty folder to start over"
+        )
+    return None
+
+
+def prune(newest: Path, keep_last: int, storage: Storage) -> None:
+    """Remove the oldest complete checkpoints beside ``newest`` until ``keep_last`` are left.
+
+    ``newest`` stays whatever its step, and only complete checkpoints count. Each one loses its name
+    first, so that an interruption leaves a torso and never half a checkpoint.
+    """
+    folder = newest.parent
+    complete = [
+        path for step, path in _steps(folder) if path != newest and _incomplete(step, path) is None
+    ]
+    for path in complete[: max(len(complete) + 1 - keep_last, 0)]:
+        torso = torso_directory(path, "old")
+        storage.rename(path, torso)
+        storage.sync_directory(folder)
+        storage.remove_tree(torso)
+
+
+def remove_torsos(folder: Path, storage: Storage) -> None:
+    """Remove what interrupted saves and removals left, naming each in the log."""
+    for torso in _torsos(folder):
+        _log.warning("removing %s: left by an interrupted save", torso)
+        try:
+            storage.remove_tree(torso)
+        except OSError as error:
+            _log.warning("could not remove %s: %s", torso, error)
+
+
+def _incomplete(step: int, path: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, as far as names and sizes show."""
+    try:
+        with Reader(path) as reader:
+            found = reader.manifest.step
+    except CheckpointDamagedError as error:
+        return str(error)
+    if found != step:
+        return f"{path} holds step {found}"
+    return None
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """The directories named after a step, by step."""
+    found: list[tuple[int, Path]] = []
+    for name in _names(folder):
+        match = _STEP.fullmatch(name)
+        if match is None or step_directory(folder, int(match[1])).name != name:
+            continue
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            found.append((int(match[1]), path))
+        else:
+            _log.warning("ignoring %s: not a directory", path)
+    return sorted(found)
+
+
+def _torsos(folder: Path) -> list[Path]:
+    paths = [folder / name for name in sorted(_names(folder)) if _TORSO.fullmatch(name)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint folder {folder} cannot be read: {error.strerror}"
+        ) from error

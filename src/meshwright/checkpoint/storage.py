@@ -1,0 +1,90 @@
+"""The few file operations that a save consists of, behind one class: tests inject faults there.
+
+A save is crash-safe only through the order of these calls: files written and synced, their
+directory synced, the directory renamed, its parent synced. Nothing else in this room writes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["Storage"]
+
+
+class Storage:
+    """A POSIX file system. Every method raises ``OSError`` when it fails.
+
+    Subclasses in tests count, refuse, record or drop operations; a save calls nothing else.
+    """
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory, which must not exist."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; an existing name is refused, links are not followed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, 0o666)
+
+    def write(self, handle: int, data: bytes | memoryview) -> None:
+        """Append all of ``data``."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+
+    def sync(self, handle: int) -> None:
+        """Wait until the file's bytes are on the disk."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """Close the file."""
+        os.close(handle)
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the names in a directory are on the disk."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a directory another name in the same parent."""
+        source.rename(target)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove one file or link."""
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove one empty directory."""
+        path.rmdir()
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this process may still write on the file system of ``path``."""
+        state = os.statvfs(path)
+        return state.f_bavail * state.f_frsize
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory of files through the operations above; links are not followed."""
+        for entry in sorted(os.listdir(path)):
+            child = path / entry
+            if child.is_dir() and not child.is_symlink():
+                self.remove_tree(child)
+            else:
+                self.remove_file(child)
+        self.remove_directory(path)
+
+    def make_directories(self, path: Path) -> None:
+        """Make a directory and its missing parents, each one durable before the next."""
+        if path.is_dir():
+            return
+        if path.parent != path:
+            self.make_directories(path.parent)
+        try:
+            self.make_directory(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        self.sync_directory(path.parent)

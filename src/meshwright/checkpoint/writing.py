@@ -1,0 +1,406 @@
+"""Saving a checkpoint: all of it under its name, or nothing, on every rank alike.
+
+::
+
+    1 describe   every rank says what it holds; all compute who writes what
+    2 prepare    rank 0 checks name and space, removes torsos, makes  .step_00000120.tmp-1f0c22d9
+    3 write      every rank writes its file and syncs it
+    4 commit     rank 0 writes the manifest, syncs it and the directory, renames, syncs the parent
+
+After each step the ranks exchange outcomes. A failure on one rank is raised by all, named, and
+rank 0 removes the torso. A rank that is killed leaves the torso to the next save.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from meshwright.checkpoint.document import JSON, Fields, canonical, check_json
+from meshwright.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Piece,
+    TensorRecord,
+    from_bytes,
+    to_bytes,
+)
+from meshwright.checkpoint.pieces import (
+    Assignment,
+    ShardedPiece,
+    assign,
+    byte_view,
+    describe,
+    held_from_json,
+    held_to_json,
+    parts,
+)
+from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
+from meshwright.checkpoint.storage import Storage
+from meshwright.checkpoint.tensor_file import file_name
+from meshwright.errors import CheckpointError, CheckpointWriteError
+
+__all__ = ["Communicator", "save"]
+
+_log = logging.getLogger(__name__)
+_CHUNK = 2**20
+_BLOCK = 4096
+_T = TypeVar("_T")
+
+
+class Communicator(Protocol):
+    """What a save needs of the ranks: their number and an exchange of small payloads."""
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
+        """Every rank's payload, in rank order, on every rank."""
+
+
+class _Alone:
+    """The group of one process."""
+
+    rank = 0
+    size = 1
+
+    def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
+        return [payload]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Request:
+    """The arguments of a save on this rank."""
+
+    target: Path
+    torso: Path
+    """Chosen by each rank; that of rank 0 is used."""
+    tensors: Mapping[str, Tensor | ShardedPiece]
+    metadata: Mapping[str, JSON]
+    step: int
+    group: Communicator
+    storage: Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Writes:
+    """Who writes what, equal on all ranks, and the manifest with checksums still zero."""
+
+    by_rank: Sequence[Sequence[Assignment]]
+    draft: Manifest
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the disk, in whole blocks, with the directory and the manifest."""
+        sizes = [at.size for at in self.draft.file_maps.values()] + [len(to_bytes(self.draft))]
+        return sum(-(-size // _BLOCK) * _BLOCK for size in sizes) + _BLOCK
+
+
+def save(
+    directory: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor | ShardedPiece],
+    metadata: Mapping[str, JSON],
+    *,
+    step: int,
+    communicator: Communicator | None = None,
+    keep_last: int | None = None,
+    storage: Storage | None = None,
+) -> Path:
+    """Save ``tensors`` and ``metadata`` as ``directory/step_00000120`` and return that path.
+
+    With a ``communicator`` every rank calls this with the same ``step``, ``metadata`` and shared
+    ``directory``, and with the tensors it holds: whole tensors on any number of ranks, or
+    ``ShardedPiece``; together they must cover each tensor exactly (replicas of a box are written
+    once). State of one rank only goes under a name of its own, such as ``"rng/3"``.
+
+    ``keep_last``: how many complete checkpoints stay in ``directory``, this one included.
+
+    Raises ``CheckpointWriteError`` (one line: rank, file, reason, what to do) on all ranks when
+    any of them fails; earlier checkpoints are untouched. An existing checkpoint of the step is
+    never overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
+    """
+    target = step_directory(directory, step)
+    request = _Request(
+        target=target,
+        torso=torso_directory(target),
+        tensors=tensors,
+        metadata=metadata,
+        step=step,
+        group=communicator if communicator is not None else _Alone(),
+        storage=storage if storage is not None else Storage(),
+    )
+    is_first = request.group.rank == 0
+    _, rows = _agree(request, "describe", lambda: _describe(request, keep_last))
+    try:
+        writes, names = _agree(request, "prepare", lambda: _prepare(request, rows))
+        torso = target.with_name(str(names[0]))
+        _, checksums = _agree(request, "write", lambda: _write(request, writes, torso))
+        _agree(request, "commit", lambda: _commit(request, writes, checksums))
+    except BaseException:
+        if is_first:
+            _discard(request)
+        raise
+    if is_first and keep_last is not None:
+        try:
+            prune(target, keep_last, request.storage)
+        except (OSError, CheckpointError) as error:
+            _log.warning("checkpoints older than %s could not be removed: %s", target, error)
+    return target
+
+
+# ------------------------------------------------------------------ the four steps
+
+
+def _describe(request: _Request, keep_last: int | None) -> tuple[None, JSON]:
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last must be an integer of at least 1 or None, found {keep_last!r}")
+    metadata = dict(request.metadata)
+    check_json(metadata, "metadata")
+    held = [describe(name, value) for name, value in request.tensors.items()]
+    return None, {
+        "step": request.step,
+        "metadata": zlib.crc32(canonical(metadata)),
+        "held": [held_to_json(row) for row in held],
+    }
+
+
+def _prepare(request: _Request, rows: Sequence[JSON]) -> tuple[_Writes, JSON]:
+    writes = _plan(request, rows)
+    if request.group.rank != 0:
+        return writes, None
+    storage, target = request.storage, request.target
+    storage.make_directories(target.parent)
+    remove_torsos(target.parent, storage)
+    if os.path.lexists(target):
+        raise FileExistsError(
+            errno.EEXIST, "a checkpoint of this step exists and is never overwritten", str(target)
+        )
+    free = storage.free_bytes(target.parent)
+    if free < writes.needed:
+        raise OSError(errno.ENOSPC, f"needs {_size(writes.needed)}, {_size(free)} free")
+    storage.make_directory(request.torso)
+    return writes, request.torso.name
+
+
+def _plan(request: _Request, rows: Sequence[JSON]) -> _Writes:
+    """Who writes what. Raises ``ValueError`` unless the ranks agree and cover every tensor."""
+    fields = [Fields(row, f"rank {rank}") for rank, row in enumerate(rows)]
+    for key, advice in (
+        ("step", "call save on all ranks at the same step"),
+        ("metadata", "pass the same on all ranks, with what is per rank under one key for each"),
+    ):
+        values = [each.count(key) for each in fields]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise ValueError(f"{key} differs between ranks 0 and {other}; {advice}")
+    held = [[held_from_json(row) for row in each.items("held")] for each in fields]
+    known, by_rank = assign(held)
+    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+    for rank, assignments in enumerate(by_rank):
+        for at in assignments:
+            piece = Piece(file=file_name(rank), key=at.key, box=at.box, crc32=0)
+            pieces[at.name].append(piece)
+    tensors = {
+        name: TensorRecord(dtype=row.dtype, shape=row.shape, pieces=tuple(pieces[name]))
+        for name, row in known.items()
+    }
+    draft = Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
+    return _Writes(by_rank=by_rank, draft=draft)
+
+
+def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]:
+    """Write this rank's file, if it has one; the checksum of each key."""
+    file = file_name(request.group.rank)
+    at = writes.draft.file_maps.get(file)
+    if at is None:
+        return None, {}
+    data = {
+        (name, box): flat for name, value in request.tensors.items() for box, flat in parts(value)
+    }
+    assignments = {item.key: item for item in writes.by_rank[request.group.rank]}
+    views = (byte_view(data[assignments[key].name, assignments[key].box]) for key in at.spans)
+    checksums = _write_file(request.storage, torso / file, at.header, views)
+    return None, dict(zip(at.spans, checksums, strict=True))
+
+
+def _write_file(
+    storage: Storage, path: Path, header: bytes, views: Iterable[memoryview]
+) -> list[int]:
+    """Write and sync a new file, one view in memory at a time. Returns the views' checksums."""
+    checksums: list[int] = []
+    with _naming(path):
+        handle = storage.create(path)
+        try:
+            storage.write(handle, header)
+            for view in views:
+                checksum = 0
+                for start in range(0, len(view), _CHUNK):
+                    chunk = view[start : start + _CHUNK]
+                    checksum = zlib.crc32(chunk, checksum)
+                    storage.write(handle, chunk)
+                checksums.append(checksum)
+            storage.sync(handle)
+        finally:
+            storage.close(handle)
+    return checksums
+
+
+def _commit(request: _Request, writes: _Writes, checksums: Sequence[JSON]) -> tuple[None, JSON]:
+    if request.group.rank != 0:
+        return None, None
+    storage, target, torso = request.storage, request.target, request.torso
+    data = to_bytes(_complete(writes, checksums))
+    from_bytes(data)  # what would be refused on reading is refused here
+    _write_file(storage, torso / MANIFEST_NAME, data, [])
+    with _naming(torso):
+        storage.sync_directory(torso)
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, "appeared during the save", str(target))
+    storage.rename(torso, target)
+    try:
+        storage.sync_directory(target.parent)
+    except OSError as error:
+        text = f"{error.strerror}: complete, but its name may not survive a loss of power"
+        raise OSError(error.errno, text, str(target)) from error
+    return None, None
+
+
+def _complete(writes: _Writes, checksums: Sequence[JSON]) -> Manifest:
+    """The draft with the checksums that the ranks found."""
+    found = {file_name(rank): Fields(row, f"rank {rank}") for rank, row in enumerate(checksums)}
+    tensors = {
+        name: replace(
+            record,
+            pieces=tuple(
+                replace(piece, crc32=found[piece.file].count(piece.key)) for piece in record.pieces
+            ),
+        )
+        for name, record in writes.draft.tensors.items()
+    }
+    draft = writes.draft
+    return Manifest(step=draft.step, tensors=tensors, metadata=draft.metadata)
+
+
+def _discard(request: _Request) -> None:
+    """Remove the torso by the names that it can hold, which takes no file descriptor."""
+    names = [file_name(rank) for rank in range(request.group.size)]
+    try:
+        for name in [*names, MANIFEST_NAME]:
+            _if_there(request.storage.remove_file, request.torso / name)
+        _if_there(request.storage.remove_directory, request.torso)
+    except OSError as error:
+        _log.warning(
+            "%s could not be removed (%s); it is never read, and the next save removes it",
+            request.torso,
+            error.strerror,
+        )
+
+
+def _if_there(remove: Callable[[Path], None], path: Path) -> None:
+    try:
+        remove(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+# ------------------------------------------------------------------ failing together
+
+
+def _agree(
+    request: _Request, phase: str, action: Callable[[], tuple[_T, JSON]]
+) -> tuple[_T, list[JSON]]:
+    """Do one step on every rank; its own result and all ranks' answers, or one error on all."""
+    failure: Exception | None = None
+    result: tuple[_T, JSON] | None = None
+    message: dict[str, JSON] = {}
+    try:
+        result = action()
+        message["answer"] = result[1]
+    except Exception as error:
+        failure = error
+        message["error"], message["advice"] = _reason(error), _advice(error)
+    group = request.group
+    if failure is not None and group.size == 1 and isinstance(failure, ValueError | TypeError):
+        raise failure
+    label = f"checkpoint step {request.step}: {phase}"
+    gathered = group.gather_bytes(json.dumps(message).encode(), label=label)
+    answers: list[dict[str, JSON]] = [json.loads(payload) for payload in gathered]
+    failed = {rank: row for rank, row in enumerate(answers) if "error" in row}
+    if failed or result is None:
+        raise CheckpointWriteError(_summary(request, phase, failed)) from failure
+    return result[0], [row["answer"] for row in answers]
+
+
+def _summary(request: _Request, phase: str, failed: Mapping[int, Mapping[str, JSON]]) -> str:
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, row in failed.items():
+        ranks[str(row["error"])].append(rank)
+    reasons = [
+        reason if request.group.size == 1 else f"rank {', '.join(map(str, who))}: {reason}"
+        for reason, who in ranks.items()
+    ]
+    advice = str(next(iter(failed.values()))["advice"])
+    return (
+        f"checkpoint {request.target} was not saved ({phase}): {'; '.join(reasons)};"
+        f" earlier checkpoints are untouched; {advice}"
+    )
+
+
+@contextmanager
+def _naming(path: Path) -> Generator[None, None, None]:
+    """Name the file in an error that the system raised for its handle."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {text}"
+
+
+def _advice(error: Exception) -> str:
+    match getattr(error, "errno", None):
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return "free some space or choose another folder"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "check its permissions or choose another folder"
+        case errno.EMFILE | errno.ENFILE:
+            return "allow more open files (ulimit -n)"
+        case errno.EEXIST:
+            return "move it away or choose another folder"
+        case errno.ENOENT:
+            return "all ranks need a folder that they share and nobody removes"
+        case None:
+            return "correct the arguments of save"
+        case _:
+            return "check the disk or choose another folder"
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
