@@ -241,17 +241,13 @@ class Communicator:
 
     # ------------------------------------------------------------------ point to point
 
-    def send(
-        self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = ""
-    ) -> Pending:
+    def send(self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = "") -> Pending:
         """Send ``tensor`` to rank ``peer``. It must not change before the wait has returned."""
         return self._transfer(
             Transfer(direction="send", tensor=tensor, peer=peer, tag=tag, label=label)
         )
 
-    def recv(
-        self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = ""
-    ) -> Pending:
+    def recv(self, tensor: torch.Tensor, peer: int, *, tag: int = 0, label: str = "") -> Pending:
         """Receive into ``tensor`` from rank ``peer``; its shape and dtype are the sender's."""
         return self._transfer(
             Transfer(direction="recv", tensor=tensor, peer=peer, tag=tag, label=label)
@@ -277,9 +273,7 @@ class Communicator:
         def launch() -> Launched:
             return works, None
 
-        return [
-            self._issue(t.direction, t.tensor, t.label, launch, peer=t.peer) for t in transfers
-        ]
+        return [self._issue(t.direction, t.tensor, t.label, launch, peer=t.peer) for t in transfers]
 
     def _transfer(self, transfer: Transfer) -> Pending:
         self._check(transfer.tensor)
@@ -312,9 +306,7 @@ class Communicator:
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(everyone, mine, label=label).wait()
         rows = everyone.cpu().view(self.size, longest)
-        return [
-            row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)
-        ]
+        return [row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)]
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
         """Every rank's ``numbers`` (equally many on each), in rank order, in float64."""
@@ -376,9 +368,7 @@ class Communicator:
 
     def _global(self, rank: int) -> int:
         if not 0 <= rank < self.size:
-            raise ValueError(
-                f"rank {rank} is not on axis {self.axis}: expected 0..{self.size - 1}"
-            )
+            raise ValueError(f"rank {rank} is not on axis {self.axis}: expected 0..{self.size - 1}")
         return self.ranks[rank]
 
     def _check(self, *tensors: torch.Tensor) -> None:
@@ -402,7 +392,7 @@ class Communicator:
             )
 
 
-def _reduction(name: str) -> Any:
+def _reduction(name: str) -> dist.ReduceOp.RedOpType:
     try:
         return REDUCTIONS[name]
     except KeyError:
@@ -417,8 +407,6 @@ def _works(work: Work | None) -> Sequence[Work]:
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     names = dict(
-        part.split(":", 1)
-        for part in dist.get_backend_config(group).split(",")
-        if ":" in part
+        part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
     )
     return names.get(device.type, dist.get_backend(group))

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
-__all__ = ["Failure", "FailureMonitor", "one_line", "own_state", "source_line"]
+__all__ = ["PATIENCE", "Failure", "FailureMonitor", "one_line", "own_state", "source_line"]
 
 _log = logging.getLogger("meshwright")
 
@@ -172,13 +172,13 @@ class FailureMonitor:
                 notice = json.loads(self._reader.get(f"slot/{self._seen}"))
                 self._attend(self._seen, notice)
 
-    def roll_call(self) -> dict[int, Mapping[str, Any]]:
-        """Ask every rank where it is; the answers by rank, without those that did not answer."""
+    def roll_call(self, patience: float = PATIENCE) -> dict[int, Mapping[str, Any]]:
+        """Ask every rank where it is; the answers within ``patience`` seconds, by rank."""
         slot = self._post({"kind": "call"})
         self.read()
         missing = set(range(self.world_size)) - {self.rank}
         answers: dict[int, Mapping[str, Any]] = {self.rank: own_state()}
-        until = time.monotonic() + PATIENCE + self._interval
+        until = time.monotonic() + patience + self._interval
         while missing and time.monotonic() < until:
             for rank in sorted(missing):
                 if self.board.check([f"answer/{slot}/{rank}"]):

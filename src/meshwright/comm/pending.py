@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from meshwright.comm.registry import PROCESS
 from meshwright.comm.waiting import Watch
@@ -29,9 +29,13 @@ SLICE = timedelta(seconds=0.5)
 class Work(Protocol):
     """What c10d returns for an asynchronous operation."""
 
-    def wait(self, timeout: timedelta = ...) -> Any: ...
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait at most ``timeout``; raises RuntimeError when it has failed or not ended."""
+        ...
 
-    def is_completed(self) -> bool: ...
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
 
 
 class _WaiterThread(threading.Thread):

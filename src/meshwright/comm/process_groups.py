@@ -18,16 +18,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failure import FailureMonitor, one_line
+from meshwright.comm.launch import record_failure
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import CommunicationError, LayoutError
 
@@ -56,8 +56,8 @@ def connect(
 
     Rank, world size and address come from torchrun's environment variables, from the arguments, or,
     when there is neither, this process is a world of its own. A default group that exists already
-    is used as it is. ``timeout`` and ``hang_after`` are in seconds: a wait longer than ``hang_after``
-    is reported, one longer than ``timeout`` ends, both naming the missing ranks.
+    is used as it is. ``timeout`` and ``hang_after`` are in seconds: a wait longer than
+    ``hang_after`` is reported, one longer than ``timeout`` ends, both naming the missing ranks.
 
     Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
     come within ``timeout``: the message names them.
@@ -83,7 +83,6 @@ def is_connected() -> bool:
 def check_peers() -> None:
     """Raise `RankFailedError` when another rank has failed; for long work between collectives."""
     if PROCESS.monitor is not None:
-        PROCESS.monitor.read()
         PROCESS.monitor.check()
 
 
@@ -135,9 +134,7 @@ def communicator(
     return found
 
 
-def subgroup(
-    parent: Communicator, groups: Sequence[Sequence[int]], axis: str
-) -> Communicator:
+def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:
     """This rank's communicator among ``groups``, which split the ranks of ``parent``.
 
     Every rank of the world calls it with the same ``groups`` (numbers of the world). A split that
@@ -156,6 +153,8 @@ def subgroup(
         if known.ranks == mine[0] and known.axis == axis:
             return known
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    if not isinstance(group, dist.ProcessGroup):
+        raise LayoutError(f"axis {axis}: rank {dist.get_rank()} is in none of the groups")
     return communicator(group, axis, timeout=parent.timeout)
 
 
@@ -184,8 +183,7 @@ def _join(
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
-            f"rank {rank} of {world_size} cannot open backend {backend!r}: "
-            f"{one_line(error)}"
+            f"rank {rank} of {world_size} cannot open backend {backend!r}: {one_line(error)}"
         ) from error
     return run
 
@@ -316,7 +314,7 @@ def _wait_for_count(monitor: FailureMonitor, key: str, expected: int) -> bool:
 class _ExceptionHook:
     """Publishes an exception that ends this process, before Python prints it."""
 
-    def __init__(self, before: Any) -> None:
+    def __init__(self, before: Callable[..., object]) -> None:
         self.before = before
 
     def __call__(
@@ -327,6 +325,7 @@ class _ExceptionHook:
     ) -> None:
         if PROCESS.monitor is not None:
             PROCESS.monitor.publish(error)
+        record_failure(error)
         self.before(kind, error, trace)
 
     @classmethod

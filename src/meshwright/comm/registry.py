@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.observers import Observer
+from meshwright.comm.streams import Mark
+from meshwright.timeline import Collective
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
@@ -50,7 +52,7 @@ class ProcessState:
     monitor: FailureMonitor | None = None
     """Publishes this rank's failure and answers for it; None before `connect`."""
 
-    def tell_issued(self, collective: Any) -> None:
+    def tell_issued(self, collective: Collective) -> None:
         """Tell every observer that ``collective`` is about to run."""
         for observer in tuple(self.observers):
             try:
@@ -58,7 +60,7 @@ class ProcessState:
             except Exception:
                 self._remove(observer)
 
-    def tell_completed(self, collective: Any, start: Any, end: Any) -> None:
+    def tell_completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """Tell every observer that ``collective`` ran between two marks."""
         for observer in tuple(self.observers):
             try:

@@ -1,7 +1,7 @@
 """The bounded wait: what happens after a wait has not ended at once.
 
-Every slice looks at the board of `failure`. After ``hang_after`` seconds the missing ranks are named
-on every rank, once; at the bound the wait gives up, unless a missing rank is compiling.
+Every slice looks at the board of `failure`. After ``hang_after`` seconds the missing ranks are
+named on every rank, once; at the bound the wait gives up, unless a missing rank is compiling.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshwright.comm.failure import Failure, FailureMonitor, one_line
+from meshwright.comm.failure import PATIENCE, Failure, FailureMonitor, one_line
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -66,7 +66,8 @@ class Watch:
         if lost:
             self._declare_lost(lost[0], error)
         raise CommunicationError(
-            f"{self._pending.describe()} failed although every rank of the axis answers: {one_line(error)}"
+            f"{self._pending.describe()} failed although every rank of the axis answers: "
+            f"{one_line(error)}"
         ) from error
 
     # ---------------------------------------------------------------- steps
@@ -86,8 +87,9 @@ class Watch:
             ) from error
 
     def _ask(self, error: BaseException | None = None) -> Answers:
+        """Roll call. After an error of the transport a dead rank is known soon."""
         try:
-            return self._monitor.roll_call()
+            return self._monitor.roll_call(PATIENCE if error is None else PATIENCE / 2)
         except RuntimeError as lost_store:
             self._monitor.lost_store(lost_store)
             self._check(error or lost_store)
@@ -121,9 +123,7 @@ class Watch:
             f"{self._monitor.rank} waited for {self._pending.describe()}"
         )
         self._monitor.post_failure(
-            Failure(
-                rank=rank, by=self._monitor.rank, phase="", operation="", error=text, line=""
-            )
+            Failure(rank=rank, by=self._monitor.rank, phase="", operation="", error=text, line="")
         )
         raise RankFailedError(f"rank {rank} failed first: {text}", rank) from error
 
@@ -166,7 +166,8 @@ class Watch:
 
     def _mismatched(self, answers: Answers) -> list[str]:
         """What other ranks issued at this number, where it is another operation."""
-        pending, found = self._pending, []
+        pending = self._pending
+        found: list[str] = []
         if pending.kind in ("send", "recv"):
             return []
         for rank in self._peers():

@@ -1,0 +1,199 @@
+"""Collectives that autograd and the compiler understand.
+
+Each function takes a tensor and returns a new one. Its backward is the adjoint operation, so that
+the gradient is that of the sum of all ranks' losses:
+
+=================  =================
+forward            backward
+=================  =================
+all_reduce (sum)   all_reduce (sum)
+all_gather         reduce_scatter
+reduce_scatter     all_gather
+all_to_all         all_to_all, with the splits exchanged
+=================  =================
+
+In eager mode they pass the door of `collectives`. While a graph is traced they emit the functional
+operators of c10d, which the compiler can move and fuse; the door is not passed at run time then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import _functional_collectives as _  # noqa: F401 - registers operators
+
+from meshwright.comm.collectives import Communicator
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "is_traced", "reduce_scatter"]
+
+_OPERATORS = torch.ops._c10d_functional
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a graph is being traced through ``tensor``: then no collective may run."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def all_reduce(
+    tensor: torch.Tensor, communicator: Communicator, *, label: str = ""
+) -> torch.Tensor:
+    """The sum of every rank's ``tensor``, same shape on every rank."""
+    return _apply(tensor, _AllReduce(communicator, label))
+
+
+def all_gather(
+    tensor: torch.Tensor, communicator: Communicator, *, dim: int = 0, label: str = ""
+) -> torch.Tensor:
+    """Every rank's ``tensor`` concatenated along ``dim``, in rank order; shapes are equal."""
+    moved = tensor.movedim(dim, 0).contiguous()
+    return _apply(moved, _AllGather(communicator, label)).movedim(0, dim)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, communicator: Communicator, *, dim: int = 0, label: str = ""
+) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum of every rank's ``tensor``.
+
+    Raises ValueError when ``dim`` does not divide by the number of ranks.
+    """
+    if tensor.shape[dim] % communicator.size:
+        raise ValueError(
+            f"reduce_scatter on axis {communicator.axis}: expected dim {dim} to divide by "
+            f"{communicator.size} ranks, found shape {tuple(tensor.shape)}"
+        )
+    moved = tensor.movedim(dim, 0).contiguous()
+    return _apply(moved, _ReduceScatter(communicator, label)).movedim(0, dim)
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    communicator: Communicator,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    label: str = "",
+) -> torch.Tensor:
+    """Part ``i`` of every rank's ``tensor`` along dim 0, in rank order, on rank ``i``.
+
+    The splits count rows of dim 0; equal parts when both are None.
+    """
+    size = communicator.size
+    if input_splits is None or output_splits is None:
+        if tensor.shape[0] % size:
+            raise ValueError(
+                f"all_to_all on axis {communicator.axis}: expected dim 0 to divide by {size} "
+                f"ranks, found shape {tuple(tensor.shape)}: give the splits"
+            )
+        input_splits = output_splits = [tensor.shape[0] // size] * size
+    exchange = _AllToAll(communicator, label, tuple(output_splits), tuple(input_splits))
+    return _apply(tensor.contiguous(), exchange)
+
+
+@dataclass(frozen=True)
+class _AllReduce:
+    communicator: Communicator
+    label: str
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        if is_traced(x):
+            summed = _OPERATORS.all_reduce(x.contiguous(), "sum", self.communicator.name)
+            return _OPERATORS.wait_tensor(summed)
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        self.communicator.all_reduce(result, label=self.label).wait()
+        return result
+
+    def adjoint(self) -> _AllReduce:
+        return self
+
+
+@dataclass(frozen=True)
+class _AllGather:
+    communicator: Communicator
+    label: str
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        size = self.communicator.size
+        if is_traced(x):
+            gathered = _OPERATORS.all_gather_into_tensor(
+                x.contiguous(), size, self.communicator.name
+            )
+            return _OPERATORS.wait_tensor(gathered)
+        output = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+        self.communicator.all_gather(output, x.detach().contiguous(), label=self.label).wait()
+        return output
+
+    def adjoint(self) -> _ReduceScatter:
+        return _ReduceScatter(self.communicator, self.label)
+
+
+@dataclass(frozen=True)
+class _ReduceScatter:
+    communicator: Communicator
+    label: str
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        size = self.communicator.size
+        if is_traced(x):
+            part = _OPERATORS.reduce_scatter_tensor(
+                x.contiguous(), "sum", size, self.communicator.name
+            )
+            return _OPERATORS.wait_tensor(part)
+        output = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+        self.communicator.reduce_scatter(output, x.detach().contiguous(), label=self.label).wait()
+        return output
+
+    def adjoint(self) -> _AllGather:
+        return _AllGather(self.communicator, self.label)
+
+
+@dataclass(frozen=True)
+class _AllToAll:
+    communicator: Communicator
+    label: str
+    to_come: tuple[int, ...]
+    to_go: tuple[int, ...]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        to_come, to_go = list(self.to_come), list(self.to_go)
+        if is_traced(x):
+            moved = _OPERATORS.all_to_all_single(
+                x.contiguous(), to_come, to_go, self.communicator.name
+            )
+            return _OPERATORS.wait_tensor(moved)
+        output = x.new_empty((sum(to_come), *x.shape[1:]))
+        self.communicator.all_to_all(
+            output,
+            x.detach().contiguous(),
+            output_splits=to_come,
+            input_splits=to_go,
+            label=self.label,
+        ).wait()
+        return output
+
+    def adjoint(self) -> _AllToAll:
+        return _AllToAll(self.communicator, self.label, self.to_go, self.to_come)
+
+
+_Operation = _AllReduce | _AllGather | _ReduceScatter | _AllToAll
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map over all ranks; its backward is the adjoint map, and so on."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any, **_: Any) -> Any:  # noqa: ANN401 - autograd's signature
+        x, operation = args
+        ctx.operation = operation
+        return operation.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401 - autograd's signature
+        return _Linear.apply(grads[0], ctx.operation.adjoint()), None
+
+
+def _apply(x: torch.Tensor, operation: _Operation) -> torch.Tensor:
+    return _Linear.apply(x, operation)

@@ -1,0 +1,113 @@
+"""Start ranks on this machine through torch's elastic launcher, and say which failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+)
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from meshwright.errors import LaunchError
+
+__all__ = ["is_launched", "launch", "record_failure"]
+
+
+def is_launched() -> bool:
+    """Whether torchrun, `launch` or something like them has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
+    """Run ``command`` as ``ranks`` processes of this machine and wait for them.
+
+    The ranks find each other through the environment variables of torchrun. SIGINT and SIGTERM are
+    passed on, and the ranks have ``grace`` seconds to save and leave. Returns 0, or 128 plus the
+    number of the signal that ended the run.
+
+    Raises `LaunchError` naming the rank that failed first, its exit status and its error.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            shutdown_timeout=max(1, int(grace)),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+        try:
+            with _environment(threads), _quiet_agent():
+                launch_agent(config, command[0], list(command[1:]))
+        except ChildFailedError as error:
+            raise LaunchError(_first_failure(error.failures, ranks)) from None
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        except OSError as error:
+            raise LaunchError(f"cannot start {command[0]!r}: {error}") from error
+    return 0
+
+
+def record_failure(error: BaseException) -> None:
+    """Leave ``error`` where the launcher looks for it, when there is one."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(error)
+
+
+def _first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
+    """One line about the rank that failed by itself, not because another had failed."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
+        rank, failure = item
+        follower = "RankFailedError" in failure.message
+        ended_by_launcher = failure.exitcode == -signal.SIGTERM
+        return follower, ended_by_launcher, int(failure.timestamp), rank
+
+    rank, failure = min(failures.items(), key=order)
+    if failure.exitcode < 0:
+        end = f"was ended by signal {-failure.exitcode} ({failure.signal_name()})"
+    else:
+        end = f"exited with status {failure.exitcode}"
+    said = "" if failure.message.startswith(("To enable", "Signal ")) else failure.message
+    return f"rank {rank} of {ranks} {end}" + (f": {' '.join(said.split())}" if said else "")
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Keep the agent's own log lines back: the ranks and the final error say what matters."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
