@@ -1,8 +1,8 @@
 """Communication: the only room that uses `torch.distributed`.
 
 Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `registry` (the state of
-this process), `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`, `collectives` (the
-door), `process_groups` (joining and leaving), `functional` (autograd), `launch`.
+this process), `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`,
+`collectives` (the door), `process_groups` (joining and leaving), `functional` (autograd), `launch`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import _functional_collectives as _  # noqa: F401 - registers operators
+from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
 
 from meshwright.comm.collectives import Communicator
 
@@ -185,8 +185,8 @@ class _Linear(torch.autograd.Function):
     """A linear map over all ranks; its backward is the adjoint map, and so on."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any, **_: Any) -> Any:  # noqa: ANN401 - autograd's signature
-        x, operation = args
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - autograd's signature
+        ctx, x, operation = args
         ctx.operation = operation
         return operation.run(x)
 
