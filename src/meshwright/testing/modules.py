@@ -92,8 +92,7 @@ class _Packages(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._parents:
             return None
-        spec = ModuleSpec(fullname, None, is_package=True)
-        return spec
+        return ModuleSpec(fullname, None, is_package=True)
 
 
 class _RewritingLoader(SourceFileLoader):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar, cast
 
 from meshwright.errors import InternalError
-from meshwright.testing import modules, wire
+from meshwright.testing import modules, rendezvous, wire
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed
 
 __all__ = ["Pool", "Ranks", "ranks", "shared_pool"]
@@ -36,6 +36,8 @@ _SERVER_VARIABLES = {
     # No pool of compiler processes, and no CUDA context, in a process that is forked.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    **rendezvous.NO_NAME_SERVER,
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # or c10d warns of each name that it did not find
 }
 _NOT_FOR_SERVER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES")
 
@@ -53,7 +55,9 @@ class Ranks(Protocol):
         grace: float = ...,
         connected: bool = ...,
         **kwargs: object,
-    ) -> list[T]: ...
+    ) -> list[T]:
+        """Run ``body`` on ``n`` ranks."""
+        ...
 
 
 class Pool:
@@ -145,7 +149,7 @@ class _Server:
         }
         environment |= _SERVER_VARIABLES
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server
         self._sent: set[str] = set()
         with theirs:
             self._process = subprocess.Popen(
@@ -164,7 +168,7 @@ class _Server:
         return self._process.poll() is None
 
     def hand_over(self, call: socket.socket) -> None:
-        """Give the server its end of a new call, and the modules that this process has since loaded."""
+        """Give the server its end of a new call, and the names of modules loaded here since."""
         fresh = [name for name in modules.preloadable() if name not in self._sent]
         self._sent.update(fresh)
         socket.send_fds(self._control, [wire.pack(fresh)], [call.fileno()])

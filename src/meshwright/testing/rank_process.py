@@ -112,7 +112,7 @@ def _redirect(post: Post) -> None:
 def _body_value(request: wire.Request, post: Post) -> object:
     port = cast("int", wire.receive(post.channel))
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update({**rendezvous.LOCAL_NETWORK, **request.environment})
     os.environ.update(rendezvous.torchrun_variables(post.rank, request.size, port))
     os.chdir(request.directory)
     sys.path[:] = request.path
@@ -132,7 +132,7 @@ def _body_value(request: wire.Request, post: Post) -> object:
 def _seed() -> None:
     torch.manual_seed(0)
     random.seed(0)
-    numpy.random.seed(0)  # noqa: NPY002 - the global state is what bodies share
+    numpy.random.seed(0)
 
 
 def _replace_filters(filters: Iterable[wire.WarningFilter]) -> None:

@@ -1,15 +1,17 @@
-"""The meeting point of the ranks of one call: a store on a free port, reached as under torchrun."""
+"""Where the ranks of one call meet: on this host alone, with the variables that torchrun sets."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from types import MappingProxyType
 
-__all__ = ["host", "torchrun_variables"]
+__all__ = ["LOCAL_NETWORK", "NO_NAME_SERVER", "torchrun_variables"]
 
+NO_NAME_SERVER = MappingProxyType({"RES_OPTIONS": "attempts:0"})
+"""c10d's store asks the name server for the name of ::ffff:127.0.0.1 at every connection, and all
+ranks wait with it, 5 s for each packet that is lost. So names come from the hosts file alone."""
 
-def host() -> dist.TCPStore:
-    """A store of this process on a port that the system chooses."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+LOCAL_NETWORK = MappingProxyType({**NO_NAME_SERVER, "GLOO_SOCKET_IFNAME": "lo"})
+"""What a rank's environment has where the caller's says nothing else."""
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -64,8 +64,8 @@ def _load(names: Iterable[str]) -> None:
     for name in missing:
         try:
             importlib.import_module(name)
-        except Exception:  # noqa: S112 - the rank that needs it raises it again, and is heard
-            continue
+        except Exception:
+            continue  # the rank that needs it raises it again, and is heard
     if missing:
         # What is loaded stays: collections in the ranks need not touch, and so copy, its pages.
         gc.collect()

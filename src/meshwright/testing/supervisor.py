@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from meshwright.testing import rank_process, rendezvous, wire
+import torch.distributed as dist
+
+from meshwright.testing import rank_process, wire
 from meshwright.testing.outcome import Ending, Outcome
 
 __all__ = ["supervise"]
@@ -72,7 +74,7 @@ def supervise(call: socket.socket) -> Step | int:
         theirs.close()
         children.append(_Child(rank, pid, os.pidfd_open(pid), ours, output, stack))
     # Only now: a process that forks should have one thread, and the store has its own.
-    store = rendezvous.host()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for child in children:
         wire.send(child.channel, store.port)
     outcomes = _Watch(request, call, children, start).run()
