@@ -7,6 +7,8 @@ equal), `replicated` (the composable function `replicate`).
 
 from __future__ import annotations
 
-from meshwright.data_parallel.replicated import replicate
+from meshwright.data_parallel.reducer import ReductionSettings
+from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.replicated import ReplicateOptions, replicate
 
-__all__ = ["replicate"]
+__all__ = ["ReductionSettings", "Replica", "ReplicateOptions", "replicate"]

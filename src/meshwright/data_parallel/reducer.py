@@ -95,6 +95,16 @@ class GradientReducer:
         """The buckets, in the order in which they are reduced."""
         return tuple(bucket.layout for bucket in self.buckets)
 
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view."""
+        found: list[torch.Tensor] = []
+        for bucket in self.buckets:
+            if bucket.is_gradient_view:
+                found.append(bucket.gradients)
+            else:
+                found.extend(p.grad for p in bucket.parameters if p.grad is not None)
+        return tuple(found)
+
     def scale_by(self, scale: Callable[[], float] | None) -> None:
         """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,9 +63,9 @@ class Replica:
         if self.device_ids is None:
             return None
         device = self.device_ids[0]
-        return tree_map(lambda x: _moved(x, device), (args, kwargs))
+        return tree_map(partial(_moved, device), (args, kwargs))
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, output: object) -> None:
         """Let the backward pass of ``output`` tell the reducer when it begins.
 
         Without this a rank that uses none of the parameters would never join the reductions.
@@ -128,14 +129,16 @@ def _check(
             f"modules on one GPU, but the parameters are on the CPU and device_id is "
             f"{device_ids[0]}. Leave device_id out"
         )
+    managed = {id(parameter) for _, parameter in parameters}
     for name, part in module.named_modules():
-        if getattr(part, "sparse", False) and isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            if any(part.weight is parameter for _, parameter in parameters):
-                raise RuntimeError(
-                    f"module {name!r} has sparse=True and gives a sparse gradient, which replicate "
-                    "does not reduce: build it with sparse=False, or put it into ignored_modules"
-                )
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or id(part.weight) not in managed:
+            continue
+        if part.sparse:
+            raise RuntimeError(
+                f"module {name!r} has sparse=True and gives a sparse gradient, which replicate "
+                "does not reduce: build it with sparse=False, or put it into ignored_modules"
+            )
 
 
-def _moved(value: Any, device: int | torch.device) -> Any:
+def _moved(device: int | torch.device, value: object) -> object:
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,8 +1,8 @@
 """`replicate`: one module, the same on every rank, trained on different batches.
 
-The module keeps its parameters, names and state dict. Its class becomes a subclass of its own that
-adds `set_requires_gradient_sync` and `no_sync`, so ``isinstance`` holds as before. Set-up happens in
-the first forward pass::
+The module keeps its parameters, names and state dict. Its class becomes a subclass of its own
+that adds `set_requires_gradient_sync` and `no_sync`, so ``isinstance`` holds as before. Set-up
+happens in the first forward pass::
 
     ReplicateOptions (what was asked for)  ──first forward──>  Replica (running)
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -41,7 +41,7 @@ class ReplicateOptions:
     device_ids: tuple[int | torch.device, ...] | None = None
     init_sync: bool = True
     broadcast_buffers: bool = True
-    reduction: ReductionSettings = ReductionSettings()
+    reduction: ReductionSettings = field(default_factory=ReductionSettings)
 
 
 class ReplicateState:
@@ -91,7 +91,7 @@ class ReplicateState:
         """The module's forward pre-hook."""
         return self.replica.before_forward(args, kwargs)
 
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """The module's forward hook."""
         self.replica.after_forward(output)
 
@@ -107,7 +107,7 @@ class ReplicatedModule(nn.Module):
         replicate.state(self).set_requires_gradient_sync(requires_gradient_sync)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Any:
+    def no_sync(self) -> Iterator[None]:
         """Forward passes inside the block do not lead to a reduction.
 
         >>> with model.no_sync():
@@ -136,7 +136,7 @@ class Replicate:
         module: nn.Module,
         ignored_modules: Iterable[nn.Module] | None = None,
         *,
-        process_group: Any = None,
+        process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
         device_mesh: DeviceMesh | None = None,
         device_id: int | torch.device | None = None,
         init_sync: bool = True,

@@ -56,7 +56,8 @@ def broadcast_tensors(
     for tensor in ordered:
         if slab and size + tensor.nbytes > SLAB_BYTES:
             _broadcast_slab(communicator, slab, label, source)
-            slab, size = [], 0
+            slab.clear()
+            size = 0
         slab.append(tensor)
         size += tensor.nbytes
     if size:

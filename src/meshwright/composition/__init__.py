@@ -1,0 +1,13 @@
+"""A plan and a model become a training step.
+
+Bottom-up: `named_optimizer` (optimizer state by parameter name), `description` (what a layout does,
+in words), `trainable` (the step), `assembly` (`parallelize`: the only file that knows all
+strategies).
+"""
+
+from __future__ import annotations
+
+from meshwright.composition.assembly import parallelize
+from meshwright.composition.trainable import EvalResult, Loss, StepResult, Trainable
+
+__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "parallelize"]

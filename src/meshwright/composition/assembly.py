@@ -1,0 +1,188 @@
+"""`parallelize`: a plain module, a plan and an optimizer's recipe become a `Trainable`.
+
+The order is fixed: check everything, dtype and device, batch norm, recomputation, the data axes,
+the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from meshwright import comm
+from meshwright.comm import Communicator
+from meshwright.composition.trainable import Loss, Trainable
+from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
+from meshwright.errors import PlanError
+from meshwright.plan import Plan, match_names
+from meshwright.settings import Problem
+
+__all__ = ["parallelize"]
+
+AUTOCAST = ("bfloat16", "float16")
+"""The dtypes that torch can compute in while parameters have another."""
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    loss: Loss,
+    example: tuple[Any, ...] | None = None,
+    group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
+) -> Trainable:
+    """Lay ``model`` out as ``plan`` says, and return what trains it.
+
+    Every rank calls it with an equal model and plan; parameters and buffers become those of rank 0.
+    ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
+    ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
+    inputs are for layouts that trace the model. ``group`` is a process group, all ranks when None;
+    a process that has joined none connects first.
+
+    Raises PlanError with every contradiction between plan, model and ranks.
+
+    >>> trainable = parallelize(
+    ...     model,
+    ...     Plan.from_file("plan.toml"),
+    ...     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    ...     loss=torch.nn.functional.mse_loss,
+    ... )
+    >>> trainable.step(inputs, targets).loss
+    """
+    axis = comm.connect() if group is None else comm.communicator(group, "replicate")
+    _check(model, plan, axis)
+    _place(model, plan, axis)
+    _recompute(model, plan)
+    options = ReplicateOptions(
+        process_group=axis.group,
+        axis="replicate",
+        # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
+        broadcast_buffers=False,
+        reduction=_reduction(plan),
+    )
+    replicate.apply(model, options)
+    return Trainable(
+        model,
+        plan,
+        replica=replicate.state(model).replica,
+        optimizer=None if optimizer is None else optimizer(model.parameters()),
+        loss=loss,
+    )
+
+
+def _reduction(plan: Plan) -> ReductionSettings:
+    cap_bytes = int(plan.buckets.cap_mb * 2**20)
+    reduce = plan.precision.reduce
+    return ReductionSettings(
+        first_bytes=min(2**20, cap_bytes),
+        cap_bytes=cap_bytes,
+        is_gradient_view=True,
+        reduce_dtype=None if reduce is None else getattr(torch, reduce),
+        is_watched=True,
+    )
+
+
+# ------------------------------------------------------------------------------------ checks
+
+
+def _check(model: nn.Module, plan: Plan, axis: Communicator) -> None:
+    """Raise one PlanError with all that plan, model and ranks contradict."""
+    problems: list[str] = []
+    names = [name for name, _ in model.named_modules()]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    try:
+        plan.check(axis.size, shapes, modules=names)
+    except PlanError as error:
+        problems.extend(error.problems)
+    ours = [*_axis_problems(plan), *_train_problems(model, plan), *_precision_problems(plan)]
+    if any(parameter.is_meta for parameter in model.parameters()):
+        ours.append(
+            Problem(
+                ("axes",),
+                "the model is on the meta device, which needs axis shard: build it on a device",
+            )
+        )
+    if ours:
+        problems.extend(plan.origin.error(ours).problems)
+    if problems:
+        raise PlanError(problems, plan.origin.source)
+
+
+def _axis_problems(plan: Plan) -> Iterator[Problem]:
+    for name in plan.axes.names:
+        if name != "replicate" and plan.axes.size(name) > 1:
+            yield Problem(
+                ("axes", name),
+                f"axis {name} = {plan.axes.size(name)} is not available in this version: only "
+                "replicate may be larger than 1",
+            )
+
+
+def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    train = plan.train
+    if train.compile:
+        yield Problem(
+            ("train", "compile"),
+            "compile = true is not available in this version: remove it",
+        )
+    normalised = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+    if normalised and train.batch_norm is None and plan.data_size > 1:
+        yield Problem(
+            ("train", "batch_norm"),
+            f"the model has BatchNorm ({normalised[0]!r}): say in [train] whether its statistics "
+            'are those of each rank\'s share, batch_norm = "local", or of all ranks, "sync"',
+        )
+    if not normalised and train.batch_norm is not None:
+        yield Problem(
+            ("train", "batch_norm"),
+            f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
+        )
+    if normalised and train.batch_norm == "sync":
+        yield Problem(
+            ("train", "batch_norm"),
+            'batch_norm = "sync" is not available in this version: use "local"',
+        )
+
+
+def _precision_problems(plan: Plan) -> Iterator[Problem]:
+    precision = plan.precision
+    if precision.is_mixed and precision.compute not in AUTOCAST:
+        yield Problem(
+            ("precision", "compute"),
+            f"compute = {precision.compute!r} differs from parameters = "
+            f"{precision.parameters!r}: only {' and '.join(AUTOCAST)} can differ",
+        )
+    if precision.optimizer not in (None, precision.parameters):
+        yield Problem(
+            ("precision", "optimizer"),
+            f"optimizer = {precision.optimizer!r} needs a second copy of the parameters, which is "
+            "not available in this version: remove it",
+        )
+
+
+# ----------------------------------------------------------------------------------- actions
+
+
+def _place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
+    """Move the model to this rank's device, and to the plan's dtype unless that was left out."""
+    model.to(axis.device)
+    if plan.precision.parameters != Plan().precision.parameters:
+        model.to(getattr(torch, plan.precision.parameters))
+
+
+def _recompute(model: nn.Module, plan: Plan) -> None:
+    """Compute the activations of the matching modules again in the backward pass."""
+    modules = dict(model.named_modules())
+    chosen = {name for pattern in plan.train.recompute for name in match_names(pattern, modules)}
+    for name in chosen:
+        module = modules[name]
+        # An attribute of the instance: names, state dict and class stay as they are.
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)

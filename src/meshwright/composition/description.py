@@ -1,0 +1,139 @@
+"""What a layout does, in words and numbers: parameters, collectives of one step, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel import Replica
+from meshwright.gradients import LossWindow
+from meshwright.plan import Plan
+from meshwright.timeline import Collective
+
+__all__ = ["Description", "ParameterRow", "describe_replicated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRow:
+    """Where one parameter lies and how its gradient travels."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    """Such as ``replicate(4)``: what the ranks of each axis hold."""
+    bucket: int | None
+    """The bucket that its gradient is reduced in; None when it is frozen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What `Trainable.describe` returns; ``str()`` of it is a page of text."""
+
+    rank: int
+    parameters: tuple[ParameterRow, ...]
+    collectives: tuple[Collective, ...]
+    """What this rank issues in one optimizer step, buckets in the order of their launches."""
+    settings: tuple[str, ...]
+    """One line for each setting of the plan: what it did."""
+
+    def __str__(self) -> str:
+        width = max((len(row.name) for row in self.parameters), default=0)
+        total = sum(collective.bytes for collective in self.collectives)
+        lines = [f"rank {self.rank}", "parameters:"]
+        for row in self.parameters:
+            where = "frozen" if row.bucket is None else f"bucket {row.bucket}"
+            lines.append(
+                f"  {row.name:<{width}}  {row.dtype} {row.shape}  {row.placement}, {where}"
+            )
+        lines.append(f"collectives of one step ({total} bytes):")
+        lines += [f"  {each}: {each.bytes} bytes" for each in self.collectives]
+        lines.append("settings:")
+        lines += [f"  {line}" for line in self.settings]
+        return "\n".join(lines)
+
+
+def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Description:
+    """Describe a module that every rank holds whole."""
+    axis = replica.communicator
+    bucket_of = {
+        slot.name: layout.index for layout in replica.reducer.layouts for slot in layout.slots
+    }
+    rows = tuple(
+        ParameterRow(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=_dtype_name(parameter.dtype),
+            placement=f"{axis.axis}({axis.size})",
+            bucket=bucket_of.get(name),
+        )
+        for name, parameter in module.named_parameters()
+    )
+    return Description(
+        rank=axis.rank,
+        parameters=rows,
+        collectives=tuple(_step_collectives(axis, replica)),
+        settings=tuple(_settings(plan, axis)),
+    )
+
+
+def _step_collectives(axis: Communicator, replica: Replica) -> Iterator[Collective]:
+    shapes = [("loss and counts", LossWindow.WIDTH, "float64")]
+    shapes += [(x.label, x.numel, _dtype_name(x.dtype)) for x in replica.reducer.layouts]
+    for sequence, (label, numel, dtype) in enumerate(shapes):
+        yield Collective(
+            kind="all_reduce",
+            axis=axis.axis,
+            shape=(numel,),
+            dtype=dtype,
+            reduction="sum",
+            label=label,
+            sequence=sequence,
+        )
+    if replica.buffers:
+        yield Collective(
+            kind="broadcast",
+            axis=axis.axis,
+            shape=(sum(buffer.nbytes for buffer in replica.buffers),),
+            dtype="uint8",
+            peer=0,
+            label="broadcast buffers",
+            sequence=len(shapes),
+        )
+
+
+def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
+    train, precision = plan.train, plan.precision
+    yield f"axes: {axis.size} ranks hold the whole model, each trains on 1/{axis.size} of a batch"
+    yield (
+        f"buckets.cap_mb = {plan.buckets.cap_mb:g}: gradients are reduced in buckets of about that "
+        "size, the first of at most 1"
+    )
+    yield (
+        f"train.accumulate = {train.accumulate}: each rank's share is trained on in "
+        f"{train.accumulate} parts; gradients are reduced once, after the last"
+    )
+    if train.clip_norm is None:
+        yield "train.clip_norm is not set: gradients are measured and left as they are"
+    else:
+        yield f"train.clip_norm = {train.clip_norm:g}: gradients are scaled to at most that 2-norm"
+    if train.recompute:
+        names = ", ".join(train.recompute)
+        yield f"train.recompute = {names}: activations of these modules are computed again"
+    if train.batch_norm is not None:
+        whose = "all ranks" if train.batch_norm == "sync" else "each rank's own share"
+        yield f"train.batch_norm = {train.batch_norm}: statistics are those of {whose}"
+    yield f"train.seed = {train.seed}: the order of samples"
+    yield (
+        f"precision: compute in {precision.compute or 'the dtype of the parameters'}, reduce in "
+        f"{precision.reduce or 'the dtype of the parameters'}"
+    )
+    if precision.needs_loss_scaling:
+        yield "precision: the loss is scaled, and steps that overflow are skipped by all ranks"
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,306 @@
+"""A model that has been laid out over ranks, and its training step.
+
+One step on one rank, with ``accumulate = 2``::
+
+    forward 0 | backward 0 | forward 1 | counts | backward 1 | norm, clip | optimizer
+                                         ~~~~~~~~~~~~~~~~~~~~ all ranks: loss and counts
+                                                  ~~~~~~~~~~~ all ranks: buckets of gradients
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.comm import Communicator, phase
+from meshwright.composition.description import Description, describe_replicated
+from meshwright.composition.named_optimizer import load_named_state, named_state
+from meshwright.data_parallel import Replica
+from meshwright.errors import PlanError
+from meshwright.gradients import (
+    LossScale,
+    LossWindow,
+    SpreadGradients,
+    agree_on_non_finite,
+    apply_loss,
+    call_module,
+    cut_batch,
+    global_norm,
+    scale_to_norm,
+)
+from meshwright.plan import Plan
+from meshwright.sampling import Sampler
+
+__all__ = ["EvalResult", "Loss", "StepResult", "Trainable"]
+
+Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+"""``loss(output, target)``, or ``loss(output)`` without a target: a mean or (sum, count)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did; equal on all ranks."""
+
+    loss: torch.Tensor
+    """Mean over the global batch, 0-dim, float64, on the CPU."""
+    grad_norm: torch.Tensor
+    """2-norm of all gradients together before clipping, 0-dim."""
+    skipped: bool
+    """Whether the optimizer was left out because a gradient was not finite (float16 only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Outputs and loss of this rank's batch."""
+
+    output: object
+    loss: torch.Tensor
+    """Mean over this batch, 0-dim; NaN when the loss counted nothing."""
+
+
+class Trainable:
+    """What `parallelize` returns: this rank's module, its optimizer, and the step of both."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        replica: Replica,
+        optimizer: Optimizer | None,
+        loss: Loss,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.optimizer = optimizer
+        self.communicators: Mapping[str, Communicator] = MappingProxyType(
+            {"replicate": replica.communicator}
+        )
+        """The communicator of each axis."""
+        self.steps = 0
+        """Optimizer steps so far, skipped ones included."""
+        self.loss_scale = LossScale() if plan.precision.needs_loss_scaling else None
+        self._replica = replica
+        self._axis = replica.communicator
+        self._loss = loss
+        self._window = LossWindow(self._axis)
+        self._is_compared = False
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this rank reads, from 0."""
+        return self._axis.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares a global batch is cut."""
+        return self._axis.size
+
+    def sampler(self, dataset_size: int, batch_size: int, seed: int | None = None) -> Sampler:
+        """This rank's part of an order of samples that does not depend on the number of ranks.
+
+        ``batch_size`` is that of the global batch; the plan's seed is used when ``seed`` is None.
+        """
+        return Sampler(
+            dataset_size,
+            batch_size,
+            self.plan.train.seed if seed is None else seed,
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+        )
+
+    # ---------------------------------------------------------------------------- training
+
+    def step(self, batch: object, target: object = None) -> StepResult:
+        """Train on this rank's share of one global batch: all of a step, gradients zeroed after it.
+
+        A tuple or list ``batch`` is given to the module as positional arguments, a mapping as
+        keyword arguments, anything else as one argument. Tensors are cut along dim 0 into the
+        plan's ``accumulate`` parts. Raises NonFiniteError, on all ranks, when the loss or a
+        gradient is not finite.
+        """
+        self.forward_backward(batch, target)
+        return self.optimizer_step()
+
+    def forward_backward(
+        self, batch: object, target: object = None, *, is_last: bool = True
+    ) -> None:
+        """The first half of `step`. Gradients are reduced in the call with ``is_last``.
+
+        An own loop may call it several times for one optimizer step, with ``is_last=False`` in all
+        calls but the last: the loss and its gradient are then those of all their samples together.
+        """
+        if self._window.is_closed:
+            raise RuntimeError(
+                "forward_backward was called after the gradients of this step had been reduced: "
+                "pass is_last=False to all calls but the last, and call optimizer_step after it"
+            )
+        if not self._is_compared:
+            self._compare_plans()
+        parts = cut_batch(batch, target, self.plan.train.accumulate)
+        try:
+            for number, part in enumerate(parts):
+                self._train_on(part, is_last=is_last and number == len(parts) - 1)
+        except BaseException:
+            self._start_over()
+            raise
+        if is_last and self._replica.buffers:
+            with phase("buffers", step=self.steps):
+                self._replica.synchronise_buffers()
+
+    def optimizer_step(self) -> StepResult:
+        """The second half of `step`: norm, stop or skip, clip, optimizer, zero."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise RuntimeError("this Trainable has no optimizer: give one to parallelize")
+        if not self._window.is_closed:
+            raise RuntimeError("optimizer_step needs gradients: call forward_backward first")
+        try:
+            with phase("optimizer", step=self.steps):
+                self._window.check_sizes()
+                loss = self._window.mean()
+                gradients = self._replica.reducer.gradients()
+                norm = global_norm([SpreadGradients(gradients=gradients)])
+                is_finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
+                self._judge(loss, norm, is_finite)
+                if is_finite:
+                    if self.plan.train.clip_norm is not None:
+                        scale_to_norm(gradients, norm, self.plan.train.clip_norm)
+                    optimizer.step()
+        finally:
+            self._start_over()
+        self.steps += 1
+        return StepResult(loss=loss, grad_norm=norm, skipped=not is_finite)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Each gradient by original name, as one process would hold it, between the two halves."""
+        return {
+            name: parameter.grad
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    @torch.no_grad()
+    def eval(self, batch: object, target: object = None) -> EvalResult:
+        """Outputs and loss of ``batch`` in evaluation mode. Ranks need not call it together."""
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        try:
+            with self._autocast():
+                output = call_module(self.module, batch)
+                local = apply_loss(self._loss, output, target)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return EvalResult(output=output, loss=local.total.float() / local.count)
+
+    # ------------------------------------------------------------------------ what it holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer by original names, and where training stands."""
+        state: dict[str, Any] = {"model": self.module.state_dict(), "steps": self.steps}
+        if self.optimizer is not None:
+            state["optimizer"] = named_state(self.optimizer, self.module)
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
+
+        Raises ValueError or RuntimeError naming what is missing or not known.
+        """
+        self.module.load_state_dict(state["model"])
+        if self.optimizer is not None and "optimizer" in state:
+            load_named_state(self.optimizer, self.module, state["optimizer"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self.steps = int(state["steps"])
+        self._start_over()
+
+    def describe(self) -> Description:
+        """The layout of each parameter, the collectives of one step, and what each setting did."""
+        return describe_replicated(self.module, self.plan, self._replica)
+
+    # --------------------------------------------------------------------------- internals
+
+    def _train_on(self, part: tuple[object, object, int], *, is_last: bool) -> None:
+        batch, target, size = part
+        reducer, window = self._replica.reducer, self._window
+        reducer.is_wanted = is_last
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        with phase("forward", step=self.steps):
+            with self._autocast():
+                local = apply_loss(self._loss, call_module(self.module, batch), target)
+            window.add(local, size)
+            if is_last:
+                window.close()
+                reducer.scale_by(lambda: window.factor() / scale)
+        with phase("backward", step=self.steps):
+            total = local.total if scale == 1.0 else local.total * scale
+            total.backward()
+
+    def _judge(self, loss: torch.Tensor, norm: torch.Tensor, is_finite: bool) -> None:
+        """Raise on all ranks, or let all ranks skip. Loss and norm are the same on all of them."""
+        may_skip = self.loss_scale is not None and self.loss_scale.update(is_finite)
+        if is_finite or may_skip:
+            return
+        found = [f"the gradient of {name!r}" for name in self._replica.reducer.found_non_finite]
+        if not self._window.is_finite:
+            found.insert(0, "the loss")
+        what = (
+            f"step {self.steps}: the loss is {loss.item():g} and the gradient norm {norm.item():g}"
+        )
+        raise agree_on_non_finite(self._axis, found, what=what)
+
+    def _start_over(self) -> None:
+        """Forget the gradients and losses of this step."""
+        self._window = LossWindow(self._axis)
+        self.module.zero_grad(set_to_none=True)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        precision = self.plan.precision
+        if not precision.is_mixed:
+            return contextlib.nullcontext()
+        return torch.autocast(self._axis.device.type, getattr(torch, str(precision.compute)))
+
+    def _compare_plans(self) -> None:
+        """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
+        with phase("compare plans", step=self.steps):
+            text = self.plan.to_json()
+            digest = hashlib.sha256(text.encode()).digest()
+            digests = self._axis.gather_bytes(digest, label="compare plans")
+            if len(set(digests)) > 1:
+                texts = self._axis.gather_bytes(text.encode(), label="plans that differ")
+                plans = dict(zip(self._axis.ranks, map(json.loads, texts), strict=True))
+                raise PlanError(list(_plan_differences(plans)))
+        self._is_compared = True
+
+
+def _plan_differences(plans: Mapping[int, Any]) -> Iterator[str]:
+    flat = {rank: dict(_flatten(plan)) for rank, plan in plans.items()}
+    for key in sorted({key for values in flat.values() for key in values}):
+        sides: dict[str, list[int]] = {}
+        for rank, values in flat.items():
+            sides.setdefault(json.dumps(values.get(key)), []).append(rank)
+        if len(sides) > 1:
+            told = "; ".join(f"ranks {ranks}: {value}" for value, ranks in sides.items())
+            yield f"the ranks have different plans: {key} is {told}. Give every rank the same plan"
+
+
+def _flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree

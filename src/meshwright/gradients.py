@@ -1,0 +1,404 @@
+"""What happens to gradients over all axes: the loss they are of, their norm, clipping, the stop.
+
+The loss contract. A loss function returns a mean, or ``(sum, count)``. Over microbatches and ranks
+the gradient is that of the global mean::
+
+    mean           the mean of all means; every microbatch on every rank must be equally large
+    (sum, count)   sum of all sums / sum of all counts
+
+Counts of later microbatches are not known when the first gradients arrive, so gradients of sums
+gather on each rank, and the one factor is applied on their way into the reduction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshwright.comm import Communicator, Pending
+from meshwright.errors import InternalError, NonFiniteError
+
+__all__ = [
+    "LocalLoss",
+    "LossScale",
+    "LossWindow",
+    "SpreadGradients",
+    "agree_on_non_finite",
+    "apply_loss",
+    "call_module",
+    "clip_grad_norm_",
+    "cut_batch",
+    "global_norm",
+    "read_loss",
+    "scale_to_norm",
+]
+
+NORM_ROW = 65536
+"""Elements whose norm is taken at once: longer sums in float32 lose digits on a CPU."""
+
+
+# ------------------------------------------------------------------------------- norm and clip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadGradients:
+    """Gradients of which each rank of ``communicators`` holds other elements.
+
+    Without communicators every rank holds the whole, as after an all-reduce.
+    """
+
+    gradients: tuple[torch.Tensor, ...]
+    communicators: tuple[Communicator, ...] = ()
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients so that their joint norm is at most ``max_norm``; returns the old norm.
+
+    It is the norm one process would find: on an axis that replicates, every rank holds the whole
+    gradient. A parameter that is used in several places counts once. The norm is a tensor on the
+    gradients' device and nothing waits for it.
+
+    Raises RuntimeError when the norm is not finite and ``error_if_nonfinite`` is set, ValueError
+    for a negative ``max_norm``.
+
+    >>> clip_grad_norm_(model, 1.0)
+    >>> clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
+    """
+    if max_norm < 0:
+        raise ValueError(f"expected max_norm >= 0, found {max_norm}")
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = (parameters,)
+    once = {id(parameter): parameter for parameter in parameters}
+    gradients = tuple(p.grad for p in once.values() if p.grad is not None)
+    norm = global_norm([SpreadGradients(gradients=gradients)], norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be "
+            "clipped. Find what overflows, or pass error_if_nonfinite=False"
+        )
+    scale_to_norm(gradients, norm, max_norm)
+    return norm
+
+
+def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of order ``norm_type`` of all gradients together, over all axes, as a 0-dim tensor.
+
+    Every rank of the axes calls it with the same number of groups, in the same order.
+    """
+    parts: list[torch.Tensor] = []
+    for group in spread:
+        part = _local_norm(group.gradients, norm_type)
+        for communicator in group.communicators:
+            part = part.to(communicator.device)
+            if math.isinf(norm_type):
+                communicator.all_reduce(part, reduction="max", label="gradient norm").wait()
+            else:
+                powers = part.pow(norm_type)
+                communicator.all_reduce(powers, label="gradient norm").wait()
+                part = powers.pow(1.0 / norm_type)
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
+    device = parts[0].device if parts else torch.device("cpu")
+    return _norm_of_norms([part.to(device) for part in parts], norm_type)
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply ``gradients`` in place by ``max_norm / norm`` where that is less than one."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if coefficient.device.type == "cpu" and coefficient.item() == 1.0:
+        return
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, coefficient.to(device))
+
+
+@torch.no_grad()
+def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    norms: list[torch.Tensor] = []
+    for gradient in gradients:
+        if gradient.numel() > NORM_ROW and gradient.is_contiguous():
+            rows = gradient.numel() // NORM_ROW
+            flat = gradient.view(-1)
+            whole = flat[: rows * NORM_ROW].view(rows, NORM_ROW)
+            wide = torch.float32 if gradient.dtype.itemsize < 4 else None
+            rows_norm = torch.linalg.vector_norm(whole, norm_type, dim=1, dtype=wide)
+            norms.append(_norm_of_norms(rows_norm, norm_type))
+            gradient = flat[rows * NORM_ROW :]
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (_, dtype), group in by_kind.items():
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        norms.extend(torch._foreach_norm([g for g in group if g.numel()], norm_type, dtype=wide))
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    return _norm_of_norms([norm.to(device) for norm in norms], norm_type)
+
+
+def _norm_of_norms(norms: torch.Tensor | Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not isinstance(norms, torch.Tensor):
+        widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+        norms = torch.stack([norm.to(widest) for norm in norms])
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+# -------------------------------------------------------------------------------- loss contract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLoss:
+    """The loss of one microbatch on this rank, ready for the backward pass."""
+
+    total: torch.Tensor
+    """A sum, or a mean, with its graph."""
+    count: torch.Tensor | float
+    """How many terms the sum has; 1 for a mean."""
+    is_mean: bool
+
+
+def read_loss(value: object) -> LocalLoss:
+    """What a loss function returned, as one form. Raises TypeError when it keeps no contract."""
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return LocalLoss(total=value.reshape(()), count=1.0, is_mean=True)
+        found = f"a tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, tuple) and len(value) == 2:
+        total, count = value
+        if isinstance(count, torch.Tensor) and count.numel() == 1:
+            count = count.detach().reshape(())
+        if (
+            isinstance(total, torch.Tensor)
+            and total.numel() == 1
+            and isinstance(count, torch.Tensor | int | float)
+            and (not isinstance(count, torch.Tensor) or count.numel() == 1)
+        ):
+            return LocalLoss(total=total.reshape(()), count=count, is_mean=False)
+        found = f"({type(total).__name__}, {type(count).__name__}) of another shape"
+    raise TypeError(
+        "expected the loss function to return a tensor with one element (a mean), or "
+        f"(sum, count) with one element each; found {found}"
+    )
+
+
+def call_module(module: Callable[..., object], batch: object) -> object:
+    """Call ``module`` on a batch: a sequence is its arguments, a mapping its keyword arguments."""
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return module(*batch)
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(batch)
+
+
+def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, object, int]]:
+    """Microbatches with their targets and sizes: tensors are cut along dim 0, the rest is shared.
+
+    Raises ValueError when the tensors have different lengths, or less than ``parts``.
+    """
+    leaves, tree = tree_flatten((batch, target))
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    size = min(sizes, default=1)
+    if parts == 1:
+        return [(batch, target, size)]
+    if len(sizes) != 1 or size < parts:
+        raise ValueError(
+            f"expected tensors with one length of at least {parts} along dim 0, to be cut into "
+            f"accumulate = {parts} microbatches; found lengths {sorted(sizes)}"
+        )
+    pieces = [
+        leaf.tensor_split(parts)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+        else (leaf,) * parts
+        for leaf in leaves
+    ]
+    shares = [size // parts + (number < size % parts) for number in range(parts)]
+    return [
+        (*tree_unflatten([piece[number] for piece in pieces], tree), share)
+        for number, share in enumerate(shares)
+    ]
+
+
+def apply_loss(loss: Callable[..., object], output: object, target: object) -> LocalLoss:
+    """The loss of one microbatch; a loss function gets no target where there is none."""
+    return read_loss(loss(output) if target is None else loss(output, target))
+
+
+class LossWindow:
+    """The losses of all microbatches and ranks that belong to one optimizer step.
+
+    ``add`` each microbatch, ``close`` after the last forward pass, then ``factor`` and ``mean``
+    hold for all ranks.
+    """
+
+    WIDTH = 5
+    """Numbers that are summed over the ranks: total, count, microbatches, samples, squares."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sums = torch.zeros(self.WIDTH, dtype=torch.float64, device=communicator.device)
+        self._sizes: list[int] = []
+        self._is_mean = True
+        self._own: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._totals: list[float] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more microbatches may be added."""
+        return self._pending is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added."""
+        return not self._sizes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's own losses are finite, whatever those of other ranks are."""
+        return self._own is None or math.isfinite(self._own[0].item())
+
+    def add(self, loss: LocalLoss, size: int) -> None:
+        """Count in a microbatch of ``size`` samples."""
+        if self.is_closed:
+            raise InternalError("a microbatch came after the window of losses was closed")
+        self._is_mean = self._is_mean and loss.is_mean
+        self._sizes.append(size)
+        numbers = torch.tensor([0.0, 0.0, 1.0, size, size * size], dtype=torch.float64)
+        row = numbers.to(self._sums.device)
+        row[0] = loss.total.detach()
+        row[1] = loss.count
+        self._sums += row
+
+    def close(self) -> None:
+        """Start summing over the ranks; this rank's last microbatch is in."""
+        self._own = self._sums.clone()
+        self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
+
+    def factor(self) -> float:
+        """What the summed gradients are multiplied by: one over the global count.
+
+        Raises ValueError when nothing was counted on any rank.
+        """
+        count = self._global()[1]
+        if count == 0:
+            raise ValueError(
+                "the loss function returned a count of 0 on every rank, so there is no mean: "
+                "leave out such batches, or count at least one term"
+            )
+        return 1.0 / count
+
+    def mean(self) -> torch.Tensor:
+        """The global mean of the loss, on the CPU, in float64."""
+        total, count = self._global()[:2]
+        return torch.tensor(total / count if count else math.nan, dtype=torch.float64)
+
+    def check_sizes(self) -> None:
+        """Raise ValueError, on every rank, when means of batches of unequal size were averaged."""
+        _, _, batches, samples, squares = self._global()
+        if not self._is_mean or batches * squares == samples * samples:
+            return
+        mine = json.dumps(self._sizes).encode()
+        sizes = self._communicator.gather_bytes(mine, label="batch sizes")
+        found = "; ".join(
+            f"rank {rank}: {', '.join(map(str, json.loads(text)))}"
+            for rank, text in zip(self._communicator.ranks, sizes, strict=True)
+        )
+        raise ValueError(
+            "the loss is a mean, so all microbatches of a step must have equally many samples; "
+            f"found {found}. Give every rank an equal share, or return (sum, count) from the loss "
+            "function"
+        )
+
+    def _global(self) -> list[float]:
+        if self._totals is None:
+            if self._pending is None:
+                raise InternalError("the window of losses was read before it was closed")
+            self._pending.wait()
+            self._totals = self._sums.tolist()
+        return self._totals
+
+
+# ------------------------------------------------------------------------------ non-finite stop
+
+
+class LossScale:
+    """Keeps small gradients of a float16 computation from vanishing.
+
+    The loss is multiplied by ``scale`` before the backward pass, and the gradients by its inverse
+    on the way into the reduction. A step whose gradients are not finite on some rank is skipped by
+    all ranks and halves the scale; ``interval`` good steps in a row double it.
+    """
+
+    def __init__(
+        self, initial: float = 65536.0, interval: int = 2000, smallest: float = 1.0
+    ) -> None:
+        self.scale = initial
+        self.interval = interval
+        self.smallest = smallest
+        """A scale below this means that something else is wrong: then nothing is skipped."""
+        self.good_steps = 0
+
+    def update(self, is_finite: bool) -> bool:
+        """Take in how a step went; returns whether a bad one may be skipped."""
+        if is_finite:
+            self.good_steps += 1
+            if self.good_steps >= self.interval:
+                self.scale, self.good_steps = self.scale * 2.0, 0
+            return True
+        self.scale, self.good_steps = self.scale / 2.0, 0
+        return self.scale >= self.smallest
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale and count of good steps."""
+        return {"scale": self.scale, "good_steps": float(self.good_steps)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def agree_on_non_finite(
+    communicator: Communicator, found: Sequence[str], *, what: str
+) -> NonFiniteError:
+    """The same error on every rank, naming the first rank and parameter that broke the step.
+
+    ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
+    and ``what`` says what all ranks have seen, for example "step 12: the gradient norm is nan".
+    """
+    texts = communicator.gather_bytes(json.dumps(list(found)).encode(), label="who is not finite")
+    culprits = {
+        rank: json.loads(text)
+        for rank, text in zip(communicator.ranks, texts, strict=True)
+        if json.loads(text)
+    }
+    if not culprits:
+        return NonFiniteError(
+            f"{what}, although every rank's own values are finite: their sum overflows. Lower the "
+            "learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
+        )
+    rank, names = next(iter(culprits.items()))
+    others = [other for other in culprits if other != rank]
+    also = f"; also on rank {', '.join(map(str, others))}" if others else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return NonFiniteError(
+        f"{what}: on rank {rank} {names[0]}{more} is not finite{also}. No rank has stepped; "
+        "look at that rank's batch and at the learning rate"
+    )
