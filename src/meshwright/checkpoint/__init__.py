@@ -7,13 +7,15 @@ pickle anywhere.
 
 Bottom-up: `document` (sealed JSON), `tensor_file` (bytes of a safetensors file), `manifest`,
 `pieces` (who writes what), `storage` (file operations), `reading`, `steps` (the folder), `writing`,
-`nested` (nested state as named tensors), `optimizer_state` (an optimizer's, by parameter name).
+`nested` (nested state as named tensors), `optimizers` (an optimizer's, by parameter name).
 """
 
 from __future__ import annotations
 
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorRecord
+from meshwright.checkpoint.nested import flatten, unflatten
+from meshwright.checkpoint.optimizers import load_optimizer_state, optimizer_state
 from meshwright.checkpoint.pieces import ShardedPiece
 from meshwright.checkpoint.reading import (
     Checkpoint,
@@ -37,11 +39,15 @@ __all__ = [
     "ShardedPiece",
     "Storage",
     "TensorRecord",
+    "flatten",
     "latest",
     "load",
     "load_into",
+    "load_optimizer_state",
+    "optimizer_state",
     "read_manifest",
     "save",
     "step_directory",
+    "unflatten",
     "verify",
 ]

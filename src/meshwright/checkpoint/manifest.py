@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.checkpoint.document import JSON, Fields, seal, unseal
+from meshwright.checkpoint.document import JSON, Fields, check_json, seal, unseal
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, is_file_name, item_size
 from meshwright.layout import Box
 
@@ -225,6 +225,7 @@ def from_bytes(data: bytes) -> Manifest:
     files = {name: _file(value, name) for name, value in fields.mapping("files").items()}
     tensors = {name: _tensor(value, name) for name, value in fields.mapping("tensors").items()}
     metadata = fields.mapping("metadata")
+    check_json(metadata, "metadata")
     fields.end()
     manifest = Manifest(step=step, tensors=tensors, metadata=metadata)
     expected = {

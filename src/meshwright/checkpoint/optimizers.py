@@ -1,0 +1,136 @@
+"""The state of an optimizer by the names of its parameters, independent of their order.
+
+torch numbers parameters in the order in which an optimizer got them; a checkpoint read by another
+program, or after layers moved, would give one parameter the moments of another. Here each state
+hangs on the parameter's name, and what does not fit is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.errors import CheckpointMismatchError
+
+__all__ = ["load_optimizer_state", "optimizer_state"]
+
+
+def optimizer_state(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
+) -> dict[str, object]:
+    """``{"state": {name: {...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
+
+    ``flatten`` turns it into named tensors and JSON. Tensors are the optimizer's own, not copies.
+    Raises ``ValueError`` for a parameter of the optimizer without a name.
+    """
+    names = _names(optimizer, named_parameters)
+    packed = optimizer.state_dict()
+    state = {names[index]: dict(packed["state"][index]) for index in sorted(packed["state"])}
+    groups = [
+        {**group, "params": [names[index] for index in group["params"]]}
+        for group in packed["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], saved: object
+) -> None:
+    """Give an optimizer the state that ``optimizer_state`` took, by name and without any cast.
+
+    Raises ``CheckpointMismatchError`` listing every parameter that is missing, unknown or in
+    another group, before anything is changed.
+    """
+    names = _names(optimizer, named_parameters)
+    state, groups = _checked(saved)
+    packed = optimizer.state_dict()
+    mine = [[names[index] for index in group["params"]] for group in packed["param_groups"]]
+    problems = _differences(mine, groups, state)
+    if problems:
+        raise CheckpointMismatchError(
+            "\n  ".join(["the saved optimizer does not fit this one:", *problems])
+        )
+    index_of = {name: index for index, name in enumerate(names)}
+    own_groups = [
+        {**saved_group, "params": group["params"]}
+        for group, saved_group in zip(packed["param_groups"], groups, strict=True)
+    ]
+    own_state = {index_of[name]: dict(values) for name, values in state.items()}
+    optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+    _restore_dtypes(optimizer, names, state)
+
+
+def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The name of each parameter, in the order in which ``state_dict`` numbers them."""
+    by_identity: dict[int, str] = {}
+    for name, parameter in named_parameters:
+        by_identity.setdefault(id(parameter), name)
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in by_identity:
+                raise ValueError(
+                    f"the optimizer's parameter {len(found)} of shape {tuple(parameter.shape)} is"
+                    " not among the named parameters"
+                )
+            found.append(by_identity[id(parameter)])
+    return found
+
+
+def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
+    """The two halves of a saved state, with the types that they must have."""
+    if isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}:
+        state, groups = saved["state"], saved["param_groups"]
+        if (
+            isinstance(state, dict)
+            and isinstance(groups, list)
+            and all(isinstance(values, dict) for values in state.values())
+            and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+        ):
+            return state, groups
+    raise CheckpointMismatchError(
+        "expected the state of an optimizer as optimizer_state makes it"
+        f" (a dict with 'state' and 'param_groups'), found {str(saved)[:80]}"
+    )
+
+
+def _differences(
+    mine: list[list[str]], groups: list[dict[str, object]], state: dict[str, dict[str, object]]
+) -> list[str]:
+    here = {name: number for number, names in enumerate(mine) for name in names}
+    there: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        names = group["params"]
+        there.update({str(name): number for name in names} if isinstance(names, list) else {})
+    problems = [f"{name!r} has no saved state" for name in sorted(here.keys() - there.keys())]
+    problems += [
+        f"{name!r} is saved but not a parameter here" for name in sorted(there.keys() - here.keys())
+    ]
+    problems += [
+        f"{name!r} is in group {there[name]} in the checkpoint, in group {here[name]} here"
+        for name in sorted(here.keys() & there.keys())
+        if here[name] != there[name]
+    ]
+    problems += [f"{name!r} has state but no group" for name in sorted(state.keys() - there.keys())]
+    if len(mine) != len(groups):
+        problems.append(f"{len(groups)} groups in the checkpoint, {len(mine)} here")
+    return problems
+
+
+def _restore_dtypes(
+    optimizer: Optimizer, names: list[str], state: dict[str, dict[str, object]]
+) -> None:
+    """Undo the cast to the parameter's dtype that torch's ``load_state_dict`` makes silently."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in state.get(name, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+                if loaded.dtype != value.dtype:
+                    exact = value.to(loaded.device, copy=True)
+                    optimizer.state[parameter][key] = exact
+                elif loaded.data_ptr() == value.data_ptr():
+                    optimizer.state[parameter][key] = torch.clone(loaded)
