@@ -17,6 +17,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv train test test-all check format bench docs gpu-check clean
+.PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
 	@echo 'make train      train the default language model on 4 processes of this machine'
@@ -66,11 +67,21 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu' --durations=20
 
-check: $(READY)
+check: check-format check-lint check-types check-spelling check-architecture
+
+check-format: $(READY)
 	$(BIN)/ruff format --check .
+
+check-lint: $(READY)
 	$(BIN)/ruff check .
+
+check-types: $(READY)
 	$(BIN)/pyrefly check
+
+check-spelling: $(READY)
 	$(BIN)/codespell
+
+check-architecture: $(READY)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(READY)
