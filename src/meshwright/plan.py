@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -153,7 +154,7 @@ class Plan:
     def from_json(cls, text: str, source: str = "") -> Self:
         """Read what ``to_json`` wrote; raises ``PlanError`` as ``from_toml``."""
         try:
-            tree = json.loads(text)
+            tree = json.loads(text, object_pairs_hook=partial(_once, source))
         except json.JSONDecodeError as error:
             raise PlanError(f"not valid JSON: {error}", source) from error
         if not isinstance(tree, dict):
@@ -190,6 +191,16 @@ class Plan:
             found += _pattern_problems(self, known)
         if found:
             raise self.origin.error(found)
+
+
+def _once(source: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object whose keys are all different."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise PlanError(f"key '{twice}' is given twice in one JSON object", source)
+    return table
 
 
 def match_names(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -264,12 +275,17 @@ def _lacking_problems(plan: Plan) -> Iterator[Problem]:
 def _world_problem(axes: Axes, world_size: int) -> str:
     product = axes.world_size
     given = f"axes multiply to {product} ({axes})" if axes.names else "no [axes] means 1 rank"
-    message = f"{given}, but there are {world_size} ranks; start {product} instead"
+    there = f"there {'is' if world_size == 1 else 'are'} {_ranks(world_size)}"
+    message = f"{given}, but {there}; start {_ranks(product)}"
     for name in DATA_AXES:
         others = product // axes.size(name)
         if world_size % others == 0:
             return f"{message}, or set {name} = {world_size // others} in [axes]"
     return f"{message}, or choose sizes in [axes] whose product is {world_size}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def _pattern_problems(plan: Plan, modules: Sequence[str]) -> Iterator[Problem]:

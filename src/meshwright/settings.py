@@ -72,7 +72,7 @@ class Through:
     """The type in the text, such as ``Mapping[str, int]``."""
     build: Callable[..., object]
     plain: Callable[..., object]
-    check: Callable[..., Iterable[Problem]] = lambda _written: ()
+    check: Callable[..., Iterable[Problem]] | None = None
     """What is wrong with a table as it is written; keys are those of the table."""
 
 
@@ -100,10 +100,15 @@ class Origin:
     def place(self, key: Key) -> str:
         """Such as ``"line 7: "``, of the key or else of the table around it; empty if unknown."""
         for length in range(len(key), 0, -1):
-            if key[:length] in self.overrides:
-                return f"override '{self.overrides[key[:length]]}': "
-            if key[:length] in self.lines:
-                return f"line {self.lines[key[:length]]}: "
+            known = key[:length]
+            if known in self.overrides:
+                return f"override '{self.overrides[known]}': "
+            if known in self.lines:
+                return f"line {self.lines[known]}: "
+            # A table that is in no text exists because of an override of a key in it.
+            for inner, override in self.overrides.items():
+                if inner[:length] == known:
+                    return f"override '{override}': "
         return ""
 
     def line(self, key: Key) -> float:
@@ -194,8 +199,9 @@ def item_hints(kind: object, count: int) -> list[object] | None:
     return list(hints) if hints and len(hints) == count else None
 
 
-def scalar(value: object, kind: object, key: Key) -> object:
+def scalar(value: object, hint: object, key: Key) -> object:
     """The value if it is of the type (a whole number may stand for a float), or reject it."""
+    kind, _ = unmarked(hint)
     if typing.get_origin(kind) is Literal:
         for choice in typing.get_args(kind):
             if type(choice) is type(value) and choice == value:
@@ -210,7 +216,7 @@ def scalar(value: object, kind: object, key: Key) -> object:
             return kind(value)
     elif type(value) is kind:
         return value
-    raise RejectedError(mismatch(value, kind, key))
+    raise RejectedError(mismatch(value, hint, key))
 
 
 def check_bounds(value: object, hint: object, key: Key) -> None:

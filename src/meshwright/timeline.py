@@ -254,14 +254,19 @@ class Timeline:
             raise ValueError(f"expected a timeline as JSON, found {error}") from error
         if not isinstance(document, dict) or document.get("format") != 1:
             raise ValueError('expected a timeline with "format": 1, found another document')
-        return cls(_event(number, record) for number, record in enumerate(document["events"]))
+        records = document.get("events")
+        if not isinstance(records, list):
+            raise ValueError("expected a timeline with a list of events, found none")
+        return cls(_event(number, record) for number, record in enumerate(records))
 
 
-def _event(number: int, record: Mapping[str, object]) -> Event:
+def _event(number: int, record: object) -> Event:
+    if not isinstance(record, dict):
+        raise ValueError(f"event {number} is not a record: {record!r}")
     known = {item.name for item in fields(Event)}
     if unknown := set(record) - known:
         raise ValueError(f"event {number} has unknown fields {sorted(unknown)}")
     try:
-        return Event(**record)  # pyrefly: ignore[bad-argument-type]
+        return Event(**record)
     except TypeError as error:
         raise ValueError(f"event {number} is not complete: {error}") from error

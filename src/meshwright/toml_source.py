@@ -267,11 +267,11 @@ class _Reader:
         *table, name = key
         known = keys_of(kind)
         homes = [f"[{home}]" for home, inner in keys_of(self._kind).items() if name in inner]
-        if (close := nearest(name, list(known))) is not None:
+        if homes:
+            hint = f"it belongs to {' or '.join(homes)}"
+        elif (close := nearest(name, list(known))) is not None:
             shown = f"[{close}]" if not table and known[close] else repr(close)
             hint = f"did you mean {shown}?"
-        elif homes:
-            hint = f"it belongs to {' or '.join(homes)}"
         else:
             hint = f"known {'keys' if table else 'tables'}: {', '.join(known)}"
         what = f"table [{name}]" if isinstance(value, Mapping) and not table else named(key)
@@ -308,7 +308,7 @@ class _Reader:
             return self._through(through, value, key)
         origin = typing.get_origin(kind)
         if origin in (Union, types.UnionType):
-            result = self._alternative(value, kind, key)
+            result = self._alternative(value, hint, key)
         elif isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
             result = self._record(kind, value, key)
         elif isinstance(value, Mapping) and origin in (Mapping, dict):
@@ -326,12 +326,12 @@ class _Reader:
                 _all({i: partial(self._convert, v, h, key) for i, (v, h) in pairs}).values()
             )
         else:
-            result = scalar(value, kind, key)
+            result = scalar(value, hint, key)
         check_bounds(result, hint, key)
         return result
 
     def _through(self, through: Through, value: object, key: Key) -> object:
-        checked = through.check(value) if isinstance(value, Mapping) else ()
+        checked = through.check(value) if through.check and isinstance(value, Mapping) else ()
         found = [Problem(key + problem.key, problem.message) for problem in checked]
         try:
             written = self.value(value, through.written, key)
@@ -344,16 +344,16 @@ class _Reader:
         except ValueError as error:
             raise RejectedError(Problem(key, str(error))) from error
 
-    def _alternative(self, value: object, kind: object, key: Key) -> object:
+    def _alternative(self, value: object, hint: object, key: Key) -> object:
         """The first type of a union that takes the value."""
-        for member in typing.get_args(kind):
+        for member in members(hint):
             result = self._attempt(value, member, key)
             if not isinstance(result, RejectedError):
                 return result
             inside = [problem for problem in result.problems if problem.key != key]
             if inside and isinstance(value, Mapping):
                 raise result
-        raise RejectedError(mismatch(value, kind, key))
+        raise RejectedError(mismatch(value, hint, key))
 
 
 def _all(reads: Mapping[T, Callable[[], object]]) -> dict[T, object]:

@@ -148,7 +148,9 @@ class _Reading(NamedTuple):
 def _statements(text: str) -> Iterator[_Statement]:
     position, line = 0, 1
     while position < len(text):
-        begin = position + len(text[position:]) - len(text[position:].lstrip(" \t"))
+        begin = position
+        while text.startswith((" ", "\t"), begin):
+            begin += 1
         is_header = text.startswith("[", begin)
         end = _end(text, begin, is_header)
         statement = text[begin:end]
@@ -210,7 +212,10 @@ def _fault(error: Exception, statement: _Statement) -> Fault:
     row = int(found[1] or len(rows)) if found else 1
     shown = rows[row - 1].strip()
     reason = _POSITION.sub("", str(error))
-    hint = '; text needs quotes, as in key = "text"' if reason == "Invalid value" else ""
+    if found and not found[1]:
+        hint = "; a bracket or a quote is not closed, or a value is missing"
+    else:
+        hint = '; text needs quotes, as in key = "text"' if reason == "Invalid value" else ""
     if len(shown) > 60:
         shown = shown[:57] + "..."
     message = f"not valid TOML: {reason[:1].lower() + reason[1:]} in `{shown}`{hint}"
@@ -228,8 +233,6 @@ def _lines(statements: list[_Reading]) -> dict[Key, int]:
             lines.setdefault(key[:length], statement.line)
         if statement.is_header:
             table = key
-            # A parent named before its own header still shows where it is first given.
-            lines.setdefault(key, statement.line)
         else:
             _add_inner(lines, key, statement.value, statement.line)
     return lines

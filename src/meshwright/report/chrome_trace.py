@@ -86,17 +86,19 @@ def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
     stacks: list[list[_Span]] = []
     rows: list[int] = []
     for span in spans:
-        for row, stack in enumerate(stacks):
-            while stack and stack[-1].end <= span.start:
-                stack.pop()
-            if not stack or (nests and span.end <= stack[-1].end):
-                break
-        else:
-            row = len(stacks)
+        row = next((i for i, stack in enumerate(stacks) if _fits(span, stack, nests)), len(stacks))
+        if row == len(stacks):
             stacks.append([])
         stacks[row].append(span)
         rows.append(row)
     return rows
+
+
+def _fits(span: _Span, stack: list[_Span], nests: bool) -> bool:
+    """Whether a row, as the spans still open on it, can take the span. Closes those that ended."""
+    while stack and stack[-1].end <= span.start:
+        stack.pop()
+    return not stack or (nests and span.end <= stack[-1].end)
 
 
 def _metadata(rank: int, thread: int, name: str, args: Mapping[str, object]) -> dict[str, object]:

@@ -1,0 +1,283 @@
+"""Boxes of flat ranges, placements of tensors, and flat packing, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.axes import Axes
+from meshwright.errors import LayoutError
+from meshwright.layout import (
+    Box,
+    FlatLayout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    TensorLayout,
+    boxes,
+    chunk,
+    dtype_bytes,
+    overlap,
+)
+
+Shape = tuple[int, ...]
+quick = settings(max_examples=80, deadline=None)
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+awkward = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 11, 13]), max_size=3).map(tuple)
+
+
+def elements(box: Box, shape: Shape) -> list[int]:
+    """The flat positions in a tensor of ``shape`` that a box holds, in row-major order."""
+    grid = itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return [sum(i * s for i, s in zip(place, strides, strict=True)) for place in grid]
+
+
+@st.composite
+def shape_and_range(draw: st.DrawFn) -> tuple[Shape, int, int]:
+    shape = draw(shapes)
+    numel = math.prod(shape)
+    start = draw(st.integers(0, numel))
+    return shape, start, draw(st.integers(start, numel))
+
+
+@given(shape_and_range())
+@settings(max_examples=300, deadline=None)
+def test_boxes_are_the_range_in_flat_order(case: tuple[Shape, int, int]) -> None:
+    shape, start, stop = case
+    found = boxes(shape, start, stop)
+    flat = [element for box in found for element in elements(box, shape)]
+    assert flat == list(range(start, stop))
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    assert all(box.numel for box in found)
+
+
+def test_boxes_of_a_range_as_drawn() -> None:
+    assert boxes((3, 4), 2, 11) == [Box((0, 2), (1, 2)), Box((1, 0), (1, 4)), Box((2, 0), (1, 3))]
+    assert boxes((3, 4), 4, 12) == [Box((1, 0), (2, 4))]
+    assert boxes((), 0, 1) == [Box((), ())]
+    assert boxes((), 0, 0) == []
+    assert boxes((0, 4), 0, 0) == []
+
+
+def test_the_bound_on_boxes_is_reached() -> None:
+    assert len(boxes((3, 3, 3, 3), 1, 80)) == 2 * 4 - 1
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
+def test_boxes_refuse_ranges_outside(start: int, stop: int) -> None:
+    with pytest.raises(LayoutError, match=f"range within 0 to 6 .* found {start} to {stop}"):
+        boxes((2, 3), start, stop)
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
+    shape = draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))
+
+    def box() -> Box:
+        offset = [draw(st.integers(0, n)) for n in shape]
+        sizes = [draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)]
+        return Box(tuple(offset), tuple(sizes))
+
+    return shape, box(), box()
+
+
+@quick
+@given(two_boxes())
+def test_intersection_is_the_common_elements(case: tuple[Shape, Box, Box]) -> None:
+    shape, a, b = case
+    common = a.intersect(b)
+    expected = set(elements(a, shape)) & set(elements(b, shape))
+    assert (set(elements(common, shape)) if common else set()) == expected
+    assert a.intersect(b) == b.intersect(a)
+
+
+def test_slices_are_local_to_the_box_that_holds_them() -> None:
+    inner, outer = Box((4, 2), (2, 1)), Box((3, 0), (4, 4))
+    assert inner.slices() == (slice(4, 6), slice(2, 3))
+    assert inner.slices(within=outer) == (slice(1, 3), slice(2, 3))
+    with pytest.raises(LayoutError, match="expected a box inside"):
+        outer.slices(within=inner)
+
+
+def test_box_refuses_wrong_numbers() -> None:
+    with pytest.raises(LayoutError, match="same length"):
+        Box((0,), (1, 2))
+    with pytest.raises(LayoutError, match="no negative"):
+        Box((-1,), (1,))
+    with pytest.raises(LayoutError, match="different tensors"):
+        Box((0,), (1,)).intersect(Box((0, 0), (1, 1)))
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+@quick
+def test_chunks_follow_the_rule_of_torch(size: int, parts: int) -> None:
+    rows = -(-size // parts)
+    starts = range(0, size, max(rows, 1))
+    expected = [list(range(start, min(start + rows, size))) for start in starts]
+    expected += [[]] * (parts - len(expected))
+    found = [chunk(size, parts, index) for index in range(parts)]
+    assert [list(range(start, start + length)) for start, length in found] == expected
+
+
+def test_short_and_empty_last_chunks() -> None:
+    assert [chunk(5, 4, index) for index in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
+
+
+def brute(layout: TensorLayout, rank: int) -> set[int]:
+    """The elements of a rank, by cutting lists of indices axis after axis."""
+    held = [list(range(n)) for n in layout.shape]
+    for axis, index in layout.axes.coordinate(rank).items():
+        placement = layout.placements.get(axis)
+        if isinstance(placement, Shard):
+            rows = -(-len(held[placement.dim]) // layout.axes.size(axis))
+            held[placement.dim] = held[placement.dim][index * rows : (index + 1) * rows]
+    strides = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
+    return {
+        sum(i * s for i, s in zip(place, strides, strict=True))
+        for place in itertools.product(*held)
+    }
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Shape) -> TensorLayout:
+    names = draw(st.lists(st.sampled_from(["replicate", "shard", "tensor"]), unique=True))
+    axes = Axes.of({name: draw(st.integers(1, 3)) for name in names})
+    choices: list[Placement] = [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
+    placements = {name: draw(st.sampled_from(choices)) for name in names if draw(st.booleans())}
+    return TensorLayout(name="w", shape=shape, dtype="float32", axes=axes, placements=placements)
+
+
+@quick
+@given(st.data(), awkward)
+def test_overlap_of_any_two_layouts(data: st.DataObject, shape: Shape) -> None:
+    a, b = data.draw(layouts(shape)), data.draw(layouts(shape))
+    for rank_a, rank_b in itertools.product(range(a.axes.world_size), range(b.axes.world_size)):
+        common = overlap(a, rank_a, b, rank_b)
+        expected = brute(a, rank_a) & brute(b, rank_b)
+        assert (set(elements(common, shape)) if common else set()) == expected
+
+
+@quick
+@given(st.data(), awkward)
+def test_first_holders_hold_every_element_once(data: st.DataObject, shape: Shape) -> None:
+    layout = data.draw(layouts(shape))
+    ranks = range(layout.axes.world_size)
+    assert all(layout.box(layout.first_holder(rank)) == layout.box(rank) for rank in ranks)
+    firsts = [rank for rank in ranks if layout.first_holder(rank) == rank]
+    held = [element for rank in firsts for element in elements(layout.box(rank), shape)]
+    assert sorted(held) == list(range(math.prod(shape)))
+
+
+def test_two_axes_cut_the_same_dim_in_order() -> None:
+    axes = Axes.of({"shard": 2, "tensor": 2})
+    layout = TensorLayout(
+        name="w",
+        shape=(5, 2),
+        dtype="float32",
+        axes=axes,
+        placements={"tensor": Shard(0), "shard": Shard(0)},
+    )
+    rows = [(layout.box(rank).offset[0], layout.box(rank).shape[0]) for rank in range(4)]
+    assert rows == [(0, 2), (2, 1), (3, 1), (4, 1)]
+
+
+def test_wrong_tensor_layouts() -> None:
+    axes = Axes.of({"shard": 2})
+    with pytest.raises(LayoutError, match="'w' is placed on axis 'tensor'"):
+        TensorLayout(
+            name="w", shape=(2,), dtype="float32", axes=axes, placements={"tensor": Shard(0)}
+        )
+    with pytest.raises(LayoutError, match="cannot be sharded along dim 1 on axis 'shard'"):
+        TensorLayout(
+            name="w", shape=(2,), dtype="float32", axes=axes, placements={"shard": Shard(1)}
+        )
+    with pytest.raises(LayoutError, match="unknown dtype 'flaot32'"):
+        TensorLayout(name="w", shape=(2,), dtype="flaot32", axes=axes)
+    one = TensorLayout(name="w", shape=(2,), dtype="float32", axes=axes)
+    other = TensorLayout(name="w", shape=(3,), dtype="float32", axes=axes)
+    with pytest.raises(LayoutError, match="differ in shape"):
+        overlap(one, 0, other, 0)
+    assert hash(one) == hash(TensorLayout(name="w", shape=(2,), dtype="float32", axes=axes))
+
+
+@quick
+@given(
+    st.lists(awkward, max_size=5),
+    st.integers(1, 40),
+    st.sampled_from([1, 4]),
+    st.sampled_from([1, 4, 16]),
+)
+def test_pieces_of_all_parts_cover_every_element_once(
+    all_shapes: list[Shape], parts: int, shard_alignment: int, tensor_alignment: int
+) -> None:
+    layout = FlatLayout.pack(
+        [f"p{i}" for i in range(len(all_shapes))],
+        all_shapes,
+        "float32",
+        parts,
+        shard_alignment=shard_alignment,
+        tensor_alignment=tensor_alignment,
+    )
+    covered: list[tuple[int, int]] = []
+    for part in range(parts):
+        begin, end = layout.shard_range(part)
+        for piece in layout.owned(part):
+            first, _ = layout.range(piece.index)
+            assert piece.numel > 0
+            assert first + piece.start == begin + piece.offset
+            assert piece.offset + piece.numel <= end - begin
+            inside = [
+                e for box in layout.boxes(piece) for e in elements(box, all_shapes[piece.index])
+            ]
+            assert inside == list(range(piece.start, piece.stop))
+            covered += [(piece.index, element) for element in inside]
+    whole = [(i, e) for i, shape in enumerate(all_shapes) for e in range(math.prod(shape))]
+    assert covered == whole
+    assert layout.numel == len(whole) <= layout.extent <= layout.padded_size
+    assert layout.shard_size % shard_alignment == 0
+    assert all(offset % tensor_alignment == 0 for offset in layout.offsets)
+    assert layout.padded_size - layout.extent < parts * shard_alignment
+
+
+def test_flat_layout_as_drawn() -> None:
+    layout = FlatLayout.pack(["a", "b"], [(3, 2), (5,)], "float32", 4)
+    assert (layout.numel, layout.padded_size, layout.shard_size) == (11, 12, 3)
+    assert [(p.index, p.start, p.stop, p.offset) for p in layout.owned(1)] == [(0, 3, 6, 0)]
+    assert [(p.index, p.start, p.stop, p.offset) for p in layout.owned(3)] == [(1, 3, 5, 0)]
+    assert layout.boxes(layout.owned(1)[0]) == [Box((1, 1), (1, 1)), Box((2, 0), (1, 2))]
+
+
+def test_more_parts_than_elements() -> None:
+    layout = FlatLayout.pack(["a"], [(3,)], "float32", 7)
+    assert [len(layout.owned(part)) for part in range(7)] == [1, 1, 1, 0, 0, 0, 0]
+    empty = FlatLayout.pack([], [], "float32", 3)
+    assert (empty.padded_size, empty.owned(2)) == (0, ())
+
+
+def test_a_thousand_parts_of_a_thousand_tensors() -> None:
+    names = [f"layers.{i}.weight" for i in range(1000)]
+    layout = FlatLayout.pack(names, [(1009, 127)] * 1000, "bfloat16", 1024, shard_alignment=8)
+    assert sum(piece.numel for part in range(1024) for piece in layout.owned(part)) == layout.numel
+
+
+def test_wrong_packing() -> None:
+    with pytest.raises(LayoutError, match="one shape for each name, found 1 names and 0 shapes"):
+        FlatLayout.pack(["a"], [], "float32", 1)
+    with pytest.raises(LayoutError, match="each tensor once, found a more than once"):
+        FlatLayout.pack(["a", "a"], [(1,), (1,)], "float32", 1)
+    with pytest.raises(LayoutError, match="at least 1 part"):
+        FlatLayout.pack(["a"], [(1,)], "float32", 0)
+    with pytest.raises(LayoutError, match="part from 0 to 1, found 2"):
+        FlatLayout.pack(["a"], [(1,)], "float32", 2).owned(2)
+
+
+def test_bytes_of_dtypes() -> None:
+    assert [dtype_bytes(name) for name in ("bool", "bfloat16", "float32", "int64")] == [1, 2, 4, 8]
+    with pytest.raises(LayoutError, match="unknown dtype 'float31'"):
+        dtype_bytes("float31")
