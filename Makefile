@@ -89,7 +89,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	@scripts=$$(find benchmarks -name 'bench_*.py' 2>/dev/null | sort); \
+	@scripts=$$(if [ -d benchmarks ]; then find benchmarks -name 'bench_*.py' | sort; fi); \
 	if [ -z "$$scripts" ]; then echo 'benchmarks/ holds no bench_*.py: nothing to measure'; exit 0; fi; \
 	for script in $$scripts; do echo "== $$script"; $(BIN)/python "$$script"; done
 
