@@ -40,7 +40,9 @@ def unsupported() -> str:
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "shared memory needs Linux with memfd_create"
     if platform.machine() not in ("x86_64", "AMD64") or sys.byteorder != "little":
-        return f"shared memory relies on the store order of x86-64, and this is {platform.machine()}"
+        return (
+            f"shared memory relies on the store order of x86-64, and this is {platform.machine()}"
+        )
     if not hasattr(os, "pidfd_open"):
         return "this Python has no os.pidfd_open, by which a lost rank is noticed"
     try:
@@ -125,12 +127,14 @@ class Segment:
                     f"{path} is not the segment of {nbytes} bytes of this user that was announced: "
                     f"it has {found.st_size} bytes and belongs to user {found.st_uid}"
                 )
-            return cls(own, nbytes, populate=populate)
+            segment = cls(own, nbytes, populate=populate)
         finally:
             os.close(own)
+        segment.descriptor = -1
+        return segment
 
     def close_descriptor(self) -> None:
-        """Close the file; the mapping stays. Nobody can map the segment from here on."""
+        """Close the file that peers open; the mapping stays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

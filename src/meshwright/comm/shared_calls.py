@@ -7,6 +7,7 @@ for the error message. Records that differ raise `CollectiveMismatchError` on ev
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ TEXT_BYTES = 8 * (NOTES - TEXT - 1)
 Shape = tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=1024)
 def digest(text: str) -> int:
     """A positive number of 62 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
@@ -56,6 +58,9 @@ class Call:
         head = struct.pack("<2q", fingerprint, label) + bytes(8 * (TEXT - 2))
         record = head + struct.pack("<q", len(data)) + data
         return replace(self, fingerprint=fingerprint, record=record)
+
+    def __str__(self) -> str:
+        return self.describe()
 
     def describe(self) -> str:
         """The call in one phrase."""

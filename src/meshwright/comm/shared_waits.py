@@ -23,7 +23,7 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = ["FAILED", "LEFT", "MISMATCHED", "Futex", "Meeting", "Patience", "Peers"]
+__all__ = ["FAILED", "LEFT", "MISMATCHED", "Futex", "Meeting", "Patience", "Peers", "unusable"]
 
 LEFT, FAILED, MISMATCHED = 1, 2, 3
 """States of a rank that no longer takes part: it ended in order, it failed, it saw a mismatch."""
@@ -191,7 +191,7 @@ class Meeting:
         words, step = self._words, self.step
         return all(words[index] >= step for index in self._arrivals)
 
-    def wait(self, until: float | None, limit: float, what: str) -> bool:
+    def wait(self, until: float | None, limit: float, what: object) -> bool:
         """Wait until every rank has arrived at this step; False when ``until`` comes first.
 
         ``until`` and ``limit`` are times of the monotonic clock. At ``limit``, or when a rank is
@@ -210,7 +210,7 @@ class Meeting:
             self._check_states(self._others, what, messages=False)
         return True
 
-    def _sleep(self, index: int, until: float | None, limit: float, what: str) -> bool:
+    def _sleep(self, index: int, until: float | None, limit: float, what: object) -> bool:
         words, step = self._words, self.step
         for _ in range(self.patience.yields):
             os.sched_yield()
@@ -242,7 +242,7 @@ class Meeting:
         words, step = self._words, self.step
         return [rank for index, rank in self._arrival_of.items() if words[index] < step]
 
-    def describe_missing(self, what: str, seconds: float) -> str:
+    def describe_missing(self, what: object, seconds: float) -> str:
         """Who is missing after ``seconds`` of waiting."""
         missing = self.missing()
         names = ", ".join(self.peers.name(rank) for rank in missing) or "nobody any more"
@@ -286,7 +286,7 @@ class Meeting:
 
     # ------------------------------------------------------------------ failures
 
-    def check(self, what: str, ranks: Sequence[int] | None = None) -> None:
+    def check(self, what: object, ranks: Sequence[int] | None = None) -> None:
         """Raise when a rank that ``what`` waits for is lost, left or failed."""
         if self.broken is not None:
             raise unusable(self.broken)
@@ -302,10 +302,14 @@ class Meeting:
                 self.peers.ranks[rank],
             )
 
+    def state(self, rank: int) -> int:
+        """The state that ``rank`` of the group has given itself; 0 while it takes part."""
+        return self._words[self.layout.states + rank]
+
     def _has_arrived(self, rank: int) -> bool:
         return self._words[self.layout.rank_word(rank) + ARRIVAL] >= self.step
 
-    def _check_states(self, ranks: Sequence[int], what: str, *, messages: bool) -> None:
+    def _check_states(self, ranks: Sequence[int], what: object, *, messages: bool) -> None:
         for rank in ranks:
             state = self._words[self.layout.states + rank]
             if state == 0 or (state == LEFT and not messages and self._has_arrived(rank)):

@@ -1,0 +1,235 @@
+"""The channels through which one rank's messages reach another, and this rank's ends of them.
+
+A channel is a ring of entries, one for each message, and a stream of blocks. A small message lies in
+its entry. Of a large one the entry says only what it is; its bytes flow through the stream once the
+receiver has granted it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.comm.shared_calls import digest
+from meshwright.comm.shared_queue import SharedWork
+from meshwright.comm.shared_waits import Meeting
+
+__all__ = ["CHANNEL_BYTES", "EAGER_BYTES", "Channel", "Inbox", "Message", "Outbox", "Transfer"]
+
+ENTRIES = 32
+EAGER_BYTES = 16 << 10
+"""Messages up to this size lie in their entry."""
+BLOCKS = 4
+BLOCK_BYTES = 256 << 10
+HEAD_BYTES = 256
+"""Words of an entry, then its text: tag, size, dtype, label, length of text."""
+TEXT_BYTES = HEAD_BYTES - 40
+_ENTRY = HEAD_BYTES + EAGER_BYTES
+_COUNTS = 4096
+CHANNEL_BYTES = -(-(_COUNTS + ENTRIES * _ENTRY) // 4096) * 4096 + BLOCKS * BLOCK_BYTES
+"""Bytes of one channel. Untouched pages take no memory."""
+
+POSTED, TAKEN, GRANTED, FILLED, DRAINED = 0, 16, 32, 48, 64
+"""Words of a channel. The sender writes posted and filled, the receiver the others."""
+
+_copy = ctypes.memmove
+
+
+@dataclass(slots=True)
+class Message:
+    """A message that the receiver has taken from the ring and not yet delivered."""
+
+    number: int
+    source: int
+    tag: int
+    nbytes: int
+    dtype: int
+    label: int
+    text: str
+    data: bytes | None
+    """The bytes of a small message that no receive has asked for yet."""
+
+
+class Transfer(SharedWork):
+    """A send or a receive under way."""
+
+    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, tag: int, label: str) -> None:
+        super().__init__([tensor])
+        self.kind = kind
+        self.peer = peer
+        self.tag = tag
+        self.label = label
+        self.buffer = _plain(tensor, filled=kind == "send")
+        self.pointer = tensor.data_ptr()
+        self.moved = 0
+        self.number = -1
+        self.limit = float("inf")
+        self.source = -1
+
+    def __str__(self) -> str:
+        tensor = self.outputs[0]
+        name = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        label = f' "{self.label}"' if self.label else ""
+        return f"{self.kind} {name} tag {self.tag}{label}"
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    def source_rank(self) -> int:
+        """The rank of the group that the message came from."""
+        return self.source
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark the transfer as ended; a strided receive gets its elements now."""
+        if error is None and self.kind == "recv" and self.buffer.data_ptr() != self.pointer:
+            with torch.no_grad():
+                self.outputs[0].data.copy_(self.buffer)
+        super().finish(error)
+
+
+def _plain(tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
+    """``tensor`` itself where it is contiguous, otherwise a buffer of its shape."""
+    tensor = tensor.data
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    if filled:
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+class Channel:
+    """One direction between two ranks, with the counts that this side keeps."""
+
+    def __init__(self, meeting: Meeting, source: int, target: int) -> None:
+        start = meeting.layout.channel(source, target)
+        self.words = meeting.segment.words[start // 8 : start // 8 + _COUNTS // 8]
+        self.bytes = meeting.segment.bytes[start : start + CHANNEL_BYTES]
+        self.address = meeting.segment.address + start
+        self.count = 0
+        """Messages posted, at the sender; taken, at the receiver."""
+        self.blocks = 0
+        """Blocks filled, at the sender; drained, at the receiver."""
+
+    def entry(self, number: int) -> int:
+        """First byte of the entry of message ``number``."""
+        return _COUNTS + number % ENTRIES * _ENTRY
+
+    def block(self, number: int) -> int:
+        """Address of block ``number`` of the stream."""
+        return self.address + CHANNEL_BYTES - (BLOCKS - number % BLOCKS) * BLOCK_BYTES
+
+
+class Outbox:
+    """The sends of this rank to one peer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.waiting: deque[Transfer] = deque()
+        """Not posted yet, because the ring was full."""
+        self.posted: dict[int, Transfer] = {}
+        """Large messages by number, waiting for their grant."""
+
+    def move(self) -> list[Transfer] | None:
+        """Bring the sends forward: those that have ended, or None when nothing has moved."""
+        channel, words = self.channel, self.channel.words
+        ended: list[Transfer] = []
+        moved = False
+        while self.waiting and channel.count - words[TAKEN] < ENTRIES:
+            send = self.waiting.popleft()
+            self._post(send)
+            moved = True
+            if send.buffer.nbytes <= EAGER_BYTES:
+                ended.append(send)
+        granted = self.posted.get(words[GRANTED] - 1)
+        while granted is not None and channel.blocks - words[DRAINED] < BLOCKS:
+            moved = True
+            left = granted.buffer.nbytes - granted.moved
+            count = min(BLOCK_BYTES, left)
+            _copy(channel.block(channel.blocks), granted.buffer.data_ptr() + granted.moved, count)
+            granted.moved += count
+            channel.blocks += 1
+            words[FILLED] = channel.blocks
+            if count == left:
+                del self.posted[granted.number]
+                ended.append(granted)
+                break
+        return ended if moved else None
+
+    def _post(self, send: Transfer) -> None:
+        channel = self.channel
+        send.number = channel.count
+        start = channel.entry(send.number)
+        words = channel.bytes[start : start + 40].cast("q")
+        buffer = send.buffer
+        text = str(send).encode()[:TEXT_BYTES]
+        words[0], words[1], words[2] = send.tag, buffer.nbytes, digest(str(buffer.dtype))
+        words[3], words[4] = digest(send.label) if send.label else 0, len(text)
+        channel.bytes[start + 40 : start + 40 + len(text)] = text
+        if buffer.nbytes <= EAGER_BYTES:
+            _copy(channel.address + start + HEAD_BYTES, buffer.data_ptr(), buffer.nbytes)
+        else:
+            self.posted[send.number] = send
+        channel.count += 1
+        channel.words[POSTED] = channel.count
+
+
+class Inbox:
+    """The messages of one peer to this rank."""
+
+    def __init__(self, channel: Channel, source: int) -> None:
+        self.channel = channel
+        self.source = source
+        self.granted: deque[Transfer] = deque()
+        """Receives of large messages; the first one has the stream."""
+
+    def take(self) -> tuple[Message, int] | None:
+        """The next message of the ring and the address of its bytes; it stays until `release`."""
+        channel = self.channel
+        if channel.words[POSTED] <= channel.count:
+            return None
+        start = channel.entry(channel.count)
+        words = channel.bytes[start : start + 40].cast("q")
+        length = min(words[4], TEXT_BYTES)
+        text = bytes(channel.bytes[start + 40 : start + 40 + length]).decode(errors="replace")
+        message = Message(
+            channel.count, self.source, words[0], words[1], words[2], words[3], text, None
+        )
+        return message, channel.address + start + HEAD_BYTES
+
+    def is_full(self) -> bool:
+        """Whether the sender may be waiting for an entry."""
+        return self.channel.words[POSTED] - self.channel.count >= ENTRIES
+
+    def release(self) -> None:
+        """Give the entry of the message that was taken back to the sender."""
+        self.channel.count += 1
+        self.channel.words[TAKEN] = self.channel.count
+
+    def grant(self, receive: Transfer, message: Message) -> None:
+        """Let the sender fill the stream with ``message``, after those granted before."""
+        receive.number = message.number
+        self.granted.append(receive)
+        if len(self.granted) == 1:
+            self.channel.words[GRANTED] = message.number + 1
+
+    def drain(self) -> list[Transfer] | None:
+        """Copy the blocks that are there: receives that have ended, or None without any block."""
+        channel, words = self.channel, self.channel.words
+        ended: list[Transfer] = []
+        moved = False
+        while self.granted and words[FILLED] > channel.blocks:
+            moved = True
+            receive = self.granted[0]
+            count = min(BLOCK_BYTES, receive.buffer.nbytes - receive.moved)
+            _copy(receive.buffer.data_ptr() + receive.moved, channel.block(channel.blocks), count)
+            receive.moved += count
+            channel.blocks += 1
+            words[DRAINED] = channel.blocks
+            if receive.moved == receive.buffer.nbytes:
+                ended.append(self.granted.popleft())
+                if self.granted:
+                    words[GRANTED] = self.granted[0].number + 1
+        return ended if moved else None

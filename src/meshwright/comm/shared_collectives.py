@@ -1,0 +1,452 @@
+"""The collectives of a group whose ranks share memory.
+
+Each is a generator: what it does between two ``yield`` never blocks, and every ``yield`` means
+"when all ranks have arrived at this step". Data is staged in slots, of which each rank has one for
+even and one for odd steps: what was written for step k is read until its readers arrive at k + 1,
+so that the slot is free again for k + 2 without a further wait.
+
+::
+
+    small     copy in -> step -> check the records, read the slots of all ranks
+    staged    the same, chunk by chunk
+    in place  step -> check -> read and write the peers' tensors themselves -> step
+
+A tensor that lies in shared memory (see `SharedTensors`) is read where it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Generator, Sequence
+
+import torch
+
+from meshwright.comm.shared_arena import Location, SharedTensors
+from meshwright.comm.shared_calls import Call, Records
+from meshwright.comm.shared_reductions import accumulate
+from meshwright.comm.shared_waits import Meeting
+
+__all__ = ["SLOT_BYTES", "Exchange", "Steps"]
+
+Steps = Generator[None, None, None]
+Part = tuple[int, int]
+"""Address and number of bytes."""
+
+SLOT_BYTES = 2 << 20
+"""Staged data of one rank and step. A group stages at most twice this for each rank."""
+DIRECT_BYTES = 256 << 10
+"""Up to this size, every rank reduces all of a tensor instead of its share only."""
+LOCATE_BYTES = 64 << 10
+"""Above this size it pays to read a peer's tensor in place."""
+BLOCK_BYTES = 256 << 10
+"""Reductions in place go in blocks that stay in a core's cache."""
+VIEWS = 8192
+"""Views of memory that are remembered."""
+
+_copy = ctypes.memmove
+
+
+class Exchange:
+    """The staged memory of a group, and the algorithms on it. One thread of a rank at a time."""
+
+    def __init__(self, meeting: Meeting, tensors: SharedTensors) -> None:
+        layout, address = meeting.layout, meeting.segment.address
+        self.meeting = meeting
+        self.records = Records(meeting)
+        self.rank = meeting.peers.me
+        self.size = layout.size
+        self._tensors = tensors
+        self._others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        self._slots = tuple(
+            tuple(address + layout.slot(rank, parity) for rank in range(self.size))
+            for parity in (0, 1)
+        )
+        self._direct_bytes = min(2 * DIRECT_BYTES // self.size, SLOT_BYTES)
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    # ------------------------------------------------------------------ steps and memory
+
+    def _view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over ``numel`` elements at ``address``, outside autograd."""
+        view = self._views.get((address, numel, dtype))
+        if view is None:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+            with torch.inference_mode(False):
+                view = torch.frombuffer(memory, dtype=dtype)
+            self._views[(address, numel, dtype)] = view
+        return view
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` as one dimension, outside autograd and without touching its version."""
+        if tensor.is_inference() and tensor.numel():
+            return self._view(tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        return tensor.data.view(-1)
+
+    def _next(self) -> tuple[int, ...]:
+        """The slots of all ranks for the next step."""
+        return self._slots[(self.meeting.step + 1) & 1]
+
+    def _enter(self, call: Call, source: Location | None = None) -> int:
+        """Arrive with the record of ``call``; the parity of the step."""
+        parity = (self.meeting.step + 1) & 1
+        self.records.write(parity, call, source)
+        self.meeting.arrive()
+        return parity
+
+    def _locate(self, address: int, nbytes: int) -> Location | None:
+        return self._tensors.locate(address) if nbytes > LOCATE_BYTES else None
+
+    def _places(self, parity: int, own: int) -> list[int | None]:
+        """By rank, the address in this process of its input; None where it must be staged."""
+        places: list[int | None] = []
+        for rank in range(self.size):
+            location = self.records.source(parity, rank)
+            if location is None:
+                places.append(None)
+            elif rank == self.rank:
+                places.append(own)
+            else:
+                places.append(self._tensors.address_of(self.meeting.peers.pids[rank], location))
+        return places
+
+    # ------------------------------------------------------------------ barrier
+
+    def barrier(self, call: Call) -> Steps:
+        """Wait for all ranks."""
+        parity = self._enter(call)
+        yield
+        self.records.check(parity, call)
+
+    # ------------------------------------------------------------------ all_reduce
+
+    def all_reduce(self, call: Call, tensor: torch.Tensor) -> Steps:
+        """Reduce ``tensor`` over all ranks, in place."""
+        numel, nbytes, address = tensor.numel(), tensor.nbytes, tensor.data_ptr()
+        if nbytes <= self._direct_bytes:
+            slots = self._next()
+            _copy(slots[self.rank], address, nbytes)
+            parity = self._enter(call)
+            yield
+            self.records.check(parity, call)
+            if numel:
+                views = [self._view(slot, numel, tensor.dtype) for slot in slots]
+                accumulate(self._flat(tensor), views, call.reduction)
+            return
+        parity = self._enter(call, self._locate(address, nbytes))
+        yield
+        self.records.check(parity, call)
+        places = [place for place in self._places(parity, address) if place is not None]
+        if len(places) == self.size:
+            self._reduce_share(call, places, numel, tensor.dtype)
+            self.meeting.arrive()
+            yield
+        else:
+            yield from self._all_reduce_staged(call, address, numel, tensor.dtype)
+
+    def _reduce_share(
+        self, call: Call, places: Sequence[int], numel: int, dtype: torch.dtype
+    ) -> None:
+        """Reduce this rank's share of tensors in place, and copy it to all of them."""
+        start, stop = _share(numel, self.rank, self.size)
+        block, width = BLOCK_BYTES // dtype.itemsize, dtype.itemsize
+        for first in range(start, stop, block):
+            count = min(block, stop - first)
+            sources = [place + first * width for place in places]
+            views = [self._view(source, count, dtype) for source in sources]
+            accumulate(views[0], views, call.reduction, alias=0)
+            for source in sources[1:]:
+                _copy(source, sources[0], count * width)
+
+    def _all_reduce_staged(self, call: Call, address: int, numel: int, dtype: torch.dtype) -> Steps:
+        """In rounds: a slot carries the pieces of one round and the result of the round before.
+
+        ::
+
+            slot of rank r:  | its pieces for the other ranks, round k | its result, round k - 1 |
+        """
+        width = dtype.itemsize
+        piece = SLOT_BYTES // self.size // 64 * 64
+        stride = piece * self.size
+        total = numel * width
+        rounds = -(-total // stride)
+        results = piece * (self.size - 1)
+        before = self._next()
+        for k in range(rounds + 1):
+            slots = self._next()
+            if k > 0:
+                self._reduce_piece(
+                    call, _cut(address, total, k - 1, piece, stride, self.rank), before, slots
+                )
+            if k < rounds:
+                for place, rank in enumerate(self._others):
+                    start, nbytes = _cut(address, total, k, piece, stride, rank)
+                    _copy(slots[self.rank] + place * piece, start, nbytes)
+            self.meeting.arrive()
+            yield
+            if k > 0:
+                for rank in self._others:
+                    start, nbytes = _cut(address, total, k - 1, piece, stride, rank)
+                    _copy(start, slots[rank] + results, nbytes)
+            before = slots
+
+    def _reduce_piece(
+        self, call: Call, own: Part, before: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        address, nbytes = own
+        if nbytes <= 0 or call.dtype is None:
+            return
+        piece = SLOT_BYTES // self.size // 64 * 64
+        numel = nbytes // call.dtype.itemsize
+        sources = [
+            self._view(address, numel, call.dtype)
+            if rank == self.rank
+            else self._view(before[rank] + self._place_in(rank) * piece, numel, call.dtype)
+            for rank in range(self.size)
+        ]
+        accumulate(sources[self.rank], sources, call.reduction, alias=self.rank)
+        _copy(slots[self.rank] + piece * (self.size - 1), address, nbytes)
+
+    def _place_in(self, rank: int) -> int:
+        """Which place this rank has among the pieces in the slot of ``rank``."""
+        return self.rank if self.rank < rank else self.rank - 1
+
+    # ------------------------------------------------------------------ reduce_scatter
+
+    def reduce_scatter(self, call: Call, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
+        """Reduce ``tensor``, which holds a share for each rank, into this rank's ``output``."""
+        numel, share, address = output.numel(), output.nbytes, tensor.data_ptr()
+        inside = address <= output.data_ptr() < address + tensor.nbytes
+        alias = self.size if inside else None
+        own = address + self.rank * share
+        if tensor.nbytes <= self._direct_bytes:
+            slots = self._next()
+            _copy(slots[self.rank], address, tensor.nbytes)
+            parity = self._enter(call)
+            yield
+            self.records.check(parity, call)
+            if numel:
+                starts = [slot + self.rank * share for slot in slots]
+                self._reduce_from(call, output, starts, None)
+            return
+        parity = self._enter(call, self._locate(address, tensor.nbytes))
+        yield
+        self.records.check(parity, call)
+        places = [place for place in self._places(parity, address) if place is not None]
+        if len(places) == self.size:
+            starts = [place + self.rank * share for place in places]
+            self._reduce_from(call, output, starts, alias)
+            self.meeting.arrive()
+            yield
+            return
+        yield from self._reduce_scatter_staged(call, output, address, own, alias)
+
+    def _reduce_from(
+        self, call: Call, output: torch.Tensor, starts: Sequence[int], alias: int | None
+    ) -> None:
+        """Reduce what lies at ``starts``, one address for each rank, into ``output``."""
+        dtype, width = output.dtype, output.dtype.itemsize
+        block = BLOCK_BYTES // width
+        flat = self._flat(output)
+        for first in range(0, output.numel(), block):
+            target = flat[first : first + block]
+            count = target.numel()
+            views = [self._view(start + first * width, count, dtype) for start in starts]
+            accumulate(target, views, call.reduction, alias)
+
+    def _reduce_scatter_staged(
+        self, call: Call, output: torch.Tensor, address: int, own: int, alias: int | None
+    ) -> Steps:
+        share, width = output.nbytes, output.dtype.itemsize
+        piece = SLOT_BYTES // max(1, self.size - 1) // 64 * 64
+        flat = self._flat(output)
+        for first in range(0, share, piece):
+            nbytes = min(piece, share - first)
+            slots = self._next()
+            for place, rank in enumerate(self._others):
+                _copy(slots[self.rank] + place * piece, address + rank * share + first, nbytes)
+            self.meeting.arrive()
+            yield
+            starts = [
+                own + first if rank == self.rank else slots[rank] + self._place_in(rank) * piece
+                for rank in range(self.size)
+            ]
+            target = flat[first // width : (first + nbytes) // width]
+            self._reduce_from(call, target, starts, alias)
+
+    # ------------------------------------------------------------------ reduce
+
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int) -> Steps:
+        """Reduce ``tensor`` over all ranks into the tensor of rank ``root``."""
+        nbytes, address, width = tensor.nbytes, tensor.data_ptr(), tensor.dtype.itemsize
+        flat, parity = self._flat(tensor), -1
+        for first in range(0, max(nbytes, 1), SLOT_BYTES):
+            count = min(SLOT_BYTES, nbytes - first)
+            slots = self._next()
+            _copy(slots[self.rank], address + first, count)
+            if first == 0:
+                parity = self._enter(call)
+            else:
+                self.meeting.arrive()
+            yield
+            if first == 0:
+                self.records.check(parity, call)
+            if self.rank == root and count:
+                target = flat[first // width : (first + count) // width]
+                self._reduce_from(call, target, slots, None)
+
+    # ------------------------------------------------------------------ gathering
+
+    def gather(
+        self, call: Call, source: Part, sizes: Sequence[int], outputs: Sequence[int] | None
+    ) -> Steps:
+        """Copy the ``sizes[r]`` bytes of each rank r to ``outputs[r]``, on ranks that have outputs.
+
+        all_gather (all sizes, all ranks have outputs), broadcast (the root's size only) and gather
+        (outputs at the root only) are this.
+        """
+        address, nbytes = source
+        located = self._locate(address, nbytes)
+        parity = (self.meeting.step + 1) & 1
+        slots = self._next()
+        if located is None:
+            _copy(slots[self.rank], address, min(nbytes, SLOT_BYTES))
+        self._enter(call, located)
+        yield
+        self.records.check(parity, call)
+        places = [None] * self.size
+        if max(sizes) > LOCATE_BYTES:
+            places = self._places(parity, address)
+        if outputs is not None:
+            self._copy_whole(places, sizes, outputs, address)
+        staged = max(
+            (size for size, at in zip(sizes, places, strict=True) if at is None), default=0
+        )
+        for first in range(0, max(staged, 1), SLOT_BYTES):
+            if first:
+                slots = self._next()
+                if located is None:
+                    count = max(0, min(SLOT_BYTES, nbytes - first))
+                    _copy(slots[self.rank], address + first, count)
+                self.meeting.arrive()
+                yield
+            if outputs is not None:
+                for rank in self._others:
+                    count = min(SLOT_BYTES, sizes[rank] - first)
+                    if places[rank] is None and count > 0:
+                        _copy(outputs[rank] + first, slots[rank], count)
+        if any(place is not None for place in places):
+            self.meeting.arrive()
+            yield
+
+    def _copy_whole(
+        self,
+        places: Sequence[int | None],
+        sizes: Sequence[int],
+        outputs: Sequence[int],
+        own: int,
+    ) -> None:
+        """Copy this rank's own bytes and those that lie in the peers' shared tensors."""
+        for rank, place in enumerate(places):
+            start = own if rank == self.rank else place
+            if start is not None and sizes[rank] and outputs[rank] != start:
+                _copy(outputs[rank], start, sizes[rank])
+
+    # ------------------------------------------------------------------ exchanging
+
+    def exchange(
+        self, call: Call, parts: Sequence[Part], outputs: Sequence[Part], *, adjacent: bool
+    ) -> Steps:
+        """Copy part p of this rank to rank p, whose output of this rank has as many bytes.
+
+        all_to_all and scatter are this. Sizes may differ from rank to rank and may be zero.
+        ``adjacent``: the parts follow each other in memory, so that peers can find theirs.
+        """
+        total = sum(nbytes for _, nbytes in parts)
+        located = self._locate(parts[0][0], total) if adjacent else None
+        parity = (self.meeting.step + 1) & 1
+        slots = self._next()
+        if located is None and total <= SLOT_BYTES:
+            _pack(slots[self.rank], parts)
+        self.records.write_notes(parity, [nbytes for _, nbytes in parts])
+        self._enter(call, located)
+        yield
+        self.records.check(parity, call)
+        notes = [self.records.notes(parity, rank) for rank in range(self.size)]
+        self._check_sizes(parity, notes, outputs)
+        if outputs[self.rank][1]:
+            _copy(outputs[self.rank][0], parts[self.rank][0], outputs[self.rank][1])
+        places = self._places(parity, parts[0][0])
+        staged = []
+        for rank in self._others:
+            start = places[rank]
+            if start is None and sum(notes[rank]) <= SLOT_BYTES:
+                start = slots[rank]
+            if start is None:
+                staged.append(rank)
+            else:
+                _copy(outputs[rank][0], start + sum(notes[rank][: self.rank]), outputs[rank][1])
+        yield from self._exchange_staged(parts, outputs, notes, staged, places)
+        if any(place is not None for place in places):
+            self.meeting.arrive()
+            yield
+
+    def _exchange_staged(
+        self,
+        parts: Sequence[Part],
+        outputs: Sequence[Part],
+        notes: Sequence[Sequence[int]],
+        staged: Sequence[int],
+        places: Sequence[int | None],
+    ) -> Steps:
+        """The rounds of those ranks whose parts do not fit into their slot."""
+        large = [
+            place is None and sum(note) > SLOT_BYTES
+            for note, place in zip(notes, places, strict=True)
+        ]
+        rounds = max((max(notes[rank]) for rank in range(self.size) if large[rank]), default=0)
+        piece = SLOT_BYTES // self.size // 64 * 64
+        for first in range(0, rounds, piece):
+            slots = self._next()
+            if large[self.rank]:
+                for rank in self._others:
+                    start, nbytes = parts[rank]
+                    count = max(0, min(piece, nbytes - first))
+                    _copy(slots[self.rank] + rank * piece, start + first, count)
+            self.meeting.arrive()
+            yield
+            for rank in staged:
+                start, nbytes = outputs[rank]
+                count = max(0, min(piece, nbytes - first))
+                _copy(start + first, slots[rank] + self.rank * piece, count)
+
+    def _check_sizes(
+        self, parity: int, notes: Sequence[Sequence[int]], outputs: Sequence[Part]
+    ) -> None:
+        numbers = self.meeting.peers.ranks
+        for rank, note in enumerate(notes):
+            if note[self.rank] != outputs[rank][1]:
+                raise self.records.refuse(
+                    parity,
+                    f"rank {numbers[rank]} sends {note[self.rank]} bytes to rank "
+                    f"{numbers[self.rank]}, which has room for {outputs[rank][1]}",
+                )
+
+
+def _share(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """The elements that ``rank`` reduces, in multiples of 64 so that no cache line is shared."""
+    length = -(-numel // (size * 64)) * 64
+    return min(rank * length, numel), min((rank + 1) * length, numel)
+
+
+def _cut(address: int, total: int, turn: int, piece: int, stride: int, rank: int) -> Part:
+    """The piece of ``rank`` in round ``turn``, cut at the end of the tensor."""
+    first = min(turn * stride + rank * piece, total)
+    return address + first, min(piece, total - first)
+
+
+def _pack(start: int, parts: Sequence[Part]) -> None:
+    for address, nbytes in parts:
+        _copy(start, address, nbytes)
+        start += nbytes

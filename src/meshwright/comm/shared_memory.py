@@ -1,0 +1,578 @@
+"""The c10d backend ``meshwright``: collectives through shared memory on one CPU host.
+
+``register()`` makes it known to `torch.distributed`; then
+``init_process_group("cpu:meshwright")``, subgroups, `DeviceMesh`, functional collectives and
+DTensor work on it. All ranks of a group must be processes of one user on one host.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.shared_arena import SharedTensors, host_identity, unsupported
+from meshwright.comm.shared_calls import Call
+from meshwright.comm.shared_collectives import Exchange, Steps
+from meshwright.comm.shared_joining import join
+from meshwright.comm.shared_queue import JoinedWork, OperationQueue, SharedWork
+from meshwright.comm.shared_reductions import check_reduction
+from meshwright.comm.shared_transfers import ANY_SOURCE, Transfers
+from meshwright.errors import CommunicationError
+
+__all__ = [
+    "BACKEND",
+    "SharedMemoryGroup",
+    "allocate",
+    "host_identity",
+    "is_supported",
+    "register",
+]
+
+BACKEND = "meshwright"
+CALLS = 2048
+"""Calls whose fingerprint is remembered."""
+
+REDUCTION_NAMES = {
+    hash(dist.ReduceOp(operation)): name
+    for operation, name in (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.AVG, "avg"),
+        (dist.ReduceOp.PRODUCT, "product"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.BAND, "band"),
+        (dist.ReduceOp.BOR, "bor"),
+        (dist.ReduceOp.BXOR, "bxor"),
+    )
+}
+
+Tensors = Sequence[torch.Tensor]
+Sizes = Sequence[int]
+
+
+class GroupOptions(Protocol):
+    """What c10d tells a backend about the group to be made."""
+
+    store: dist.Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
+
+
+class Host:
+    """What the groups of this process share: the tensors in shared memory."""
+
+    def __init__(self) -> None:
+        self.tensors = SharedTensors()
+        self.groups: dict[int, SharedMemoryGroup] = {}
+        self.crowd = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """The most ranks on this host that are known of."""
+
+    def create(self, options: GroupOptions, backend_options: object) -> SharedMemoryGroup:
+        """Make a group: the creator that c10d calls on each of its ranks."""
+        reason = unsupported()
+        if reason:
+            raise CommunicationError(f"{reason}. Use the gloo backend")
+        self.crowd = max(self.crowd, options.group_size)
+        group = SharedMemoryGroup(options, self)
+        self.groups[id(group)] = group
+        return group
+
+    def close(self) -> None:
+        """Leave all groups, when the interpreter ends."""
+        for group in list(self.groups.values()):
+            group.shutdown()
+
+
+def is_supported() -> str:
+    """Why the backend cannot be used by this process; empty when it can."""
+    return unsupported()
+
+
+def register() -> None:
+    """Make the backend known to `torch.distributed`. Further calls do nothing."""
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    host = Host()
+    atexit.register(host.close)
+    dist.Backend.register_backend(BACKEND, host.create, extended_api=True, devices=["cpu"])
+
+
+def allocate(group: dist.ProcessGroup | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised 1-D tensor that the ranks of every group gather and reduce in place.
+
+    ``group`` is any group of this backend. On others, and on None, it is an ordinary tensor. A
+    process forked from this one sees the same memory: it must not write to it.
+    """
+    if isinstance(group, SharedMemoryGroup):
+        return group.host.tensors.allocate(numel, dtype)
+    return torch.empty(numel, dtype=dtype)
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group whose ranks share memory.
+
+    ``next_label`` is the label of the next operation that this thread issues on the group. Labels
+    appear in errors, and calls on which both sides carry one must carry the same.
+    """
+
+    def __init__(self, options: GroupOptions, host: Host) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.host = host
+        self._rank, self._size = options.group_rank, options.group_size
+        self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
+        self._name, self._description = str(options.group_id), "undefined"
+        timeout = options.timeout.total_seconds()
+        self._meeting = join(options.store, self._rank, self._ranks, host.crowd, timeout)
+        self._exchange = Exchange(self._meeting, host.tensors)
+        self._queue = OperationQueue(self._meeting, f"meshwright-collectives-{self._name}")
+        self._transfers = Transfers(self._meeting, f"meshwright-transfers-{self._name}")
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._local = threading.local()
+        self._pid = os.getpid()
+
+    @property
+    def next_label(self) -> str:
+        """The label of this thread's next operation, which takes it."""
+        return getattr(self._local, "label", "")
+
+    @next_label.setter
+    def next_label(self, label: str) -> None:
+        self._local.label = label
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> SharedWork:
+        """Reduce tensors over all ranks, in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if len(listed) != 1:
+            return self._all([self.allreduce([tensor], opts) for tensor in listed])
+        tensor = listed[0]
+        reduction = _reduction(opts)
+        call = self._call("all_reduce", tensor.shape, tensor.dtype, reduction)
+        if _is_plain(tensor):
+            body = self._exchange.all_reduce(call, tensor)
+        else:
+            buffer = _contiguous(tensor)
+            body = _copied_back(self._exchange.all_reduce(call, buffer), [(tensor, buffer)])
+        return self._submit(call, body, listed, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> SharedWork:
+        """Reduce each tensor over all ranks, in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> SharedWork:
+        """Reduce a tensor over all ranks into the root's."""
+        (tensor,) = tensors
+        call = self._call("reduce", tensor.shape, tensor.dtype, _reduction(opts), opts.rootRank)
+        buffer = _contiguous(tensor)
+        body = self._exchange.reduce(call, buffer, opts.rootRank)
+        return self._submit(call, _copied_back(body, [(tensor, buffer)]), tensors, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> SharedWork:
+        """Reduce a tensor that holds a share for each rank, and keep this rank's."""
+        if tensor.numel() != output.numel() * self._size or tensor.dtype != output.dtype:
+            raise ValueError(
+                f"reduce_scatter needs an input of {self._size} times the output's elements and "
+                f"of its dtype; it has {_name(tensor)} for an output {_name(output)}"
+            )
+        call = self._call("reduce_scatter", tensor.shape, tensor.dtype, _reduction(opts))
+        source, target = _contiguous(tensor), _buffer(output)
+        body = self._exchange.reduce_scatter(call, target, source)
+        return self._submit(call, _copied_back(body, [(output, target)]), [output], opts)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> SharedWork:
+        """Reduce a list of tensors, one for each rank, and keep this rank's."""
+        works = []
+        for output, parts in zip(outputs, inputs, strict=True):
+            if len({part.numel() for part in parts}) == 1:
+                joined = torch.cat([_contiguous(part).view(-1) for part in parts])
+                works.append(self.reduce_scatter_single(output, joined, opts))
+            else:
+                works.append(self._reduce_scatter_uneven(output, parts, opts))
+        return self._all(works)
+
+    def _reduce_scatter_uneven(self, output: torch.Tensor, parts: Tensors, opts: Any) -> SharedWork:
+        shape = tuple(part.numel() for part in parts)
+        call = self._call("reduce_scatter", shape, output.dtype, _reduction(opts))
+        joined = torch.cat([_contiguous(part).view(-1) for part in parts])
+        start = sum(shape[: self._rank])
+        own = joined[start : start + shape[self._rank]].view(output.shape)
+        body = _copied_back(self._exchange.all_reduce(call, joined), [(output, own)])
+        return self._submit(call, body, [output], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> SharedWork:
+        """`reduce_scatter_single` of each pair."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self.reduce_scatter_single(out, given, opts) for out, given in pairs])
+
+    # ------------------------------------------------------------------ gathering
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> SharedWork:
+        """Gather every rank's tensor into one, rank-major."""
+        if output.numel() != tensor.numel() * self._size or tensor.dtype != output.dtype:
+            raise ValueError(
+                f"all_gather needs an output of {self._size} times the input's elements and of "
+                f"its dtype; it has {_name(output)} for an input {_name(tensor)}"
+            )
+        call = self._call("all_gather", tensor.shape, tensor.dtype)
+        source, target = _contiguous(tensor), _buffer(output)
+        nbytes, start = source.nbytes, target.data_ptr()
+        places = [start + rank * nbytes for rank in range(self._size)]
+        body = self._exchange.gather(
+            call, (source.data_ptr(), nbytes), [nbytes] * self._size, places
+        )
+        copied = _copied_back(body, [(output, target)])
+        return self._submit(call, copied, [output], opts, source)
+
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> SharedWork:
+        """Gather every rank's tensor into a list, whose tensors may differ in size."""
+        return self._all(
+            [
+                self._gather("all_gather", None, list(places), tensor, opts)
+                for places, tensor in zip(outputs, inputs, strict=True)
+            ]
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> SharedWork:
+        """`all_gather_single` of each pair."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self.all_gather_single(out, given, opts) for out, given in pairs])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> SharedWork:
+        """Gather every rank's tensor into a list of the root."""
+        places = list(outputs[0]) if self._rank == opts.rootRank else None
+        return self._gather("gather", opts.rootRank, places, inputs[0], opts)
+
+    def _gather(
+        self,
+        kind: str,
+        root: int | None,
+        places: list[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        opts: Any,
+    ) -> SharedWork:
+        source = _contiguous(tensor)
+        if places is not None and (
+            len(places) != self._size
+            or places[self._rank].numel() != tensor.numel()
+            or any(place.dtype != tensor.dtype for place in places)
+        ):
+            raise ValueError(
+                f"{kind} of {_name(tensor)} over {self._size} ranks does not fit into "
+                f"{', '.join(map(_name, places))}"
+            )
+        sizes = [place.numel() for place in places or [tensor] * self._size]
+        is_even = all(size == sizes[0] for size in sizes)
+        shape = tuple(tensor.shape) if is_even else tuple(sizes)
+        call = self._call(kind, shape, tensor.dtype, "", root)
+        targets = [_buffer(place) for place in places or ()]
+        body = self._exchange.gather(
+            call,
+            (source.data_ptr(), source.nbytes),
+            [size * tensor.dtype.itemsize for size in sizes],
+            [target.data_ptr() for target in targets] if places is not None else None,
+        )
+        copied = _copied_back(body, list(zip(places or (), targets, strict=True)))
+        return self._submit(call, copied, places or [], opts, source)
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any) -> SharedWork:
+        """Give every rank the root's tensor, in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        (tensor,) = listed
+        root = opts.rootRank
+        call = self._call("broadcast", tensor.shape, tensor.dtype, "", root)
+        is_root = self._rank == root
+        buffer = _contiguous(tensor) if is_root else _buffer(tensor)
+        sizes, places = [0] * self._size, [0] * self._size
+        sizes[root], places[root] = buffer.nbytes, buffer.data_ptr()
+        source = (buffer.data_ptr(), buffer.nbytes) if is_root else (0, 0)
+        body = self._exchange.gather(call, source, sizes, places)
+        pairs = [] if is_root else [(tensor, buffer)]
+        return self._submit(call, _copied_back(body, pairs), listed, opts, buffer)
+
+    # ------------------------------------------------------------------ exchanging
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sizes,
+        input_sizes: Sizes,
+        opts: Any = None,
+    ) -> SharedWork:
+        """Send a part of a tensor to each rank, along dim 0: equal parts where no sizes are."""
+        target, source = _buffer(output), _contiguous(tensor)
+        parts = self._cut(source, input_sizes, "input")
+        places = self._cut(target, output_sizes, "output")
+        call = self._call("all_to_all", tensor.shape[1:], tensor.dtype)
+        body = self._exchange.exchange(call, parts, places, adjacent=True)
+        body = _copied_back(body, [(output, target)])
+        return self._submit(call, body, [output], opts, source)
+
+    def _cut(self, tensor: torch.Tensor, sizes: Sizes, name: str) -> list[tuple[int, int]]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not sizes:
+            sizes = [rows // self._size] * self._size
+        if sum(sizes) != rows or len(sizes) != self._size:
+            raise ValueError(
+                f"all_to_all over {self._size} ranks cannot split an {name} of {rows} rows into "
+                f"{list(sizes)}"
+            )
+        row = tensor.nbytes // rows if rows else 0
+        parts, start = [], tensor.data_ptr()
+        for size in sizes:
+            parts.append((start, size * row))
+            start += size * row
+        return parts
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SharedWork:
+        """Send a tensor to each rank."""
+        targets = [_buffer(output) for output in outputs]
+        sources = [_contiguous(tensor) for tensor in inputs]
+        call = self._call("all_to_all list", (), sources[0].dtype)
+        parts = [(source.data_ptr(), source.nbytes) for source in sources]
+        places = [(target.data_ptr(), target.nbytes) for target in targets]
+        body = self._exchange.exchange(call, parts, places, adjacent=False)
+        body = _copied_back(body, list(zip(outputs, targets, strict=True)))
+        return self._submit(call, body, list(outputs), opts, *sources)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SharedWork:
+        """Send a tensor of the root's list to each rank."""
+        (output,), root = outputs, opts.rootRank
+        target = _buffer(output)
+        call = self._call("scatter", output.shape, output.dtype, "", root)
+        sources = [_contiguous(tensor) for tensor in inputs[0]] if self._rank == root else []
+        parts = [(source.data_ptr(), source.nbytes) for source in sources]
+        places = [(0, 0)] * self._size
+        places[root] = (target.data_ptr(), target.nbytes)
+        body = self._exchange.exchange(call, parts or [(0, 0)] * self._size, places, adjacent=False)
+        body = _copied_back(body, [(output, target)])
+        return self._submit(call, body, [output], opts, *sources)
+
+    def barrier(self, opts: Any = None) -> SharedWork:
+        """Wait until every rank has called it."""
+        call = self._call("barrier")
+        return self._submit(call, self._exchange.barrier(call), [], opts)
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
+        """Send a tensor to a rank of the group."""
+        return self._note(self._transfers.send(_on_cpu(tensors[0]), peer, tag, self._label()))
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
+        """Receive a tensor from a rank of the group."""
+        return self._note(self._transfers.receive(_on_cpu(tensors[0]), peer, tag, self._label()))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SharedWork:
+        """Receive a tensor from whichever rank sends one with this tag."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    # ------------------------------------------------------------------ coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._local.coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> SharedWork:
+        works, self._local.coalesced = self._local.coalesced, None
+        return works[0] if len(works) == 1 else JoinedWork(works)
+
+    def _note(self, work: SharedWork) -> SharedWork:
+        coalesced = getattr(self._local, "coalesced", None)
+        if coalesced is not None:
+            coalesced.append(work)
+        return work
+
+    def _all(self, works: list[SharedWork]) -> SharedWork:
+        return works[0] if len(works) == 1 else JoinedWork(works)
+
+    # ------------------------------------------------------------------ issuing
+
+    def _label(self) -> str:
+        label = self.next_label
+        if label:
+            self._local.label = ""
+        return label
+
+    def _call(
+        self,
+        kind: str,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        reduction: str = "",
+        root: int | None = None,
+    ) -> Call:
+        key = (kind, shape, dtype, reduction, root, self._label())
+        call = self._calls.get(key)
+        if call is None:
+            if reduction and dtype is not None:
+                check_reduction(reduction, dtype)
+            if len(self._calls) >= CALLS:
+                self._calls.clear()
+            call = Call(
+                kind=kind,
+                shape=tuple(shape),
+                dtype=dtype,
+                reduction=reduction,
+                root=None if root is None else self._ranks[root],
+                label=key[-1],
+            ).complete()
+            self._calls[key] = call
+        return call
+
+    def _submit(
+        self, call: Call, body: Steps, outputs: Tensors, opts: Any, *held: torch.Tensor
+    ) -> SharedWork:
+        run_now = not getattr(opts, "asyncOp", True)
+        work = self._queue.submit(call, body, outputs, held, run_now=run_now)
+        return self._note(work)
+
+    # ------------------------------------------------------------------ what c10d asks
+
+    def shutdown(self) -> None:
+        """Leave the group: end its threads, and let the peers know."""
+        if self.host.groups.pop(id(self), None) is None or self._pid != os.getpid():
+            return
+        self._meeting.leave()
+        self._queue.close()
+        self._transfers.close()
+        self._meeting.peers.close()
+
+    def abort(self) -> None:
+        """Make every operation of the group raise, here and on the other ranks."""
+        self._meeting.break_with(CommunicationError(f"rank {self._ranks[self._rank]} aborted it"))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation may wait for its peers."""
+        self._meeting.timeout = timeout.total_seconds()
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return BACKEND
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The name of the backend."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The name by which c10d finds the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name by which c10d finds the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name by which c10d finds the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set what the group is for."""
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    # The names of torch 2.11.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _reduction(opts: Any) -> str:
+    """The name of the reduction in c10d's options, or in the reduction itself."""
+    if opts is None:
+        return "sum"
+    reduction = getattr(opts, "reduceOp", opts)
+    try:
+        return REDUCTION_NAMES[hash(reduction)]
+    except KeyError:
+        return str(reduction)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"the backend {BACKEND!r} moves tensors of the CPU, and this one is on {tensor.device}"
+        )
+    return tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory as they are, one after another."""
+    _on_cpu(tensor)
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself or a contiguous copy, to be read."""
+    if _is_plain(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself or a contiguous buffer of its shape, to be written."""
+    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _copied_back(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:
+    """``body``, and then each tensor gets the elements of its buffer, where that is another."""
+    strided = [(tensor, buffer) for tensor, buffer in pairs if buffer is not tensor]
+    return _then_copied(body, strided) if strided else body
+
+
+def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:
+    yield from body
+    with torch.no_grad():
+        for tensor, buffer in pairs:
+            tensor.data.copy_(buffer)

@@ -1,0 +1,393 @@
+"""The collectives of a group in the order of their calls, and the works that stand for them.
+
+A synchronous call runs in its caller's thread when nothing is ahead of it. An asynchronous one
+takes its first step at once, if nothing is ahead, and is finished by whoever comes first: the
+caller in ``wait``, or the background thread. So a wait right after the call costs no change of
+threads, and a wait that never comes does not hold up the peers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from meshwright.comm.shared_calls import Call
+from meshwright.comm.shared_collectives import Steps
+from meshwright.comm.shared_waits import Meeting, unusable
+from meshwright.errors import CollectiveTimeoutError
+
+__all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]
+
+TICK = 0.0005
+"""Seconds between two looks of the background thread while there is work."""
+SLOWEST_TICK = 0.004
+LINGER = 100
+"""Looks without any work after which the background thread sleeps until it is called."""
+BURST = 0.002
+"""Seconds for which the background thread waits inside an operation of several steps."""
+URGENT_BYTES = 256 << 10
+"""From this size on, the background thread is called at once instead of at its next look."""
+
+
+class SharedWork(Work):
+    """What c10d gets for an operation: `wait` and a future, which raise its error."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.done = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._root: Future[None] | None = None
+        self._future: Future[Sequence[torch.Tensor]] | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark the operation as ended. Called once; `announce` follows."""
+        self.error = error
+        self.done = True
+
+    def announce(self) -> None:
+        """Complete the future. Its callbacks may issue further operations: hold no lock."""
+        with self._lock:
+            root, self._root = self._root, None
+        if root is not None:
+            root.set_result(None)
+
+    def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
+        """A future of the list of tensors.
+
+        Its error comes from a callback: C++ does not see what ``Future.set_exception`` sets.
+        """
+        with self._lock:
+            if self._future is None:
+                root: Future[None] = Future()
+                self._future = root.then(self._value)
+                if self.done:
+                    root.set_result(None)
+                else:
+                    self._root = root
+            return self._future
+
+    def _value(self, _: object) -> Sequence[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, in order or with an error."""
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended without an error."""
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """The error of the operation, if it has ended with one."""
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors of the operation, after waiting for them."""
+        self.wait()
+        return list(self.outputs)
+
+    def synchronize(self) -> None:
+        """Wait for the operation."""
+        self.wait()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the operation has ended; raises its error.
+
+        With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
+        goes on, and may be waited for again.
+        """
+        if not self.done:
+            seconds = timeout.total_seconds()
+            self._drive(time.monotonic() + seconds if seconds > 0 else None, seconds)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _drive(self, until: float | None, seconds: float) -> None:
+        """Bring the operation to its end, or raise at ``until``."""
+        raise NotImplementedError
+
+
+class JoinedWork(SharedWork):
+    """Several operations as one."""
+
+    def __init__(self, works: Sequence[SharedWork]) -> None:
+        super().__init__([tensor for work in works for tensor in work.outputs])
+        self.works = works
+
+    def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
+        """A future of the tensors of all operations, in their order."""
+        futures = [work.get_future() for work in self.works]
+        return torch.futures.collect_all(futures).then(self._values)
+
+    def _values(
+        self, futures: Future[list[Future[Sequence[torch.Tensor]]]]
+    ) -> Sequence[torch.Tensor]:
+        return [tensor for future in futures.value() for tensor in future.value()]
+
+    def is_completed(self) -> bool:
+        """Whether all operations have ended."""
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        """Whether all operations have ended without an error."""
+        return all(work.is_success() for work in self.works)
+
+    def exception(self) -> BaseException | None:
+        """The first error of an operation."""
+        return next((work.error for work in self.works if work.error is not None), None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until all operations have ended."""
+        return all([work.wait(timeout) for work in self.works])
+
+
+class _Operation(SharedWork):
+    """A collective in the queue."""
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        call: Call,
+        body: Steps,
+        outputs: Sequence[torch.Tensor],
+        held: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(outputs)
+        self.held = held
+        """Inputs, which are kept until the operation has ended."""
+        self.queue = queue
+        self.call = call
+        self.body = body
+        self.started = False
+        self.limit = float("inf")
+
+    def _drive(self, until: float | None, seconds: float) -> None:
+        if not self.queue.drive(self, until):
+            raise CollectiveTimeoutError(self.queue.describe_missing(self, seconds))
+
+
+class Background:
+    """A daemon thread that calls ``advance`` now and then while ``has_work`` says so.
+
+    Calling a sleeping thread costs the caller more than a small collective takes. So the thread
+    looks again every tick for as long as work keeps coming, and is called only when it sleeps.
+    """
+
+    def __init__(
+        self, name: str, has_work: Callable[[], bool], advance: Callable[[], bool]
+    ) -> None:
+        self._name = name
+        self._has_work = has_work
+        self._advance = advance
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._awake = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def call(self, *, urgent: bool) -> None:
+        """Tell the thread that there is work."""
+        if self._awake and not urgent:
+            return
+        self._awake = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._ring()
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        self._closed = True
+        self._ring()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
+
+    def _ring(self) -> None:
+        try:
+            self._bell.release()
+        except RuntimeError:  # it is ringing already
+            return
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        idle, tick = 0, TICK
+        while not self._closed:
+            if idle > LINGER:
+                self._awake = False
+                if not self._has_work():
+                    self._bell.acquire()
+                self._awake, idle = True, 0
+                continue
+            if self._bell.acquire(timeout=tick):
+                tick = TICK
+            if not self._has_work():
+                idle += 1
+            elif self._advance():
+                idle, tick = 0, TICK
+            else:
+                idle, tick = 0, min(2 * tick, SLOWEST_TICK)
+
+
+class OperationQueue:
+    """The FIFO of one group. Whoever holds its lock brings the first operation forward."""
+
+    def __init__(self, meeting: Meeting, name: str) -> None:
+        self._meeting = meeting
+        self._lock = threading.Lock()
+        self._pending: deque[_Operation] = deque()
+        self._ended: deque[_Operation] = deque()
+        self._checked = 0.0
+        self._background = Background(name, lambda: bool(self._pending), self._look)
+
+    def submit(
+        self,
+        call: Call,
+        body: Steps,
+        outputs: Sequence[torch.Tensor],
+        held: Sequence[torch.Tensor] = (),
+        *,
+        run_now: bool,
+    ) -> SharedWork:
+        """Run the operation now, to its end or to its first wait, or after those ahead of it."""
+        operation = _Operation(self, call, body, outputs, held)
+        if self._meeting.broken is not None:
+            raise unusable(self._meeting.broken)
+        if not self._pending and self._lock.acquire(blocking=False):
+            try:
+                self._pending.append(operation)
+                if run_now:
+                    self._advance(operation, None)
+                else:
+                    self._start(operation)
+            finally:
+                self._lock.release()
+            self._announce()
+        else:
+            self._pending.append(operation)
+            if run_now:
+                self.drive(operation, None)
+        if run_now:
+            if operation.error is not None:
+                raise operation.error
+        elif not operation.done:
+            nbytes = sum(tensor.nbytes for tensor in outputs)
+            self._background.call(urgent=nbytes >= URGENT_BYTES)
+        return operation
+
+    def drive(self, operation: _Operation, until: float | None) -> bool:
+        """Bring operations forward until ``operation`` has ended; False at ``until``."""
+        while not operation.done:
+            seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
+            if not self._lock.acquire(timeout=seconds):
+                return operation.done
+            try:
+                while not operation.done:
+                    if not self._advance(self._pending[0], until):
+                        return False
+            finally:
+                self._lock.release()
+                self._announce()
+        return True
+
+    def _announce(self) -> None:
+        while self._ended:
+            try:
+                operation = self._ended.popleft()
+            except IndexError:
+                return
+            operation.announce()
+
+    def describe_missing(self, operation: _Operation, seconds: float) -> str:
+        """Who is missing in ``operation``."""
+        return self._meeting.describe_missing(operation.call, seconds)
+
+    def close(self) -> None:
+        """End the background thread; operations still waiting raise."""
+        self._background.close()
+
+    # ------------------------------------------------------------------ with the lock held
+
+    def _start(self, operation: _Operation) -> None:
+        """Take the first step of ``operation``, which never blocks."""
+        operation.started = True
+        if self._meeting.broken is not None:
+            self._end(operation, unusable(self._meeting.broken))
+            return
+        operation.limit = time.monotonic() + self._meeting.timeout
+        try:
+            next(operation.body)
+        except StopIteration:
+            self._end(operation, None)
+        except BaseException as error:  # whoever waits for the operation gets it
+            self._end(operation, error)
+
+    def _advance(self, operation: _Operation, until: float | None) -> bool:
+        """Bring the first operation of the queue to its end; False when ``until`` comes first."""
+        if not operation.started:
+            self._start(operation)
+        if operation.done:
+            return True
+        meeting, limit = self._meeting, operation.limit
+        try:
+            if not meeting.wait(until, limit, operation.call):
+                return False
+            for _ in operation.body:
+                if not meeting.wait(until, limit, operation.call):
+                    return False
+        except BaseException as error:  # whoever waits for the operation gets it
+            self._end(operation, error)
+            if not isinstance(error, Exception):
+                raise
+            return True
+        self._end(operation, None)
+        return True
+
+    def _end(self, operation: _Operation, error: BaseException | None) -> None:
+        if error is not None:
+            self._meeting.break_with(error)
+        operation.held = ()
+        operation.finish(error)
+        self._pending.popleft()
+        self._ended.append(operation)
+
+    def _look(self) -> bool:
+        """One look of the background thread: whether it has moved anything."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        moved = False
+        try:
+            while self._pending:
+                operation = self._pending[0]
+                if not operation.started:
+                    self._start(operation)
+                    moved = True
+                elif self._meeting.all_arrived() or self._is_troubled(operation):
+                    self._advance(operation, time.monotonic() + BURST)
+                    moved = True
+                else:
+                    break
+        finally:
+            self._lock.release()
+        self._announce()
+        return moved
+
+    def _is_troubled(self, operation: _Operation) -> bool:
+        """Whether it is time to look at the peers' lives and at the limit."""
+        now = time.monotonic()
+        if now < self._checked:
+            return False
+        self._checked = now + 0.1
+        return True

@@ -1,0 +1,320 @@
+"""Point-to-point messages between ranks that share memory.
+
+Each ordered pair of ranks has a channel: a ring of entries, one for each message, and a stream of
+blocks. A small message lies in its entry, and its send has ended when it is posted. Of a large one
+the entry says only what it is; its bytes flow through the stream when the receiver has found the
+receive that it belongs to. So receives may be posted in any order, from any source.
+
+::
+
+    sender:    post an entry ................. wait for the grant, fill blocks ..... ended
+    receiver:  take entries in order, match .. grant the message, drain blocks ..... ended
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+
+import torch
+
+from meshwright.comm.shared_calls import digest
+from meshwright.comm.shared_channels import (
+    EAGER_BYTES,
+    Channel,
+    Inbox,
+    Message,
+    Outbox,
+    Transfer,
+)
+from meshwright.comm.shared_queue import Background, SharedWork
+from meshwright.comm.shared_waits import LEFT, Meeting, unusable
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+)
+
+__all__ = ["ANY_SOURCE", "Transfers"]
+
+ANY_SOURCE = -1
+CHECK_EVERY = 0.1
+"""Seconds between two looks of the background thread at the peers' lives."""
+
+
+class _OwnedTransfer(Transfer):
+    """A transfer that is moved by the engine of its group."""
+
+    def __init__(
+        self, owner: Transfers, kind: str, tensor: torch.Tensor, peer: int, tag: int, label: str
+    ) -> None:
+        super().__init__(kind, tensor, peer, tag, label)
+        self.owner = owner
+
+    def is_completed(self) -> bool:
+        """Whether the transfer has ended; looks for its message when it has not."""
+        if not self.done:
+            self.owner.look()
+        return self.done
+
+    def _drive(self, until: float | None, seconds: float) -> None:
+        self.owner.drive(self, until, seconds)
+
+
+class Transfers:
+    """The sends and receives of a group. They never wait behind a collective."""
+
+    def __init__(self, meeting: Meeting, name: str) -> None:
+        me, size = meeting.peers.me, meeting.layout.size
+        self._meeting = meeting
+        self._lock = threading.Lock()
+        self._outboxes = [Outbox(Channel(meeting, me, peer)) for peer in range(size)]
+        self._inboxes = [Inbox(Channel(meeting, peer, me), peer) for peer in range(size)]
+        self._receives: list[Transfer] = []
+        self._unexpected: list[Message] = []
+        self._open: list[Transfer] = []
+        self._checked = 0.0
+        self._rings = 0
+        self._drivers = 0
+        self._ended: deque[Transfer] = deque()
+        self._background = Background(name, lambda: bool(self._open), self._look_behind)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
+        """Send ``tensor`` to rank ``peer`` of the group."""
+        send = _OwnedTransfer(self, "send", tensor, peer, tag, label)
+        return self._begin(send)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
+        """Receive into ``tensor`` from rank ``peer`` of the group, or from `ANY_SOURCE`."""
+        receive = _OwnedTransfer(self, "recv", tensor, peer, tag, label)
+        return self._begin(receive)
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._background.close()
+
+    def look(self) -> bool:
+        """Move what can be moved without waiting: whether anything was."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._move()
+        finally:
+            self._lock.release()
+            self._announce()
+
+    def drive(self, transfer: Transfer, until: float | None, seconds: float) -> None:
+        """Move messages until ``transfer`` has ended; raises at ``until``."""
+        meeting = self._meeting
+        self._drivers += 1
+        try:
+            while not transfer.done:
+                heard = meeting.doorbell()
+                with self._lock:
+                    moved = self._move()
+                self._announce()
+                if moved or transfer.done:
+                    continue
+                now = time.monotonic()
+                if until is not None and now >= until:
+                    raise CollectiveTimeoutError(self._late(transfer, seconds))
+                bound = transfer.limit if until is None else min(until, transfer.limit)
+                meeting.listen(heard, max(1e-6, bound - now))
+                self._check(transfer)
+        finally:
+            self._drivers -= 1
+
+    # ------------------------------------------------------------------ steps
+
+    def _begin(self, transfer: Transfer) -> SharedWork:
+        meeting = self._meeting
+        if meeting.broken is not None:
+            raise unusable(meeting.broken)
+        transfer.limit = time.monotonic() + meeting.timeout
+        with self._lock:
+            self._open.append(transfer)
+            if transfer.kind == "send":
+                self._outboxes[transfer.peer].waiting.append(transfer)
+            else:
+                self._receives.append(transfer)
+            self._move()
+        self._announce()
+        if not transfer.done:
+            self._background.call(urgent=False)
+        elif transfer.error is not None:
+            raise transfer.error
+        return transfer
+
+    def _announce(self) -> None:
+        while self._ended:
+            try:
+                transfer = self._ended.popleft()
+            except IndexError:
+                return
+            transfer.announce()
+
+    def _look_behind(self) -> bool:
+        """One look of the background thread: whether anything has moved."""
+        if self._drivers:
+            return False
+        if self.look():
+            return True
+        now = time.monotonic()
+        if now >= self._checked:
+            self._checked = now + CHECK_EVERY
+            for transfer in list(self._open):
+                self._check(transfer)
+        return False
+
+    def _check(self, transfer: Transfer) -> None:
+        """Fail all transfers when the peer of ``transfer`` is gone or its time is over."""
+        if transfer.done:
+            return
+        meeting = self._meeting
+        try:
+            meeting.check(transfer, self._awaited(transfer))
+            if time.monotonic() < transfer.limit:
+                return
+            raise CollectiveTimeoutError(self._late(transfer, meeting.timeout))
+        except CommunicationError as error:
+            with self._lock:
+                # What the peer posted before it left is still there to be taken.
+                if not self._move() and not transfer.done:
+                    self._fail(error)
+        self._announce()
+
+    def _awaited(self, transfer: Transfer) -> list[int]:
+        if transfer.peer != ANY_SOURCE:
+            return [transfer.peer]
+        meeting = self._meeting
+        others = [rank for rank in range(meeting.layout.size) if rank != meeting.peers.me]
+        return [rank for rank in others if meeting.state(rank) != LEFT] or others
+
+    def _late(self, transfer: Transfer, seconds: float) -> str:
+        peers = self._meeting.peers
+        names = ", ".join(peers.name(rank) for rank in self._awaited(transfer))
+        held = "; ".join(
+            f"rank {peers.ranks[message.source]} has sent {message.text}"
+            for message in self._unexpected[:4]
+        )
+        direction = "to" if transfer.kind == "send" else "from"
+        return (
+            f"{transfer} {direction} {names} has not ended after {seconds:.3g} s"
+            f"{'; messages that nothing has asked for: ' + held if held else ''}"
+        )
+
+    # ------------------------------------------------------------------ with the lock held
+
+    def _end(self, transfer: Transfer, error: BaseException | None = None) -> None:
+        transfer.finish(error)
+        self._open.remove(transfer)
+        self._ended.append(transfer)
+
+    def _fail(self, error: BaseException) -> None:
+        self._meeting.break_with(error)
+        for transfer in list(self._open):
+            self._end(transfer, error)
+
+    def _move(self) -> bool:
+        """Bring all transfers forward as far as they go: whether anything has moved."""
+        moved = False
+        try:
+            for peer, outbox in enumerate(self._outboxes):
+                if outbox.waiting or outbox.posted:
+                    moved = self._push(peer, outbox) or moved
+            for inbox in self._inboxes:
+                moved = self._pull(inbox) or moved
+            if self._receives and self._unexpected:
+                moved = self._claim() or moved
+        except CollectiveMismatchError as error:
+            self._fail(error)
+            return True
+        return moved
+
+    def _ring(self, peer: int) -> None:
+        self._rings += 1
+        self._meeting.ring(peer, self._rings)
+
+    def _push(self, peer: int, outbox: Outbox) -> bool:
+        ended = outbox.move()
+        if ended is None:
+            return False
+        self._ring(peer)
+        for send in ended:
+            self._end(send)
+        return True
+
+    def _pull(self, inbox: Inbox) -> bool:
+        moved = False
+        while (found := inbox.take()) is not None:
+            message, address = found
+            was_full = inbox.is_full()
+            receive = self._receive_for(message)
+            if receive is not None:
+                self._receives.remove(receive)
+                self._deliver(message, receive, address)
+            else:
+                if message.nbytes <= EAGER_BYTES:
+                    message.data = ctypes.string_at(address, message.nbytes)
+                self._unexpected.append(message)
+            inbox.release()
+            if was_full:
+                self._ring(inbox.source)
+            moved = True
+        if inbox.granted and (ended := inbox.drain()) is not None:
+            self._ring(inbox.source)
+            for receive in ended:
+                self._end(receive)
+            moved = True
+        return moved
+
+    def _receive_for(self, message: Message) -> Transfer | None:
+        if any(
+            held.source == message.source and held.tag == message.tag for held in self._unexpected
+        ):
+            return None
+        for receive in self._receives:
+            if _fits(receive, message):
+                return receive
+        return None
+
+    def _claim(self) -> bool:
+        """Give messages that came before their receives to them, both in order."""
+        moved = False
+        for receive in list(self._receives):
+            for message in self._unexpected:
+                if _fits(receive, message):
+                    self._unexpected.remove(message)
+                    self._receives.remove(receive)
+                    self._deliver(message, receive, None)
+                    moved = True
+                    break
+        return moved
+
+    def _deliver(self, message: Message, receive: Transfer, address: int | None) -> None:
+        numbers, buffer = self._meeting.peers.ranks, receive.buffer
+        if message.nbytes != buffer.nbytes or message.dtype != digest(str(buffer.dtype)):
+            self._end(
+                receive,
+                error := CollectiveMismatchError(
+                    f"rank {numbers[message.source]} called {message.text} and "
+                    f"rank {numbers[self._meeting.peers.me]} called {receive} for it"
+                ),
+            )
+            raise error
+        receive.source = message.source
+        if message.nbytes > EAGER_BYTES:
+            self._inboxes[message.source].grant(receive, message)
+            self._ring(message.source)
+            return
+        if address is not None:
+            ctypes.memmove(buffer.data_ptr(), address, message.nbytes)
+        elif message.data:
+            ctypes.memmove(buffer.data_ptr(), message.data, message.nbytes)
+        self._end(receive)
+
+
+def _fits(receive: Transfer, message: Message) -> bool:
+    return receive.tag == message.tag and receive.peer in (ANY_SOURCE, message.source)
