@@ -52,7 +52,7 @@ def unflatten(structure: JSON, tensors: Mapping[str, Tensor | ShardedPiece]) -> 
     if not marks:
         return {key: unflatten(item, tensors) for key, item in structure.items()}
     if len(structure) != 1:
-        raise ValueError(f"expected one key beside the mark {marks[0]!r}, found {len(structure)}")
+        raise ValueError(f"malformed state: the mark {marks[0]!r} among {len(structure)} keys")
     return _decode(marks[0], structure[marks[0]], tensors)
 
 
