@@ -117,12 +117,17 @@ class RunConfig:
 
     steps: Annotated[int, AtLeast(1)] = 300
     """Optimizer steps of the whole run."""
-    folder: str = "runs/latest"
-    """Where metrics, checkpoints, timeline and summary are written."""
+    folder: str = ""
+    """Where metrics, checkpoints, timeline and summary go; empty means a new one under runs/."""
     resume: str = "auto"
-    """auto (the newest complete checkpoint of the folder, if any), never, or a checkpoint."""
+    """auto (the folder's newest complete checkpoint, if any), never, a run's folder, or a
+    checkpoint."""
+    accept_changes: bool = False
+    """Resume even where plan, text, optimizer or steps differ from those of the checkpoint."""
     save_every: Annotated[int, AtLeast(0)] = 0
     """Save a checkpoint every so many steps; 0 means only at the end."""
+    keep_last: Annotated[int, AtLeast(1)] = 3
+    """How many checkpoints are kept."""
     validate_every: Annotated[int, AtLeast(0)] = 0
     """Validate every so many steps; 0 means only at the end."""
     log_every: Annotated[int, AtLeast(1)] = 1

@@ -1,0 +1,296 @@
+"""The command line: ``meshwright train``, ``meshwright doctor``, ``meshwright checkpoint verify``.
+
+Exit status: 0 when done, 1 when a run or a check failed, 2 when a command or a configuration is
+wrong (before any process starts), 128 plus the signal's number when a signal ended the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import torch
+import tyro
+
+from meshwright import checkpoint
+from meshwright.comm import connect, disconnect, phase
+from meshwright.comm.launch import is_launched, launch, record_failure
+from meshwright.doctor import examine, report_lines
+from meshwright.errors import MeshwrightError, PlanError, RankFailedError
+from meshwright.recipes.config import TrainConfig, read_config
+from meshwright.recipes.language_model import LanguageModel
+from meshwright.recipes.loop import Outcome, train
+from meshwright.recipes.options import option_lines
+from meshwright.recipes.text import open_text
+from meshwright.settings import nearest
+
+__all__ = ["main"]
+
+# Set for the ranks that this command line starts: their launcher reports for them.
+_UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
+
+_Command = TypeVar("_Command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train the byte-level language model on text.
+
+    Starts one process for each rank of the plan, unless torchrun has started them. Every key of
+    the configuration can be given here too, as in --train.seed 3 or --run.steps=50.
+    """
+
+    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG.toml")]
+    """The configuration, a TOML file."""
+    nproc: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Number of ranks; 0 means the product of the plan's axes."""
+    resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
+    """Short for --run.resume."""
+    check_parity: bool = False
+    """Short for --run.check_parity true."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand:
+    """Show what this machine offers, measure small collectives, and say what to mend."""
+
+    measure: bool = True
+    """Start two ranks and measure; otherwise look only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCommand:
+    """Verify every byte of a checkpoint."""
+
+    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """The checkpoint: a folder such as checkpoints/step_00000300."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for name, run in _COMMANDS.items():
+        if words[: len(name.split())] == name.split():
+            try:
+                return run(words[len(name.split()) :])
+            except PlanError as error:
+                return _fail(name, *error.args[0].splitlines(), status=2)
+            except MeshwrightError as error:
+                return _fail(name, _one_line(error), status=1)
+    if words and words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if not words:
+        return _fail("", f"expected a command: {', '.join(_COMMANDS)}", status=2)
+    close = nearest(" ".join(words[:2]), list(_COMMANDS)) or nearest(words[0], list(_COMMANDS))
+    hint = f"did you mean '{close}'?" if close else f"known commands: {', '.join(_COMMANDS)}"
+    return _fail("", f"unknown command '{words[0]}'; {hint}", status=2)
+
+
+# ---------------------------------------------------------------------------------------- train
+
+
+def _train(words: list[str]) -> int:
+    overrides, rest = _split_overrides(words)
+    command = _parse(TrainCommand, "train", rest, option_lines)
+    if command.resume:
+        overrides.append(f"run.resume={command.resume}")
+    if command.check_parity:
+        overrides.append("run.check_parity=true")
+    config = read_config(command.config, overrides)
+    ranks = command.nproc or config.plan.axes.world_size
+    if is_launched():
+        ranks = int(os.environ["WORLD_SIZE"])
+    _check(config, ranks)
+    if is_launched() or ranks == 1:
+        return _train_here(config)
+    os.environ[_UNDER_LAUNCHER] = "1"
+    return launch([sys.executable, "-m", "meshwright.cli", "train", *words], ranks)
+
+
+def _check(config: TrainConfig, ranks: int) -> None:
+    """Find, before any process starts, what can be known to go wrong."""
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    problems: list[str] = []
+    try:
+        config.plan.check(ranks, shapes, modules=[name for name, _ in model.named_modules()])
+    except PlanError as error:
+        problems.extend(str(error).splitlines())
+    try:
+        windows = len(open_text(config.data, config.model.context).training)
+        if windows < config.data.batch_size:
+            problems.append(
+                f"[data] batch_size: expected at least {config.data.batch_size} windows of [model] "
+                f"context = {config.model.context} bytes of training text, found {windows}; give "
+                "more text, or a smaller batch_size or context"
+            )
+    except PlanError as error:
+        problems.extend(str(error).splitlines())
+    if problems:
+        raise PlanError(problems)
+
+
+def _train_here(config: TrainConfig) -> int:
+    """Train as this process's rank; only rank 0 prints, and a launcher of ours tells of errors."""
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
+    try:
+        world = connect(timeout=config.run.timeout)
+        with phase("train"):
+            outcome = train(config, world, _print if rank == 0 else _ignore)
+    except MeshwrightError as error:
+        record_failure(error)
+        follows = isinstance(error, RankFailedError)
+        if _UNDER_LAUNCHER not in os.environ and not follows:
+            where = f"rank {rank}: " if is_launched() else ""
+            return _fail("train", where + _one_line(error), status=1)
+        return 1
+    disconnect()
+    if rank == 0:
+        print("\n".join(_summary(outcome)))
+    return 0
+
+
+def _summary(outcome: Outcome) -> list[str]:
+    fall = outcome.unigram_loss - outcome.validation_loss
+    minutes, seconds = divmod(round(outcome.seconds), 60)
+    state = "finished" if outcome.is_finished else "stopped on request"
+    lines = [
+        f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks, "
+        f"{minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s",
+        f"validation loss {outcome.validation_loss:.4f} nats a byte; unigram byte frequencies give "
+        f"{outcome.unigram_loss:.4f} ({abs(fall):.4f} {'below' if fall > 0 else 'above'} them)",
+    ]
+    if outcome.loss is not None:
+        lines.insert(1, f"training loss {outcome.loss:.4f} nats a byte")
+    if outcome.parity:
+        lines.append(outcome.parity)
+    lines.append(f"checkpoint {outcome.checkpoint}")
+    lines.append(f"metrics    {os.path.join(outcome.folder, 'metrics.jsonl')}")
+    if outcome.trace:
+        lines.append(f"trace      {outcome.trace} (opens in https://ui.perfetto.dev)")
+    if not outcome.is_finished:
+        lines.append(f"to go on, give the same command --resume {outcome.folder}")
+    return lines
+
+
+# --------------------------------------------------------------------------- the other commands
+
+
+def _doctor(words: list[str]) -> int:
+    command = _parse(DoctorCommand, "doctor", words)
+    findings = examine(measure_collectives=command.measure)
+    print("\n".join(report_lines(findings)))
+    return int(any(finding.is_broken for finding in findings))
+
+
+def _verify(words: list[str]) -> int:
+    command = _parse(VerifyCommand, "checkpoint verify", words)
+    manifest = checkpoint.verify(command.folder)
+    total = sum(record.size for record in manifest.files.values())
+    print(
+        f"{command.folder}: sound, step {manifest.step}, {len(manifest.tensors)} tensors, "
+        f"{total:,} bytes"
+    )
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "doctor": _doctor,
+    "checkpoint verify": _verify,
+}
+
+_ABOUT = {
+    "train": TrainCommand,
+    "doctor": DoctorCommand,
+    "checkpoint verify": VerifyCommand,
+}
+
+
+# ------------------------------------------------------------------------------- words and lines
+
+
+def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``--table.key value`` and ``--table.key=value`` as ``table.key=value``, and the other words.
+
+    A key with no value after it is a switch: ``--model.tied``.
+    """
+    overrides: list[str] = []
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        if not equals:
+            value = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
+        overrides.append(f"{name.replace('-', '_')}={value}")
+    return overrides, rest
+
+
+def _parse(
+    kind: type[_Command],
+    name: str,
+    words: list[str],
+    more_help: Callable[[], list[str]] = list,
+) -> _Command:
+    """The command's own arguments; a mistake in them is one line and exit status 2."""
+    told = io.StringIO()
+    about = inspect.cleandoc(kind.__doc__ or "")
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(kind, prog=f"meshwright {name}", args=words, description=about)
+    except SystemExit as error:
+        if error.code:
+            raise PlanError(_unboxed(told.getvalue())) from None
+        print("\n".join(more_help()))
+        raise
+
+
+def _unboxed(text: str) -> str:
+    """What tyro says, on one line, without the box around it and its advice below."""
+    text = re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", text)
+    text = re.split(r"Argument helptext|For full helptext", text)[0]
+    return " ".join(word for word in text.split() if set(word) != {"-"}) or "wrong arguments"
+
+
+def _overview() -> str:
+    lines = ["usage: meshwright COMMAND ...", ""]
+    for name, kind in _ABOUT.items():
+        lines.append(f"  {name:<18} {(kind.__doc__ or '').strip().splitlines()[0]}")
+    return "\n".join([*lines, "", "meshwright COMMAND --help tells more."])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(command: str, *lines: str, status: int) -> int:
+    for line in lines:
+        print(f"meshwright {command}: {line}".replace(" :", ":"), file=sys.stderr)
+    return status
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The main job: train the language model on text, through whatever layout the plan says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.comm import Communicator, phase
+from meshwright.composition import StepResult, Trainable, parallelize
+from meshwright.errors import CheckpointWriteError
+from meshwright.recipes.config import TrainConfig
+from meshwright.recipes.language_model import (
+    LanguageModel,
+    cross_entropy,
+    initialize,
+    name_seed,
+)
+from meshwright.recipes.metrics import MetricsFile, ProgressDisplay, show_progress
+from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate
+from meshwright.recipes.parity import Parity, check_parity
+from meshwright.recipes.run_folder import (
+    RunFolder,
+    choose_folder,
+    describe_run,
+    require_equal_ranks,
+)
+from meshwright.recipes.snapshot import restore_run, save_run
+from meshwright.recipes.stopping import StopRequest
+from meshwright.recipes.text import ByteText, open_text, unigram_loss
+from meshwright.recipes.tracing import StepTrace
+from meshwright.recipes.validation import validation_loss
+from meshwright.sampling import Sampler
+from meshwright.toml_source import dump
+
+__all__ = ["Outcome", "train"]
+
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended; the same on all ranks but for the speed."""
+
+    step: int
+    steps: int
+    ranks: int
+    loss: float | None
+    """Training loss of the last step in nats a byte; None when no step was taken."""
+    validation_loss: float
+    """Nats a byte on the held-out windows."""
+    unigram_loss: float
+    """Nats a byte of the same windows under the byte frequencies of the training text."""
+    tokens_per_second: float
+    seconds: float
+    """Wall time of the steps taken now."""
+    parity: str
+    """The line of the parity check; empty when it was not asked for."""
+    folder: str
+    checkpoint: str
+    trace: str
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps have been taken; otherwise the run was stopped on request."""
+        return self.step >= self.steps
+
+
+def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outcome:
+    """Train as ``config`` says; every rank calls it. ``write`` shows a line, on rank 0 only."""
+    with phase("set up"):
+        text = open_text(config.data, config.model.context)
+        run = describe_run(config, text)
+        require_equal_ranks(run, communicator)
+        folder = choose_folder(config, communicator)
+        write(f"text: {text.description}")
+    parity: Parity | None = None
+    if config.run.check_parity:
+        with phase("parity check"):
+            write(f"parity: training {config.run.parity_steps} steps twice in float64")
+            parity = check_parity(config, text, communicator)
+    with phase("set up"):
+        training = Training(config, text, folder, communicator, write)
+        training.restore(run)
+    with StopRequest(communicator) as stop:
+        training.run(stop, run)
+    return training.finish(parity)
+
+
+class Training:
+    """One run: the trainable, its place in the text, and what has been measured so far."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        text: ByteText,
+        folder: RunFolder,
+        communicator: Communicator,
+        write: Write,
+    ) -> None:
+        self._config = config
+        self._text = text
+        self._folder = folder
+        self._world = communicator
+        self._write = write
+        self._trainable = _build(config)
+        self._sampler: Sampler = self._trainable.sampler(len(text.training), config.data.batch_size)
+        self._trace = StepTrace(
+            self._trainable.module, communicator.device, keep=config.run.trace_steps
+        )
+        self._losses: list[float] = []
+        self._first = 1
+        self._saved: Path | None = folder.checkpoint
+        self._seconds = 0.0
+
+    @property
+    def _step(self) -> int:
+        return self._trainable.steps
+
+    def restore(self, run: dict[str, object]) -> None:
+        """Go on from the checkpoint that the folder names, if any."""
+        checkpoint = self._folder.checkpoint
+        if checkpoint is None:
+            return
+        restore_run(
+            checkpoint,
+            self._trainable,
+            self._sampler,
+            run,
+            accept_changes=self._config.run.accept_changes,
+        )
+        self._first = self._step + 1
+        self._write(f"resumed from {checkpoint} after step {self._step}")
+
+    def run(self, stop: StopRequest, run: dict[str, object]) -> None:
+        """Take the steps that are left, or those until the ranks agree to stop; save at the end."""
+        options = self._config.run
+        metrics = self._open_metrics()
+        progress = show_progress(self._write, steps=options.steps, every=options.log_every)
+        try:
+            is_stopped = False
+            while self._step < options.steps and not is_stopped:
+                stop.begin()
+                self._take_step(metrics, progress)
+                is_stopped = stop.is_agreed()
+                is_last = is_stopped or self._step == options.steps
+                if is_last or (options.save_every and self._step % options.save_every == 0):
+                    self._save(run, progress, is_last=is_last)
+                if options.validate_every and self._step % options.validate_every == 0:
+                    value = self._validate()
+                    progress.note(f"step {self._step}: validation loss {value:.4f} nats a byte")
+                    _record(metrics, {"step": self._step, "validation_loss": value})
+        finally:
+            progress.close()
+            if metrics is not None:
+                metrics.close()
+
+    def finish(self, parity: Parity | None) -> Outcome:
+        """Validate, write trace and summary, and return how the run ended."""
+        with phase("finish"):
+            validation = self._validate()
+            trace = self._trace.write(self._folder.path / "timeline.json", self._world)
+        data = self._config.data
+        count = len(self._losses)
+        tokens = count * data.batch_size * self._config.model.context
+        outcome = Outcome(
+            step=self._step,
+            steps=self._config.run.steps,
+            ranks=self._world.size,
+            loss=self._losses[-1] if self._losses else None,
+            validation_loss=validation,
+            unigram_loss=self._unigram_loss(),
+            tokens_per_second=tokens / self._seconds if count else 0.0,
+            seconds=self._seconds,
+            parity="" if parity is None else parity.line(self._losses if self._first == 1 else ()),
+            folder=str(self._folder.path),
+            checkpoint=str(self._saved or ""),
+            trace=str(trace or ""),
+        )
+        if self._world.rank == 0:
+            summary = json.dumps(asdict(outcome), indent=2) + "\n"
+            (self._folder.path / "summary.json").write_text(summary, encoding="utf-8")
+        return outcome
+
+    def _open_metrics(self) -> MetricsFile | None:
+        if self._world.rank:
+            return None
+        path = self._folder.path
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.toml").write_text(dump(self._config), encoding="utf-8")
+        return MetricsFile(path / "metrics.jsonl", step=self._step)
+
+    def _take_step(self, metrics: MetricsFile | None, progress: ProgressDisplay) -> None:
+        started = time.monotonic()
+        number = self._step + 1
+        rate = learning_rate(self._config.optimizer, number, self._config.run.steps)
+        with self._trace.step(number, self._world.rank):
+            result = self._train_once(number, rate)
+        seconds = time.monotonic() - started
+        self._seconds += seconds
+        loss = result.loss.item()
+        self._losses.append(loss)
+        tokens = self._config.data.batch_size * self._config.model.context
+        record = {
+            "step": number,
+            "loss": loss,
+            "grad_norm": result.grad_norm.item(),
+            "learning_rate": rate,
+            "tokens": number * tokens,
+            "seconds": seconds,
+        }
+        _record(metrics, record)
+        mean = self._seconds / len(self._losses)
+        left = mean * (self._config.run.steps - number)
+        progress.step(number, loss=loss, tokens_per_second=tokens / mean, left=left)
+
+    def _train_once(self, number: int, rate: float) -> StepResult:
+        trainable = self._trainable
+        if trainable.optimizer is not None:
+            set_learning_rate(trainable.optimizer, rate)
+        # Nothing random outlives a step, so a resumed run needs no generator's state.
+        torch.manual_seed(name_seed(self._config.plan.train.seed, number, trainable.data_rank))
+        inputs, targets = self._text.training.batch(self._sampler.next_indices())
+        device = self._world.device
+        trainable.forward_backward(inputs.to(device), targets.to(device))
+        self._trace.mark("optimizer")
+        return trainable.optimizer_step()
+
+    def _save(self, run: dict[str, object], progress: ProgressDisplay, *, is_last: bool) -> None:
+        """Save; before the last step a failure is told and the run goes on from what it has."""
+        with phase("save", step=self._step):
+            try:
+                self._saved = save_run(
+                    self._folder,
+                    self._trainable,
+                    self._sampler,
+                    run,
+                    self._world,
+                    self._config.run.keep_last,
+                )
+            except CheckpointWriteError as error:
+                if is_last:
+                    raise
+                # It is the same error on all ranks; caught in the phase, it is nobody's failure.
+                progress.note(f"error: {error}; training goes on")
+            else:
+                progress.note(f"step {self._step}: saved {self._saved}")
+
+    def _validate(self) -> float:
+        with phase("validate", step=self._step):
+            data = self._config.data
+            share = max(1, data.batch_size // self._trainable.data_size)
+            return validation_loss(
+                self._trainable,
+                self._text,
+                self._world,
+                windows=data.validation_windows,
+                batch=share,
+            )
+
+    def _unigram_loss(self) -> float:
+        sample = self._text.validation_sample(self._config.data.validation_windows)
+        _, targets = self._text.validation.batch(sample)
+        return unigram_loss(self._text.training.data, targets)
+
+
+def _build(config: TrainConfig) -> Trainable:
+    model = LanguageModel(config.model)
+    initialize(model, config.plan.train.seed)
+    return parallelize(model, config.plan, optimizer=adamw(config.optimizer), loss=cross_entropy)
+
+
+def _record(metrics: MetricsFile | None, record: dict[str, float]) -> None:
+    if metrics is not None:
+        metrics.write(record)

@@ -1,0 +1,185 @@
+"""The proof that this layout trains the model one process would: the same steps in float64, twice.
+
+::
+
+    all ranks   the layout in float64, step by step         then wait, a barrier for each step of
+    rank 0      keeps losses, gradients, weights            one process in float64, and compares
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from meshwright.comm import Communicator
+from meshwright.composition import Trainable, parallelize
+from meshwright.errors import ParityError
+from meshwright.precision import Precision
+from meshwright.recipes.config import TrainConfig
+from meshwright.recipes.language_model import LanguageModel, cross_entropy, initialize
+from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate
+from meshwright.recipes.text import ByteText
+from meshwright.reference import ReferenceRun, first_difference, record, train_reference
+from meshwright.sampling import Sampler
+
+__all__ = ["TOLERANCE", "Parity", "check_parity"]
+
+TOLERANCE = 1e-9
+"""Largest relative difference between the layout and one process, both in float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """What the comparison found; the same on all ranks."""
+
+    layout: str
+    error: float
+    """Largest relative difference of all losses, gradients and weights."""
+    place: str
+    """Where that was."""
+    losses: tuple[float, ...]
+    """Losses of one process in float64."""
+
+    def line(self, losses: Sequence[float]) -> str:
+        """One line for readers; ``losses`` are those of the real run from its first step."""
+        count = min(len(losses), len(self.losses))
+        pairs = list(zip(losses, self.losses, strict=False))
+        worst = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
+        real = (
+            f"losses of the real run's first {count} steps differ from them by {worst:.1e}"
+            if count
+            else "the real run did not begin at step 1, so its losses are not compared"
+        )
+        return (
+            f"parity: {self.layout} equals one process over {len(self.losses)} steps in float64: "
+            f"losses, gradients and weights agree to {self.error:.1e} relative "
+            f"(limit {TOLERANCE:.0e}{self.place}); {real}"
+        )
+
+
+def check_parity(
+    config: TrainConfig, text: ByteText, communicator: Communicator, *, tolerance: float = TOLERANCE
+) -> Parity:
+    """Train the configured layout and one process in float64 on the run's first batches.
+
+    Dropout is left out on both sides: its masks depend on how a batch is shared out. All ranks call
+    it together. Raises ``ParityError``, on all ranks, naming the first tensor that differs.
+    """
+    steps = min(config.run.parity_steps, config.run.steps)
+    plan = replace(config.plan, precision=Precision(parameters="float64"))
+    trainable = parallelize(_model(config), plan, optimizer=_optimizer(config), loss=cross_entropy)
+    sampler = trainable.sampler(len(text.training), config.data.batch_size)
+    batches = _batches(text, sampler, steps, communicator)
+    if communicator.rank:
+        for batch, target in batches:
+            trainable.step(batch, target)
+        for step in range(steps):
+            communicator.barrier(label=f"parity: one process, step {step}").wait()
+        answer = b""
+    else:
+        parallel = record(_Trainee(trainable), batches)
+        answer = json.dumps(_compare(parallel, config, text, communicator, tolerance)).encode()
+    problem, error, place, losses = json.loads(
+        communicator.gather_bytes(answer, label="parity: verdict")[0]
+    )
+    if problem:
+        raise ParityError(problem)
+    layout = ", ".join(f"{name}={size}" for name, size in config.plan.axes.mapping().items())
+    return Parity(layout=layout or "one rank", error=error, place=place, losses=tuple(losses))
+
+
+class _Trainee:
+    """The two halves of a ``Trainable`` as `record` calls them."""
+
+    def __init__(self, trainable: Trainable) -> None:
+        self.module = trainable.module
+        self.forward_backward = trainable.forward_backward
+        self.gradients = trainable.gradients
+        self.optimizer_step = trainable.optimizer_step
+
+
+def _compare(
+    parallel: ReferenceRun,
+    config: TrainConfig,
+    text: ByteText,
+    communicator: Communicator,
+    tolerance: float,
+) -> tuple[str, float, str, tuple[float, ...]]:
+    """On rank 0: the problem (empty if there is none), the largest error, where, and the losses."""
+    plan = config.plan
+    sampler = Sampler(len(text.training), config.data.batch_size, plan.train.seed)
+    batches = _batches(text, sampler, len(parallel.losses), communicator)
+    threads = torch.get_num_threads()
+    # The other ranks wait: their cores are free.
+    torch.set_num_threads(min(len(os.sched_getaffinity(0)), threads * communicator.size))
+    try:
+        reference = train_reference(
+            _model(config),
+            _with_barriers(batches, communicator),
+            optimizer=_optimizer(config),
+            loss=cross_entropy,
+            clip_norm=plan.train.clip_norm,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    found = first_difference(parallel, reference, tolerance)
+    if found is not None:
+        return str(found), found.error, "", reference.losses
+    error, place = _largest(parallel, reference)
+    return "", error, place, reference.losses
+
+
+def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, str]:
+    """The largest difference and where it is: climbs from each difference to the next larger."""
+    error, place = 0.0, ""
+    while (found := first_difference(parallel, reference, error)) is not None:
+        what = found.kind if not found.name else f"{found.kind} of {found.name}"
+        error, place = found.error, f"; the largest is the {what} at step {found.step + 1}"
+    return error, place
+
+
+def _model(config: TrainConfig) -> LanguageModel:
+    model = LanguageModel(replace(config.model, dropout=0.0))
+    initialize(model, config.plan.train.seed)
+    return model
+
+
+def _optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer]:
+    """The run's optimizer, which sets its own learning rate before each step."""
+
+    def build(parameters: Iterable[Parameter]) -> Optimizer:
+        optimizer = adamw(config.optimizer)(parameters)
+        steps = iter(range(1, config.run.steps + 1))
+
+        def set_rate(*_: object) -> None:
+            rate = learning_rate(config.optimizer, next(steps), config.run.steps)
+            set_learning_rate(optimizer, rate)
+
+        optimizer.register_step_pre_hook(set_rate)
+        return optimizer
+
+    return build
+
+
+def _batches(
+    text: ByteText, sampler: Sampler, steps: int, communicator: Communicator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(steps):
+        inputs, targets = text.training.batch(sampler.next_indices())
+        yield inputs.to(communicator.device), targets.to(communicator.device)
+
+
+def _with_barriers(
+    batches: Iterator[tuple[Tensor, Tensor]], communicator: Communicator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches, and after each one's step a sign of life to the ranks that wait."""
+    for step, batch in enumerate(batches):
+        yield batch
+        communicator.barrier(label=f"parity: one process, step {step}").wait()

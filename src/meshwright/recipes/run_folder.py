@@ -1,0 +1,184 @@
+"""Where a run writes, where it resumes from, and whether what it resumes from belongs to it.
+
+::
+
+    runs/train-20260101-120000/
+    ├── config.toml              the configuration with its overrides
+    ├── metrics.jsonl            one object a step
+    ├── checkpoints/
+    │   └── step_00000300/       what `resume` takes
+    ├── summary.json
+    └── timeline.json            a Chrome trace of the last steps
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from meshwright.checkpoint import latest, read_manifest
+from meshwright.comm import Communicator
+from meshwright.errors import CheckpointError, CheckpointMismatchError, PlanError
+from meshwright.recipes.config import TrainConfig
+from meshwright.recipes.text import ByteText
+from meshwright.toml_source import plain
+
+__all__ = ["RunFolder", "check_same_run", "choose_folder", "describe_run", "require_equal_ranks"]
+
+CHECKPOINTS = "checkpoints"
+_FINGERPRINT_BYTES = 64 * 2**20
+
+# Keys that decide nothing about the numbers, so that they may differ after a resumption.
+_FREE = ("data.path", "run.")
+_BOUND = ("run.steps",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The folder of a run and the checkpoint it starts from, if any."""
+
+    path: Path
+    checkpoint: Path | None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are saved."""
+        return self.path / CHECKPOINTS
+
+
+def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
+    """Decide on rank 0 where this run writes and what it resumes from; the same on all ranks.
+
+    Raises ``PlanError`` when [run] folder and resume do not fit what is on the disk.
+    """
+    answer = b""
+    if communicator.rank == 0:
+        chosen = _choose(config)
+        start = "" if chosen.checkpoint is None else str(chosen.checkpoint)
+        answer = json.dumps([str(chosen.path), start]).encode()
+    path, start = json.loads(communicator.gather_bytes(answer, label="run folder")[0])
+    return RunFolder(path=Path(path), checkpoint=Path(start) if start else None)
+
+
+def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
+    """What decides a run's numbers, as JSON: its configuration and a fingerprint of its text."""
+    return {
+        "config": plain(config),
+        "text": {
+            "training": _fingerprint(text.training.data),
+            "held out": _fingerprint(text.validation.data),
+        },
+    }
+
+
+def require_equal_ranks(run: Mapping[str, object], communicator: Communicator) -> None:
+    """Raise ``PlanError``, on all ranks, when configuration or text differ between ranks."""
+    answers = communicator.gather_bytes(json.dumps(run).encode(), label="compare runs")
+    first = json.loads(answers[0])
+    for rank, answer in enumerate(answers[1:], 1):
+        found = list(_differences(first, json.loads(answer)))
+        if found:
+            key, mine, other = found[0]
+            raise PlanError(
+                f"expected one configuration and one text on all ranks, found {key} = {mine} on "
+                f"rank 0 and {other} on rank {rank}; give all ranks the same files and overrides"
+            )
+
+
+def check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) -> None:
+    """Raise ``CheckpointMismatchError`` when ``checkpoint`` was saved by a run unlike this one."""
+    found = [
+        f"{key} = {theirs} there, {ours} here"
+        for key, theirs, ours in _differences(saved, json.loads(json.dumps(run)))
+        if not key.startswith(_FREE) or key in _BOUND
+    ]
+    if found:
+        raise CheckpointMismatchError(
+            f"the checkpoint {checkpoint} belongs to another plan or run: {'; '.join(found)}; use "
+            "its values, choose another [run] folder, or set [run] accept_changes = true"
+        )
+
+
+def _choose(config: TrainConfig) -> RunFolder:
+    resume, folder = config.run.resume, config.run.folder
+    if resume in ("auto", "never"):
+        path = Path(folder) if folder else _fresh_folder(config)
+        if resume == "never" and any((path / CHECKPOINTS).glob("step_*")):
+            raise PlanError(
+                f"[run] resume = never, but {path} holds checkpoints of an earlier run, which are "
+                "never overwritten; choose another [run] folder, or resume = auto"
+            )
+        return RunFolder(path=path, checkpoint=latest(path / CHECKPOINTS))
+    checkpoint, home = _named_start(Path(resume))
+    path = Path(folder) if folder else home
+    newest = latest(path / CHECKPOINTS)
+    if newest is not None and read_manifest(newest).step > read_manifest(checkpoint).step:
+        raise PlanError(
+            f"[run] resume = {resume}, but {path} holds a later checkpoint, {newest.name}, which "
+            "would have to be overwritten; choose another [run] folder, or resume = auto"
+        )
+    return RunFolder(path=path, checkpoint=checkpoint)
+
+
+def _named_start(named: Path) -> tuple[Path, Path]:
+    """The checkpoint that ``named`` is or holds, and the folder of its run."""
+    if (named / CHECKPOINTS).is_dir():
+        newest = latest(named / CHECKPOINTS)
+        if newest is None:
+            raise PlanError(
+                f"[run] resume = {named}: expected a complete checkpoint in {named / CHECKPOINTS}, "
+                "found none; leave resume out to start anew"
+            )
+        return newest, named
+    if not named.is_dir():
+        raise PlanError(
+            f"[run] resume = {named}: expected auto, never, the folder of a run or a checkpoint, "
+            "found no such folder"
+        )
+    # A checkpoint stands in checkpoints/ of its run; one that was copied elsewhere stands alone.
+    home = named.absolute().parent
+    if home.name != CHECKPOINTS:
+        raise CheckpointError(
+            f"{named} is not in a run's {CHECKPOINTS} folder, so it does not say where to write; "
+            "give [run] folder too"
+        )
+    return named, home.parent
+
+
+def _fresh_folder(config: TrainConfig) -> Path:
+    name = Path(config.origin.source).stem or "run"
+    path = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{path.name.split('_')[0]}_{number}")
+    return path
+
+
+def _fingerprint(data: Tensor) -> str:
+    """Size and checksum; of a text larger than 64 MiB, the checksum of its beginning."""
+    checksum = zlib.crc32(memoryview(data[:_FINGERPRINT_BYTES].numpy()))
+    return f"{data.numel()} bytes, crc32 {checksum:08x}"
+
+
+def _differences(first: object, second: object) -> Iterator[tuple[str, str, str]]:
+    """Dotted key and both values wherever two JSON trees differ."""
+    ours, theirs = dict(_leaves(first)), dict(_leaves(second))
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        if ours.get(key) != theirs.get(key):
+            name = key.removeprefix("config.")
+            yield name, ours.get(key, "nothing"), theirs.get(key, "nothing")
+
+
+def _leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(tree, Mapping):
+        for name, inner in tree.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, json.dumps(tree)
