@@ -11,6 +11,7 @@ import ast
 import importlib.machinery
 import importlib.util
 import os
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -103,7 +104,20 @@ class _RewritingLoader(SourceFileLoader):
         if rewriter is None:
             return super().get_code(fullname)
         path = self.get_filename(fullname)
-        source = self.get_data(path)
-        tree = ast.parse(source, filename=path)
-        rewriter.rewrite_asserts(tree, source, path)
-        return compile(tree, path, "exec", dont_inherit=True)
+        return _cached(rewriter, path) or _rewritten(rewriter, path, self.get_data(path))
+
+
+def _cached(rewriter: ModuleType, path: str) -> CodeType | None:
+    """What pytest has kept of its own rewriting; anything but a hit means to rewrite again."""
+    source = pathlib.Path(path)
+    try:
+        kept = rewriter.get_cache_dir(source) / (source.stem + rewriter.PYC_TAIL)
+        return rewriter._read_pyc(source, kept)
+    except (AttributeError, TypeError, OSError):
+        return None
+
+
+def _rewritten(rewriter: ModuleType, path: str, source: bytes) -> CodeType:
+    tree = ast.parse(source, filename=path)
+    rewriter.rewrite_asserts(tree, source, path)
+    return compile(tree, path, "exec", dont_inherit=True)

@@ -52,13 +52,15 @@ class Outcome:
     """The Python stack of each thread when the rank was killed or crashed."""
     output: str = ""
     """The end of what the rank wrote to stdout and stderr."""
+    killed: bool = False
+    """Whether the harness killed the process, for time."""
     stopped: bool = False
     """Whether the process was stopped (SIGSTOP) when it was killed."""
 
     @property
     def failed(self) -> bool:
-        """Whether this rank makes the call fail."""
-        return self.ending not in {Ending.RETURNED, Ending.SKIPPED}
+        """Whether this rank did anything but return and end well."""
+        return self.ending != Ending.RETURNED
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -75,7 +77,7 @@ class Outcome:
                 return f"raised {_last_line(self.traceback)} {after}"
             case Ending.DIED:
                 return f"{_how_it_died(self.exit_code)} {after}, before its body returned"
-            case Ending.TEARDOWN if self.stopped or self.stack:
+            case Ending.TEARDOWN if self.killed:
                 return f"returned, but its process had not ended {after}{self._stop_note()}"
             case Ending.TEARDOWN:
                 return (

@@ -252,7 +252,7 @@ def _warning_filters() -> tuple[wire.WarningFilter, ...]:
         return re.escape(pattern) + r"\Z" if isinstance(pattern, str) else pattern.pattern
 
     return tuple(
-        (action, text(message), category, text(module), line)
+        (action, text(message), cast("type[Warning]", category), text(module), line)
         for action, message, category, module, line in warnings.filters
     )
 
@@ -261,12 +261,15 @@ def _values(outcomes: Sequence[Outcome]) -> list[object]:
     """The returned values, or the error that the outcomes make."""
     __tracebackhide__ = True
     loaded = [_loaded(outcome) for outcome in outcomes]
-    if any(outcome.failed and outcome.ending != Ending.ENDED for outcome in loaded):
+    unwell = [outcome for outcome in loaded if outcome.ending != Ending.RETURNED]
+    # What other ranks say after one has skipped the test comes of its having left.
+    first = min(unwell, key=lambda outcome: outcome.order, default=None)
+    if first is not None and first.ending == Ending.SKIPPED:
+        kind, reason = cast("tuple[str, str]", first.value)
+        raise getattr(sys.modules["_pytest.outcomes"], kind)(reason)
+    if unwell:
         error = RanksFailed(loaded)
         raise error from error.first.exception
-    for outcome in loaded:
-        if outcome.exception is not None:
-            raise outcome.exception
     for outcome in loaded:
         for line in outcome.output.splitlines():
             sys.stdout.write(f"[rank {outcome.rank}] {line}\n")
@@ -276,6 +279,6 @@ def _values(outcomes: Sequence[Outcome]) -> list[object]:
 def _loaded(outcome: Outcome) -> Outcome:
     """``outcome`` with its value or exception instead of their bytes."""
     data = cast("bytes", outcome.value)
-    if outcome.ending in {Ending.RETURNED, Ending.TEARDOWN}:
-        return dataclasses.replace(outcome, value=wire.unpack(data) if data else None)
-    return dataclasses.replace(outcome, value=None, exception=wire.exception_from(data))
+    if outcome.ending == Ending.RAISED:
+        return dataclasses.replace(outcome, value=None, exception=wire.exception_from(data))
+    return dataclasses.replace(outcome, value=wire.unpack(data) if data else None)

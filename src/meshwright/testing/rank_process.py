@@ -67,17 +67,23 @@ def run(request: wire.Request, post: Post) -> NoReturn:
         message = wire.Message(kind="returned", time=time.monotonic(), payload=wire.pack(value))
     except BaseException as error:
         now = time.monotonic()
-        kind = "skipped" if _is_skip(error) else "raised"
-        if kind == "raised":
-            _publish(error)
-        message = wire.Message(
-            kind=kind, time=now, payload=wire.exception_bytes(error), traceback=_trace_of(error)
-        )
+        message = _message_of(error, now)
     _flush()
     wire.send(post.channel, message)
     if message.kind == "returned" and request.connected:
         comm.disconnect()
     _leave(0 if message.kind in {"returned", "skipped"} else 1)
+
+
+def _message_of(error: BaseException, now: float) -> wire.Message:
+    if _is_skip(error):
+        # By name: pytest's outcomes are not to be found in the module that they name as theirs.
+        said = wire.pack((type(error).__name__, str(error)))
+        return wire.Message(kind="skipped", time=now, payload=said)
+    _publish(error)
+    return wire.Message(
+        kind="raised", time=now, payload=wire.exception_bytes(error), traceback=_trace_of(error)
+    )
 
 
 def _publish(error: BaseException) -> None:
@@ -149,8 +155,8 @@ def _replace_filters(filters: Iterable[wire.WarningFilter]) -> None:
 
 
 def _is_skip(error: BaseException) -> bool:
-    kind = type(error)
-    return kind.__module__ == "_pytest.outcomes" and kind.__name__ in {"Skipped", "XFailed"}
+    outcomes = sys.modules.get("_pytest.outcomes")
+    return outcomes is not None and isinstance(error, (outcomes.Skipped, outcomes.XFailed))
 
 
 def _trace_of(error: BaseException) -> str:

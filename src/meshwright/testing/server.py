@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import cast
 
@@ -67,9 +68,15 @@ def _load(names: Iterable[str]) -> None:
         except Exception:
             continue  # the rank that needs it raises it again, and is heard
     if missing:
-        # What is loaded stays: collections in the ranks need not touch, and so copy, its pages.
-        gc.collect()
-        gc.freeze()
+        _freeze()
+
+
+def _freeze() -> None:
+    """Let what is loaded stay as it is: whatever a rank touches of it, it has to copy."""
+    for finalizer in list(weakref.finalize._registry):  # pyrefly: ignore[missing-attribute]
+        finalizer.atexit = False  # torch would take its libraries apart, in 30 ms a rank
+    gc.collect()
+    gc.freeze()
 
 
 def _reap() -> None:

@@ -9,24 +9,28 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import torch.distributed as dist
 
 from meshwright.testing import rank_process, wire
 from meshwright.testing.outcome import Ending, Outcome
 
-__all__ = ["supervise"]
+__all__ = ["Step", "supervise"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _OUTPUT_SHOWN = 32 * 1024
 _DUMP_SECONDS = 1.0
 _SKIP_GRACE = 0.1
 
-Step = Callable[[], "Step | int"]
-"""A process's next piece of work, or its exit code: a forked child leaves its parent's frames."""
+
+class Step(Protocol):
+    """A process's next piece of work; a forked child leaves its parent's frames for it."""
+
+    def __call__(self) -> Step | int:
+        """Do it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -133,6 +137,8 @@ class _Watch:
         if not data:
             self._selector.unregister(child.channel)
             return
+        if child.killed_for is not None:
+            return  # it is on its way out, and was only woken to show its stack
         for message in child.inbox.feed(data):
             child.message = cast("wire.Message", message)
             child.end = child.well_until = child.message.time
@@ -189,6 +195,7 @@ class _Watch:
             traceback=message.traceback if message is not None and loads else "",
             stack=_content(child.stack),
             output=_content(child.output),
+            killed=child.killed_for is not None,
             stopped=child.stopped,
         )
 

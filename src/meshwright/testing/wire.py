@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 try:
     import cloudpickle
@@ -97,14 +98,23 @@ def unpack(data: bytes) -> object:
     return pickle.loads(data)  # noqa: S301 - see the module's docstring
 
 
+_Parts = tuple[type[BaseException], tuple[object, ...], Mapping[str, object]]
+
+
 def _rebuild(
     kind: type[BaseException], args: tuple[object, ...], state: Mapping[str, object]
 ) -> BaseException:
     # Without __init__: an exception whose __init__ takes more than its message pickles but would
-    # not come back.
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
+    # not come back. Of several builtin bases only the one that decides the layout can make it.
+    for base in cast("tuple[type[BaseException], ...]", kind.__mro__):
+        try:
+            error = base.__new__(kind, *args)
+        except TypeError:
+            continue
+        error.args = args
+        error.__dict__.update(state)
+        return error
+    raise TypeError(f"no base of {kind.__name__} can make one")
 
 
 def exception_bytes(error: BaseException) -> bytes:
@@ -122,7 +132,7 @@ def exception_from(data: bytes) -> BaseException | None:
     if not data:
         return None
     try:
-        return _rebuild(*unpack(data))  # pyrefly: ignore[bad-argument-type]
+        return _rebuild(*cast("_Parts", unpack(data)))
     except Exception:
         return None
 
