@@ -242,6 +242,24 @@ def test_one_rank_is_one_process(ranks: Ranks) -> None:
     ranks(1, table, CASES[:2])
 
 
+def body_sync_batch_norm() -> None:
+    """Statistics of all ranks: outputs, gradients and running statistics are one process's."""
+    world = communicator()
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
+    model.append(nn.BatchNorm1d(4, affine=False, track_running_stats=False)).append(nn.Linear(4, 3))
+    model.double()
+    data = batches(world.size)
+    reference = train_reference(model, data, optimizer=sgd, loss=weighted)
+    plan = plan_of(world.size, batch_norm="sync")
+    trainable = parallelize(model, plan, optimizer=sgd, loss=weighted)
+    run = record(trainable, [share(pair, world.rank) for pair in data])
+    assert first_difference(run, reference, TOLERANCE) is None
+    assert type(model[1]) is nn.BatchNorm1d
+    with observe(quiet := Recorder()):
+        trainable.eval(*share(data[0], world.rank))
+    assert quiet.kinds() == []
+
+
 def body_own_loop() -> None:
     """Several calls of forward_backward make one step of all their samples."""
     world = communicator()
@@ -303,7 +321,13 @@ def body_empty_count() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body_own_loop, body_unequal_counts, body_unequal_means, body_empty_count],
+    [
+        body_sync_batch_norm,
+        body_own_loop,
+        body_unequal_counts,
+        body_unequal_means,
+        body_empty_count,
+    ],
     ids=lambda body: body.__name__[5:],
 )
 def test_loss_contract(ranks: Ranks, body: Callable[[], None]) -> None:
@@ -543,6 +567,9 @@ optimizer = "float64"
     wrong_world = Plan(axes=Axes.of({"replicate": 3}))
     with pytest.raises(PlanError, match="axes multiply to 3"):
         parallelize(sequential(), wrong_world, optimizer=sgd, loss=mean)
+    with pytest.raises(PlanError, match="'1', which has BatchNorm: its running statistics"):
+        plan = plan_of(2, batch_norm="local", recompute=("1",))
+        parallelize(normalised(), plan, optimizer=sgd, loss=mean)
     with pytest.raises(PlanError, match="has no effect: the model has no BatchNorm"):
         parallelize(sequential(), plan_of(2, batch_norm="local"), optimizer=sgd, loss=mean)
     with pytest.raises(PlanError, match="on the meta device"):

@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.composition.trainable import Loss, Trainable
-from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
+from meshwright.data_parallel import (
+    ReductionSettings,
+    ReplicateOptions,
+    batch_norms,
+    replicate,
+    synchronise_batch_norm,
+)
 from meshwright.errors import PlanError
 from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem
@@ -60,6 +65,8 @@ def parallelize(
     axis = comm.connect() if group is None else comm.communicator(group, "replicate")
     _check(model, plan, axis)
     _place(model, plan, axis)
+    if plan.train.batch_norm == "sync":
+        synchronise_batch_norm(model, axis)
     _recompute(model, plan)
     options = ReplicateOptions(
         process_group=axis.group,
@@ -133,7 +140,7 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "compile"),
             "compile = true is not available in this version: remove it",
         )
-    normalised = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+    normalised = list(batch_norms(model))
     if normalised and train.batch_norm is None and plan.data_size > 1:
         yield Problem(
             ("train", "batch_norm"),
@@ -145,10 +152,12 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
         )
-    if normalised and train.batch_norm == "sync":
+    again = [name for name in _recomputed(model, plan) if batch_norms(model.get_submodule(name))]
+    if again:
         yield Problem(
-            ("train", "batch_norm"),
-            'batch_norm = "sync" is not available in this version: use "local"',
+            ("train", "recompute"),
+            f"recompute matches {again[0]!r}, which has BatchNorm: its running statistics would "
+            "move twice a step; leave it out",
         )
 
 
@@ -178,11 +187,16 @@ def _place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
         model.to(getattr(torch, plan.precision.parameters))
 
 
+def _recomputed(model: nn.Module, plan: Plan) -> list[str]:
+    """Names of the modules whose activations are computed again, each once."""
+    names = [name for name, _ in model.named_modules()]
+    matches = [match_names(pattern, names) for pattern in plan.train.recompute]
+    return list(dict.fromkeys(name for found in matches for name in found))
+
+
 def _recompute(model: nn.Module, plan: Plan) -> None:
     """Compute the activations of the matching modules again in the backward pass."""
-    modules = dict(model.named_modules())
-    chosen = {name for pattern in plan.train.recompute for name in match_names(pattern, modules)}
-    for name in chosen:
-        module = modules[name]
+    for name in _recomputed(model, plan):
+        module = model.get_submodule(name)
         # An attribute of the instance: names, state dict and class stay as they are.
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
