@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -124,8 +125,7 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
         names = ", ".join(train.recompute)
         yield f"train.recompute = {names}: activations of these modules are computed again"
     if train.batch_norm is not None:
-        whose = "all ranks" if train.batch_norm == "sync" else "each rank's own share"
-        yield f"train.batch_norm = {train.batch_norm}: statistics are those of {whose}"
+        yield f"train.batch_norm = {train.batch_norm}: {_STATISTICS[train.batch_norm]}"
     yield f"train.seed = {train.seed}: the order of samples"
     yield (
         f"precision: compute in {precision.compute or 'the dtype of the parameters'}, reduce in "
@@ -133,6 +133,15 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
     )
     if precision.needs_loss_scaling:
         yield "precision: the loss is scaled, and steps that overflow are skipped by all ranks"
+
+
+_STATISTICS = MappingProxyType(
+    {
+        "local": "each rank normalises by its own share; running statistics are those of rank 0",
+        "sync": "each BatchNorm gathers statistics in every forward pass and reduces their "
+        "gradients in every backward pass, beside the collectives above",
+    }
+)
 
 
 def _dtype_name(dtype: object) -> str:

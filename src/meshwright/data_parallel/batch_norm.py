@@ -27,7 +27,8 @@ def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> Non
     ``2 * channels + 1`` numbers a rank; the backward pass reduces as many.
     """
     for name, part in batch_norms(module).items():
-        part.forward = partial(_forward, part, communicator, f"batch norm {name}")
+        # An attribute of the instance hides the method of its class.
+        setattr(part, "forward", partial(_forward, part, communicator, f"batch norm {name}"))  # noqa: B010
 
 
 def _forward(
