@@ -197,7 +197,7 @@ def _doctor(words: list[str]) -> int:
 def _verify(words: list[str]) -> int:
     command = _parse(VerifyCommand, "checkpoint verify", words)
     manifest = checkpoint.verify(command.folder)
-    total = sum(record.size for record in manifest.files.values())
+    total = sum(file.size for file in manifest.file_maps.values())
     print(
         f"{command.folder}: sound, step {manifest.step}, {len(manifest.tensors)} tensors, "
         f"{total:,} bytes"

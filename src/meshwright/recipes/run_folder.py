@@ -163,7 +163,7 @@ def _fresh_folder(config: TrainConfig) -> Path:
 
 def _fingerprint(data: Tensor) -> str:
     """Size and checksum; of a text larger than 64 MiB, the checksum of its beginning."""
-    checksum = zlib.crc32(memoryview(data[:_FINGERPRINT_BYTES].numpy()))
+    checksum = zlib.crc32(data[:_FINGERPRINT_BYTES].numpy().data)
     return f"{data.numel()} bytes, crc32 {checksum:08x}"
 
 

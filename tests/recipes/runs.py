@@ -1,0 +1,71 @@
+"""Tiny runs for the tests of the main job: bodies for ranks, and the text they read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.checkpoint import latest, load
+from meshwright.comm import connect
+from meshwright.recipes.config import TrainConfig
+from meshwright.recipes.loop import Outcome, train
+from meshwright.toml_source import read
+
+CONFIG = """
+[model]
+layers = 2
+heads = 2
+dim = 16
+context = 16
+
+[data]
+batch_size = 8
+validation_windows = 6
+
+[optimizer]
+warmup_steps = 2
+
+[run]
+steps = 6
+trace_steps = 2
+"""
+
+
+def write_text(folder: Path) -> Path:
+    """A text of 20 kB that a tiny model can begin to learn."""
+    path = folder / "text.txt"
+    path.write_bytes(b"".join(b"%d + %d = %d\n" % (n, n % 7, n + n % 7) for n in range(1200)))
+    return path
+
+
+def read_run(folder: Path, *overrides: str) -> TrainConfig:
+    """The tiny configuration, its run in ``folder/run``, the text beside it."""
+    text = folder / "text.txt"
+    if not text.exists():
+        write_text(folder)
+    given = [f"data.path={text}", f"run.folder={folder / 'run'}", *overrides]
+    return read(CONFIG, TrainConfig, source="tiny.toml", overrides=given)
+
+
+def run_tiny(
+    folder: Path, *overrides: str, tell: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """A whole tiny run on this rank."""
+    world = connect()
+    config = read_run(folder, *overrides)
+    return train(config, world, tell if world.rank == 0 else lambda line: None)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The training losses of a run's metrics file by step."""
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def saved_tensors(folder: Path) -> dict[str, list[float]]:
+    """Every tensor of a run's newest checkpoint, as numbers."""
+    newest = latest(folder / "run" / "checkpoints")
+    assert newest is not None
+    return {name: tensor.tolist() for name, tensor in load(newest).tensors.items()}

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from recipes.runs import losses, read_run, run_tiny, saved_tensors
+
+from meshwright.checkpoint import latest, verify
+from meshwright.comm import connect
+from meshwright.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    MeshwrightError,
+    PlanError,
+)
+from meshwright.recipes.loop import Outcome, train
+from meshwright.report import read_chrome_trace
+from meshwright.testing import Ranks
+
+TWO = "axes.replicate=2"
+
+
+def refusal(folder: Path, *overrides: str) -> tuple[str, str]:
+    """Type and message of the error with which a run ends on this rank."""
+    try:
+        run_tiny(folder, *overrides)
+    except MeshwrightError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# ------------------------------------------------------------------------------------ a run
+
+
+def test_a_run_leaves_metrics_checkpoint_summary_and_trace(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, run_tiny, tmp_path, TWO, "train.accumulate=2", "run.validate_every=3")
+    folder = tmp_path / "run"
+    assert first.is_finished
+    assert first.loss == second.loss
+    assert first.validation_loss == second.validation_loss
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert verify(folder / "checkpoints" / "step_00000006").step == 6
+    assert json.loads((folder / "summary.json").read_text())["step"] == 6
+    assert read_run(tmp_path).model.dim == 16
+    assert "validation_loss" in (folder / "metrics.jsonl").read_text()
+
+
+def test_the_trace_shows_every_rank_lane_and_reason(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, run_tiny, tmp_path, TWO)
+    timeline = read_chrome_trace(tmp_path / "run" / "timeline.json")
+    names = {event.name for event in timeline.select(rank=1, lane="compute").events}
+    assert timeline.ranks == (0, 1)
+    assert names == {"step 5", "step 6", "forward", "loss and backward", "optimizer"}
+    labels = {event.name for event in timeline.select(rank=1, lane="reduce").events}
+    assert any("bucket" in label for label in labels)
+    assert timeline.busy(0, "compute") > 0
+
+
+def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
+    (outcome,) = ranks(1, run_tiny, tmp_path, "run.steps=60", "optimizer.learning_rate=1e-2")
+    assert outcome.loss is not None
+    assert outcome.validation_loss < outcome.unigram_loss - 0.1
+
+
+def test_numbers_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes: list[Outcome] = []
+    for count in (1, 2, 4):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        outcomes.append(ranks(count, run_tiny, folder, f"axes.replicate={count}")[0])
+        assert losses(folder) == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+    for outcome in outcomes[1:]:
+        assert outcome.validation_loss == pytest.approx(outcomes[0].validation_loss, rel=1e-5)
+        assert outcome.unigram_loss == outcomes[0].unigram_loss
+
+
+# ----------------------------------------------------------------------------- going on exactly
+
+
+def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
+    """A run in which rank 1 alone is asked to stop, while ``step`` runs on rank 0."""
+    world = connect()
+    config = read_run(folder, *overrides)
+    neighbour = int(world.gather_bytes(str(os.getpid()).encode(), label="process ids")[-1])
+
+    def tell(line: str) -> None:
+        if world.rank == 0 and line.startswith(f"step {step}/"):
+            os.kill(neighbour, signal.SIGTERM)
+
+    return train(config, world, tell)
+
+
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    options = (TWO, "train.accumulate=2", "model.dropout=0.1", "train.clip_norm=0.5")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    ranks(2, run_tiny, whole, *options)
+    stopped = ranks(2, stop_in_step, parts, 2, *options)
+    assert stopped[0].step == stopped[1].step
+    assert 2 < stopped[0].step < 6
+    assert not stopped[0].is_finished
+    resumed = ranks(2, run_tiny, parts, *options)
+    assert resumed[0].is_finished
+    assert losses(parts) == losses(whole)
+    assert saved_tensors(parts) == saved_tensors(whole)
+
+
+def test_a_finished_run_has_nothing_left_to_do(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(1, run_tiny, tmp_path)[0]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    again = ranks(1, run_tiny, tmp_path)[0]
+    assert again.loss is None
+    assert again.validation_loss == first.validation_loss
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_resuming_from_a_named_checkpoint_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, run_tiny, tmp_path, "run.save_every=3")
+    start = tmp_path / "run" / "checkpoints" / "step_00000003"
+    (tmp_path / "other").mkdir()
+    ranks(
+        1,
+        run_tiny,
+        tmp_path,
+        f"run.folder={tmp_path / 'other' / 'run'}",
+        f"run.resume={start}",
+    )
+    first, second = losses(tmp_path), losses(tmp_path / "other")
+    assert second == {step: first[step] for step in (4, 5, 6)}
+
+
+def stop_twice(folder: Path) -> None:
+    """Asks itself to stop again, after the moment in which two signals count as one."""
+
+    def tell(line: str) -> None:
+        if line.startswith(("step 1/", "step 2/")):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause() if line.startswith("step 2/") else signal.sigtimedwait([], 0.6)
+
+    run_tiny(folder, "run.steps=500", tell=tell)
+
+
+def test_a_second_signal_quits_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="SIGINT"):
+        ranks(1, stop_twice, tmp_path)
+    assert latest(tmp_path / "run" / "checkpoints") is None
+
+
+# ------------------------------------------------------------------- what a run refuses to use
+
+
+def test_a_checkpoint_of_another_plan_is_refused_unless_asked_for(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(1, run_tiny, tmp_path, "run.steps=2")
+    for override, words in (
+        (TWO, "axes.replicate = nothing there, 2 here"),
+        ("train.seed=1", "train.seed = 0 there, 1 here"),
+        ("model.heads=1", "model.heads = 2 there, 1 here"),
+        ("run.steps=6", "run.steps = 2 there, 6 here"),
+    ):
+        for kind, message in ranks(2 if override == TWO else 1, refusal, tmp_path, override):
+            assert kind == CheckpointMismatchError.__name__
+            assert words in message
+            assert "\n" not in message
+    (outcome,) = ranks(1, run_tiny, tmp_path, "run.steps=6", "run.accept_changes=true")
+    assert outcome.step == 6
+
+
+def test_a_checkpoint_of_another_text_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, run_tiny, tmp_path, "run.steps=2")
+    with (tmp_path / "text.txt").open("ab") as file:
+        file.write(b"one more line\n")
+    ((kind, message),) = ranks(1, refusal, tmp_path, "run.steps=2")
+    assert kind == CheckpointMismatchError.__name__
+    assert "text.training" in message
+
+
+def test_another_model_is_refused_even_where_changes_are_accepted(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(1, run_tiny, tmp_path, "run.steps=2")
+    ((kind, message),) = ranks(1, refusal, tmp_path, "model.dim=8", "run.accept_changes=true")
+    assert kind == CheckpointMismatchError.__name__
+    assert "belongs to another model" in message
+    assert "\n" not in message
+
+
+def test_a_truncated_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, run_tiny, tmp_path, "run.steps=2")
+    start = tmp_path / "run" / "checkpoints" / "step_00000002"
+    file = next(path for path in start.iterdir() if path.suffix == ".safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    ((kind, message),) = ranks(1, refusal, tmp_path, f"run.resume={start}")
+    assert kind == CheckpointDamagedError.__name__
+    assert file.name in message
+    # Nor does a run start over beside it without a word.
+    ((kind, message),) = ranks(1, refusal, tmp_path)
+    assert kind == CheckpointDamagedError.__name__
+    assert "start over" in message
+
+
+def test_ranks_with_different_configurations_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    read_run(tmp_path)
+    for kind, message in ranks(2, refusal_with_own_seed, tmp_path):
+        assert kind == PlanError.__name__
+        assert "train.seed = 0 on rank 0 and 1 on rank 1" in message
+
+
+def refusal_with_own_seed(folder: Path) -> tuple[str, str]:
+    return refusal(folder, TWO, f"train.seed={connect().rank}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["run.resume=never"], "holds checkpoints of an earlier run"),
+        (["run.resume={folder}/nowhere"], "found no such folder"),
+        (["run.resume={folder}/run/checkpoints/step_00000002"], "holds a later checkpoint"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    ranks: Ranks, tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    ranks(1, run_tiny, tmp_path, "run.steps=4", "run.save_every=2")
+    given = [override.format(folder=tmp_path) for override in overrides]
+    ((kind, message),) = ranks(1, refusal, tmp_path, "run.steps=4", *given)
+    assert kind == PlanError.__name__
+    assert words in message
+
+
+# ------------------------------------------------------------------------------------- disk full
+
+
+def fill_the_disk_after_the_first_save(folder: Path) -> tuple[str, str, list[str]]:
+    """From then on no file of this process may be larger than 4 kB."""
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        if "saved" in line:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+    world = connect()
+    try:
+        train(read_run(folder, TWO, "run.save_every=2"), world, tell)
+    except MeshwrightError as error:
+        return type(error).__name__, str(error), lines
+    return "", "", lines
+
+
+def test_a_full_disk_is_told_and_the_last_checkpoint_stays(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, message, lines in ranks(2, fill_the_disk_after_the_first_save, tmp_path):
+        assert kind == CheckpointWriteError.__name__
+        assert "step_00000006 was not saved" in message
+        assert "\n" not in message
+        assert sum("training goes on" in line for line in lines) == 1
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert verify(newest).step == 2

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipes.runs import read_run, run_tiny
+
+from meshwright.comm import connect
+from meshwright.errors import ParityError
+from meshwright.recipes.parity import TOLERANCE, Parity, check_parity
+from meshwright.recipes.text import open_text
+from meshwright.testing import Ranks
+
+OPTIONS = ("axes.replicate=2", "train.accumulate=2", "train.clip_norm=0.1", "model.dropout=0.1")
+
+
+def compare(folder: Path, tolerance: float) -> Parity | str:
+    config = read_run(folder, *OPTIONS)
+    text = open_text(config.data, config.model.context)
+    try:
+        return check_parity(config, text, connect(), tolerance=tolerance)
+    except ParityError as error:
+        return str(error)
+
+
+def compare_another_text(folder: Path) -> str:
+    """Rank 1 reads other bytes than the one process does."""
+    world = connect()
+    config = read_run(folder, *OPTIONS)
+    if world.rank == 1:
+        (folder / "other.txt").write_bytes(bytes(range(256)) * 80)
+        config = read_run(folder, *OPTIONS, f"data.path={folder / 'other.txt'}")
+    with pytest.raises(ParityError) as caught:
+        check_parity(config, open_text(config.data, config.model.context), world)
+    return str(caught.value)
+
+
+def test_two_ranks_train_the_model_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, compare, tmp_path, TOLERANCE)
+    assert isinstance(first, Parity)
+    assert first == second
+    assert first.error < TOLERANCE
+    assert len(first.losses) == 6
+    line = first.line([first.losses[0] * (1 + 1e-7), *first.losses[1:]])
+    assert "replicate=2 equals one process over 6 steps" in line
+    assert "differ from them by 1.0e-07" in line
+
+
+def test_a_difference_names_the_first_tensor_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, compare, tmp_path, 1e-18):
+        assert isinstance(message, str)
+        assert "differs from one process" in message
+        assert "step 0" in message
+
+
+def test_other_batches_are_found_out(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, compare_another_text, tmp_path):
+        assert message.startswith("step 0: the loss differs from one process")
+
+
+def test_a_run_tells_its_own_difference_too(ranks: Ranks, tmp_path: Path) -> None:
+    options = ("axes.replicate=2", "run.check_parity=true", "run.parity_steps=3")
+    outcome = ranks(2, run_tiny, tmp_path, *options)[0]
+    assert "over 3 steps in float64" in outcome.parity
+    assert "the real run's first 3 steps differ from them by" in outcome.parity
