@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from recipes.runs import losses, read_run, run_tiny, saved_tensors
 
 from meshwright.checkpoint import latest, verify
 from meshwright.comm import connect
@@ -21,6 +20,7 @@ from meshwright.errors import (
 from meshwright.recipes.loop import Outcome, train
 from meshwright.report import read_chrome_trace
 from meshwright.testing import Ranks
+from recipes.runs import losses, read_run, run_tiny, saved_tensors
 
 TWO = "axes.replicate=2"
 

@@ -1,0 +1,304 @@
+"""The command as a user gives it: in this process where no rank is started, else as a program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import latest, verify
+from meshwright.cli import main
+from meshwright.report import read_chrome_trace
+from meshwright.testing import Ranks
+from recipes.runs import CONFIG, losses, run_tiny, write_text
+
+DEADLINE = 90.0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration of two ranks, with its text."""
+    path = tmp_path / "tiny.toml"
+    text = write_text(tmp_path)
+    path.write_text(
+        CONFIG.replace("[data]", f'[data]\npath = "{text}"').replace(
+            "[run]", f'[run]\nfolder = "{tmp_path / "run"}"'
+        )
+        + "\n[axes]\nreplicate = 2\n"
+    )
+    return path
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit status and standard error of a command that starts no process."""
+    status = main(words)
+    return status, capsys.readouterr().err
+
+
+def program(*words: str) -> list[str]:
+    return [sys.executable, "-m", "meshwright.cli", *words]
+
+
+def environment(more: Mapping[str, str] = {}) -> dict[str, str]:
+    source = str(Path(__file__).parents[1] / "src")
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
+    }
+    given = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", **more}
+    return {**kept, **given}
+
+
+def run(*words: str, more: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        program(*words),
+        env=environment(more),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+def processes_about(folder: Path) -> list[int]:
+    """The processes whose command line names ``folder``."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until_gone(folder: Path) -> None:
+    until = time.monotonic() + 10
+    while processes_about(folder):
+        assert time.monotonic() < until, f"still running: {processes_about(folder)}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs, and has shown its second step."""
+    process = subprocess.Popen(
+        program(*words),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+# --------------------------------------------------------------------------- words that are wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "expected a command: train, doctor, checkpoint verify"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+        (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
+        (["train"], "CONFIG.toml"),
+        (["train", "x.toml", "--nproc", "two"], "--nproc"),
+        (["train", "x.toml", "--nprco", "2"], "Perhaps you meant: --nproc"),
+        (["train", "/nowhere/x.toml"], "/nowhere/x.toml: expected a TOML file"),
+    ],
+)
+def test_a_wrong_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    status, error = told(capsys, *words)
+    assert status == 2
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--run.stepz", "3"], "override 'run.stepz=3': unknown key 'stepz' in [run]"),
+        (["--run.steps=many"], "expected a whole number of at least 1"),
+        (["--pipeline.schedule", "1f2b"], 'did you mean "1f1b"?'),
+        (["--nproc", "3"], "axes multiply to 2"),
+        (["--nproc", "3"], "or set replicate = 3 in [axes]"),
+        (["--data.path", "/nowhere"], "found nothing at /nowhere"),
+        (["--data.path", "{empty}"], "expected files (.py) that are not empty under {empty}"),
+        (["--data.batch-size", "2000"], "found 1"),
+        (["--data.batch_size", "3"], "choose a multiple of 2"),
+        (["--train.recompute", '["layer.*"]'], "matches no module; did you mean 'layers.*'?"),
+    ],
+)
+def test_a_wrong_configuration_is_found_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+    words: list[str],
+    expected: str,
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    status, error = told(capsys, "train", str(config), *(w.format(empty=empty) for w in words))
+    assert status == 2
+    assert expected.format(empty=empty) in error
+    assert error.count("\n") == 1
+    assert error.startswith("meshwright train: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    words = ["--run.step=1", "--modle.dim=8", "--train.seed=-1", "--axes.replicat", "2"]
+    status, error = told(capsys, "train", str(config), *words)
+    assert status == 2
+    assert error.count("\n") == 4
+
+
+def test_what_the_ranks_would_refuse_is_found_first(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    status, error = told(capsys, "train", str(config), "--nproc=5", "--data.path=/nowhere")
+    assert status == 2
+    assert error.count("\n") == 2
+
+
+def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert not caught.value.code
+    assert "--nproc N" in shown
+    for key in ("--axes.NAME", "--train.clip_norm", "--model.dim", "--run.resume"):
+        assert key in shown
+    assert main(["--help"]) == 0
+    assert "checkpoint verify" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------- whole commands
+
+
+def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_path: Path) -> None:
+    done = run("train", str(config), "--check-parity", "--run.parity_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for words in (
+        "text: ",
+        "step 6/6  loss ",
+        "finished at step 6 of 6 on 2 ranks",
+        "unigram byte frequencies give",
+        "parity: replicate=2 equals one process over 3 steps in float64",
+        f"checkpoint {tmp_path}/run/checkpoints/step_00000006",
+        f"trace      {tmp_path}/run/timeline.json",
+    ):
+        assert words in done.stdout
+    assert done.stdout.count("finished at") == 1
+    assert read_chrome_trace(tmp_path / "run" / "timeline.json").ranks == (0, 1)
+    wait_until_gone(config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_can_go_on(
+    config: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    with started("train", str(config), "--run.steps=4000") as process:
+        process.send_signal(number)
+        output, error = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 128 + number, error
+    assert "stopped on request at step" in output
+    assert f"--resume {tmp_path / 'run'}" in output
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert verify(newest).step == max(losses(tmp_path))
+    wait_until_gone(config)
+
+
+def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(config: Path, tmp_path: Path) -> None:
+    words = ["train", str(config), "--run.steps=4000", "--run.save_every=1"]
+    with started(*words) as process:
+        victim = max(pid for pid in processes_about(config) if pid != process.pid)
+        os.kill(victim, signal.SIGKILL)
+        _, error = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("meshwright train: rank ")
+    assert "signal 9" in last
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    verify(newest)
+    wait_until_gone(config)
+
+
+def test_a_rank_that_dies_at_the_start_is_named(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n"
+    )
+    source = str(Path(__file__).parents[1] / "src")
+    done = run("train", str(config), more={"PYTHONPATH": f"{tmp_path}:{source}"})
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == ("meshwright train: rank 1 of 2 exited with status 7")
+    assert "Traceback" not in done.stderr
+    wait_until_gone(config)
+
+
+def test_a_port_in_use_is_told(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        group = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = run("train", str(config), "--run.timeout=5", more=group)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "free port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_under_torchrun_the_same_command_works(config: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command = [*torchrun, "--standalone", "-m", "meshwright.cli", "train", str(config)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished at step 6 of 6 on 2 ranks") == 1
+    assert max(losses(tmp_path)) == 6
+
+
+# ---------------------------------------------------------------------------- checkpoint verify
+
+
+def test_verify_tells_sound_from_damaged(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ranks(1, run_tiny, tmp_path, "run.steps=1")
+    folder = tmp_path / "run" / "checkpoints" / "step_00000001"
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert "sound, step 1" in capsys.readouterr().out
+    file = next(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    status, error = told(capsys, "checkpoint", "verify", str(folder))
+    assert status == 1
+    assert file.name in error
+    status, error = told(capsys, "checkpoint", "verify", str(tmp_path / "nowhere"))
+    assert status == 1
+    assert "nowhere" in error
+
+
+def test_doctor_looks_without_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-measure"]) == 0
+    assert "torch" in capsys.readouterr().out
