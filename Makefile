@@ -89,8 +89,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	@scripts=$$(if [ -d benchmarks ]; then find benchmarks -name 'bench_*.py' | sort; fi); \
-	if [ -z "$$scripts" ]; then echo 'benchmarks/ holds no bench_*.py: nothing to measure'; exit 0; fi; \
+	@scripts=$$(if [ -d benchmarks ]; then find benchmarks -name '*.py' ! -name '_*' | sort; fi); \
+	if [ -z "$$scripts" ]; then echo 'benchmarks/ holds no program: nothing to measure'; exit 0; fi; \
 	for script in $$scripts; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: $(DOCS_READY)
