@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -90,6 +91,7 @@ class FailureMonitor:
         """The store on which the notices stand."""
         # One client of its own for the thread: a client serves one request at a time.
         self._reader = _own_client(store)
+        store.set(f"who/{rank}", json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
         self._interval = max(interval, world_size / 2000)
         self._seen = 0
         self._reading = threading.Lock()
@@ -144,6 +146,18 @@ class FailureMonitor:
                 failure.rank,
             )
         raise RankFailedError(str(failure), failure.rank)
+
+    def fence(self, rank: int) -> None:
+        """End ``rank`` if it is a stopped process of this host: it must not wake up later.
+
+        Only a stopped process: one that is merely slow to answer may still end by itself.
+        """
+        if not self.board.check([f"who/{rank}"]):
+            return
+        who = json.loads(self.board.get(f"who/{rank}"))
+        if who["host"] == socket.gethostname() and _is_stopped(who["pid"]):
+            _log.warning("rank %d: killing rank %d, a stopped process", self.rank, rank)
+            os.kill(who["pid"], signal.SIGKILL)
 
     def report(self, topic: str, text: str) -> None:
         """Let every rank log ``text``, once for each ``topic``."""
@@ -228,6 +242,14 @@ class FailureMonitor:
                 f"torchrun's agent) has ended: {one_line(error)}",
                 line="",
             )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:  # no such process, or no /proc
+        return False
 
 
 def own_state() -> dict[str, Any]:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
 
 from meshwright.comm.collectives import Communicator
@@ -184,15 +184,18 @@ _Operation = _AllReduce | _AllGather | _ReduceScatter | _AllToAll
 class _Linear(torch.autograd.Function):
     """A linear map over all ranks; its backward is the adjoint map, and so on."""
 
+    # The compiler reads these signatures, so they cannot be autograd's general ones.
     @staticmethod
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - autograd's signature
-        ctx, x, operation = args
-        ctx.operation = operation
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, x: torch.Tensor, operation: _Operation
+    ) -> torch.Tensor:
+        ctx.operation = operation  # pyrefly: ignore[missing-attribute]
         return operation.run(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401 - autograd's signature
-        return _Linear.apply(grads[0], ctx.operation.adjoint()), None
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
+        adjoint = ctx.operation.adjoint()  # pyrefly: ignore[missing-attribute]
+        return _Linear.apply(grad, adjoint), None
 
 
 def _apply(x: torch.Tensor, operation: _Operation) -> torch.Tensor:

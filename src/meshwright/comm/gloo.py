@@ -79,7 +79,10 @@ def reduce_scatter(
         total = output.view(-1)
         if tensor.dtype in _HALF:
             total = torch.empty_like(total, dtype=torch.float32)
-        torch.add(shares[0], shares[1], out=total)
+            # Adding two half-precision shares would round before it widens.
+            total.copy_(shares[0]).add_(shares[1])
+        else:
+            torch.add(shares[0], shares[1], out=total)
         for share in shares[2:]:
             total.add_(share)
         if total.dtype != output.dtype:

@@ -74,7 +74,7 @@ def _first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
         rank, failure = item
-        follower = "RankFailedError" in failure.message
+        follower = "RankFailedError" in _said(failure)
         ended_by_launcher = failure.exitcode == -signal.SIGTERM
         return follower, ended_by_launcher, int(failure.timestamp), rank
 
@@ -83,8 +83,17 @@ def _first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
         end = f"was ended by signal {-failure.exitcode} ({failure.signal_name()})"
     else:
         end = f"exited with status {failure.exitcode}"
-    said = "" if failure.message.startswith(("To enable", "Signal ")) else failure.message
-    return f"rank {rank} of {ranks} {end}" + (f": {' '.join(said.split())}" if said else "")
+    said = _said(failure)
+    return f"rank {rank} of {ranks} {end}" + (f": {said}" if said else "")
+
+
+def _said(failure: ProcessFailure) -> str:
+    """What the rank itself wrote about its end, in one line; empty when it wrote nothing."""
+    message: object = failure.error_file_data.get("message", "")
+    if isinstance(message, Mapping):
+        message = message.get("message", "")
+    text = " ".join(str(message).split())
+    return "" if text == "<NONE>" else text
 
 
 @contextlib.contextmanager

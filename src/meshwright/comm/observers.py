@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.comm.streams import Clock, Mark
-from meshwright.timeline import LANE_OF_KIND, Collective, Event, Timeline
+from meshwright.timeline import Collective, Event, Lane, Timeline
 
 __all__ = ["Observer", "Recorder", "Timer"]
 
@@ -63,12 +63,18 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    name: str
-    lane: str
-    category: str
-    bytes: int
+    """A collective, or a named piece of compute, between two marks."""
+
+    what: Collective | str
+    lane: Lane
     start: Mark
     end: Mark
+
+    def event(self, rank: int) -> Event:
+        start, end = self.start.seconds(), self.end.seconds()
+        if isinstance(self.what, Collective):
+            return Event.of(self.what, rank=rank, start=start, end=max(start, end))
+        return Event(name=self.what, lane=self.lane, rank=rank, start=start, end=max(start, end))
 
 
 class Timer:
@@ -87,18 +93,16 @@ class Timer:
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """Keep the collective's span on its lane."""
-        name = collective.label or collective.kind
-        lane = LANE_OF_KIND[collective.kind]
-        self._spans.append(_Span(name, lane, collective.kind, collective.bytes, start, end))
+        self._spans.append(_Span(collective, collective.lane, start, end))
 
     @contextlib.contextmanager
-    def span(self, name: str, lane: str = "compute") -> Iterator[None]:
+    def span(self, name: str, lane: Lane = "compute") -> Iterator[None]:
         """Measure the block as one event called ``name``."""
         start = self.clock.mark()
         try:
             yield
         finally:
-            self._spans.append(_Span(name, lane, "", 0, start, self.clock.mark()))
+            self._spans.append(_Span(name, lane, start, self.clock.mark()))
 
     def clear(self) -> None:
         """Forget what was measured."""
@@ -106,17 +110,4 @@ class Timer:
 
     def timeline(self, rank: int) -> Timeline:
         """What was measured so far, as events of ``rank``, in seconds of the timer's clock."""
-        return Timeline(
-            events=tuple(
-                Event(
-                    name=span.name,
-                    lane=span.lane,
-                    rank=rank,
-                    start=span.start.seconds(),
-                    end=max(span.start.seconds(), span.end.seconds()),
-                    bytes=span.bytes,
-                    category=span.category,
-                )
-                for span in self._spans
-            )
-        )
+        return Timeline(events=tuple(span.event(rank) for span in self._spans))

@@ -114,6 +114,8 @@ class Watch:
                 line=str(state.get("line", "")),
             )
         )
+        for rank in self._lost(answers):
+            self._monitor.fence(rank)
         kind = CollectiveMismatchError if self._mismatched(answers) else CollectiveTimeoutError
         raise kind(text)
 

@@ -1,0 +1,256 @@
+"""Who failed first is named on every rank, soon; who is missing is named while others wait.
+
+The ranks run with short bounds: a hang is reported within 1 s and a wait ends after 3 s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+from meshwright import comm
+from meshwright.comm import registry
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankFailedError,
+)
+from meshwright.testing import Ranks, RanksFailed
+from meshwright.testing.outcome import Ending
+
+PHASES = ["forward", "backward", "optimizer", "save"]
+
+
+def phase_and_victim(victims: tuple[int, int]) -> list[ParameterSet]:
+    """Every phase with every victim; half of them, in turn, in the quick run."""
+    return [
+        pytest.param(phase, victim, marks=[] if (row + column) % 2 == 0 else [pytest.mark.slow])
+        for row, phase in enumerate(PHASES)
+        for column, victim in enumerate(victims)
+    ]
+
+
+def steps(fault: Callable[[str, int], None], *, timeout: float = 3.0) -> float:
+    """A training loop with a collective in each phase; returns the seconds until it raised."""
+    world = comm.connect(timeout=timeout, hang_after=0.5)
+    for step in range(3):
+        for name in PHASES:
+            start = time.monotonic()
+            try:
+                with comm.phase(name, step):
+                    fault(name, step)
+                    world.all_reduce(torch.ones(4), label=f"{name} sum").wait()
+            except CommunicationError as error:
+                error.args = (f"{error} [after {time.monotonic() - start:.1f} s]",)
+                raise
+    comm.disconnect()
+    return 0.0
+
+
+def seconds(message: str) -> float:
+    return float(message.rsplit("[after ", 1)[1].split(" s]")[0])
+
+
+@pytest.mark.parametrize(("phase", "victim"), phase_and_victim((0, 1)))
+def test_an_exception_is_named_with_rank_phase_and_line(
+    ranks: Ranks, phase: str, victim: int
+) -> None:
+    def body() -> None:
+        def fault(name: str, step: int) -> None:
+            if name == phase and step == 1 and int(os.environ["RANK"]) == victim:
+                raise ValueError("no such token")
+
+        steps(fault)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, connected=False, grace=8.0)
+    assert caught.value.first.rank == victim
+    for outcome in caught.value.outcomes:
+        if outcome.rank != victim:
+            error = outcome.exception
+            assert isinstance(error, RankFailedError) and error.rank == victim
+            assert f"rank {victim} failed first in {phase}, step 1" in str(error)
+            assert "ValueError: no such token (" in str(error) and "in fault" in str(error)
+            assert f'was waiting for all_reduce #{4 + PHASES.index(phase)} "{phase} sum"' in str(
+                error
+            )
+            assert seconds(str(error)) < 5
+
+
+@pytest.mark.parametrize(("phase", "victim"), phase_and_victim((0, 2)))
+def test_a_killed_rank_is_named(ranks: Ranks, phase: str, victim: int) -> None:
+    def body() -> None:
+        def fault(name: str, step: int) -> None:
+            if name == phase and step == 1 and int(os.environ["RANK"]) == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        steps(fault)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, connected=False, grace=8.0)
+    for outcome in caught.value.outcomes:
+        if outcome.rank == victim:
+            assert outcome.ending == Ending.DIED and outcome.signal == signal.SIGKILL
+        else:
+            error = outcome.exception
+            assert isinstance(error, RankFailedError) and error.rank == victim, outcome.details()
+            assert f"rank {victim} failed first" in str(error)
+            assert seconds(str(error)) < 5
+
+
+@pytest.mark.parametrize(("phase", "victim"), phase_and_victim((1, 0)))
+def test_a_stopped_rank_is_named_within_the_wait_and_does_not_come_back(
+    ranks: Ranks, phase: str, victim: int
+) -> None:
+    def body() -> None:
+        def fault(name: str, step: int) -> None:
+            if name == phase and step == 1 and int(os.environ["RANK"]) == victim:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        steps(fault, timeout=2.0)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, connected=False, grace=1.0)
+    survivor, stopped = caught.value.outcomes[1 - victim], caught.value.outcomes[victim]
+    assert isinstance(survivor.exception, CollectiveTimeoutError), survivor.details()
+    assert f"rank {victim} does not answer (stopped, killed or cut off)" in str(survivor.exception)
+    # The bound, and the two roll calls that the victim does not answer.
+    assert seconds(str(survivor.exception)) < 2 + 2 * 2.5 + 1
+    assert f"rank {victim} does not answer" in survivor.output  # the report at hang_after
+    assert stopped.ending == Ending.DIED and stopped.signal == signal.SIGKILL
+
+
+def test_a_late_rank_is_reported_once_on_every_rank_and_the_run_goes_on(ranks: Ranks) -> None:
+    def body() -> list[str]:
+        reports: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: reports.append(record.getMessage())
+        logging.getLogger("meshwright").addHandler(handler)
+        world = comm.connect(timeout=20.0, hang_after=1.0)
+        with comm.phase("data", step=7):
+            if world.rank == 1:
+                time.sleep(3.0)  # the late line
+        world.all_reduce(torch.ones(1), label="loss").wait()
+        comm.disconnect()
+        return reports
+
+    for rank, reports in enumerate(ranks(3, body, connected=False)):
+        assert len(reports) == 1, reports
+        assert f'rank {rank}: all_reduce #0 "loss" on axis world has not ended after' in reports[0]
+        assert "rank 1 has not issued it: it is in data, step 7 at " in reports[0]
+        assert "test_failure.py:" in reports[0] and "in body" in reports[0]
+        assert "nothing issued on this axis yet; waiting: rank 0, 2" in reports[0]
+
+
+def test_different_operations_are_named_with_both_labels(ranks: Ranks) -> None:
+    def body() -> None:
+        world = comm.connect(timeout=20.0, hang_after=1.0)
+        world.barrier()
+        if world.rank == 0:
+            world.all_reduce(torch.ones(4), label="reduce layers.3").wait()
+        else:
+            world.broadcast(torch.ones(4), source=1, label="unshard layers.4").wait()
+            world.all_reduce(torch.ones(4), label="reduce layers.3").wait()
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, connected=False, grace=8.0)
+    text = str(caught.value.outcomes[0].exception)
+    assert any(
+        isinstance(outcome.exception, CollectiveMismatchError) for outcome in caught.value.outcomes
+    )
+    assert "unshard layers.4" in text and "reduce layers.3" in text
+
+
+def test_a_receive_without_a_send_names_the_silent_peer(ranks: Ranks) -> None:
+    def body() -> None:
+        world = comm.connect(timeout=2.0, hang_after=1.0)
+        with comm.phase("forward", step=0):
+            if world.rank == 0:
+                world.recv(torch.empty(2), 1, label="activations 1->0").wait()
+            else:
+                time.sleep(30)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, connected=False, grace=0.5)
+    error = caught.value.outcomes[0].exception
+    assert isinstance(error, CollectiveTimeoutError)
+    assert 'recv #0 "activations 1->0" from rank 1 on axis world' in str(error)
+    assert "rank 1 has not issued it: it is in forward, step 0 at " in str(error)
+
+
+def test_an_error_that_all_ranks_handle_does_not_stop_the_run(ranks: Ranks) -> None:
+    def body() -> float:
+        world = comm.connect(timeout=10.0, hang_after=1.0)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="a bad batch"), comm.phase("forward", 0):
+                raise ValueError("a bad batch, on all ranks")
+        time.sleep(0.6)
+        with comm.phase("forward", 1):
+            if world.rank == 1:
+                time.sleep(1.5)  # longer than a slice, so that the waiting rank looks at the board
+            value = world.all_reduce(torch.ones(1)).wait()
+        comm.check_peers()
+        comm.disconnect()
+        assert value is not None
+        return value.item()
+
+    assert ranks(2, body, connected=False) == [2.0, 2.0]
+
+
+def test_check_peers_raises_between_collectives(ranks: Ranks) -> None:
+    def body() -> None:
+        world = comm.communicator()
+        if world.rank == 0:
+            with comm.phase("load"):
+                raise OSError("disk gone")
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            comm.check_peers()
+            time.sleep(0.05)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, grace=6.0)
+    assert "rank 0 failed first in load: OSError: disk gone" in str(
+        caught.value.outcomes[1].exception
+    )
+
+
+def test_compiling_does_not_count(ranks: Ranks) -> None:
+    """A rank that compiles while another waits is waited for, past the bound."""
+
+    def body() -> float:
+        world = comm.connect(timeout=1.0, hang_after=0.5)
+        if world.rank == 1:
+            namespace: dict[str, object] = {}
+            source = "import time\ndef convert():\n    time.sleep(3.5)\n"
+            exec(compile(source, "/x/torch/_dynamo/convert_frame.py", "exec"), namespace)
+            namespace["convert"]()
+        value = world.all_reduce(torch.ones(1)).wait()
+        comm.disconnect()
+        assert value is not None
+        return value.item()
+
+    assert ranks(2, body, connected=False) == [2.0, 2.0]
+
+
+def test_a_finished_run_leaves_no_notice_on_the_store(ranks: Ranks) -> None:
+    def body() -> list[bytes]:
+        world = comm.connect(hang_after=0.6)
+        monitor = registry.PROCESS.monitor
+        assert monitor is not None
+        if world.rank == 1:
+            time.sleep(1.5)
+        world.barrier()
+        board = monitor.board
+        comm.disconnect()
+        return [str(slot).encode() for slot in range(1, 5) if board.check([f"slot/{slot}"])]
+
+    assert ranks(2, body, connected=False) == [[], []]

@@ -1,0 +1,92 @@
+"""Ranks started by `launch`: their environment, their failures, and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.comm.launch import launch
+from meshwright.errors import LaunchError
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from meshwright.comm.launch import record_failure
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+rank = os.environ["RANK"]
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+(folder / f"{rank}.env").write_text(
+    " ".join(os.environ[n] for n in ("WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"))
+)
+if mode == "raise" and rank == "1":
+    try:
+        raise ValueError("no such file\\nof tokens")
+    except ValueError as error:
+        record_failure(error)
+        raise
+if mode == "kill" and rank == "0":
+    os.kill(os.getpid(), 9)
+if mode in ("raise", "kill", "wait"):
+    time.sleep(60)
+"""
+
+
+def _run(folder: Path, mode: str) -> int:
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    return launch([sys.executable, str(script), str(folder), mode], 2)
+
+
+def _alive(folder: Path) -> list[int]:
+    pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_ranks_get_torchruns_variables_and_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _run(tmp_path, "well") == 0
+    assert [(tmp_path / f"{rank}.env").read_text() for rank in range(2)] == ["2 0 1", "2 1 1"]
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("raise", "rank 1 of 2 exited with status 1: ValueError: no such file of tokens"),
+        ("kill", "rank 0 of 2 was ended by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_first_failure_is_named_and_nobody_is_left(
+    tmp_path: Path, mode: str, message: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        _run(tmp_path, mode)
+    assert str(caught.value) == message
+    assert _alive(tmp_path) == []
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot start '/no/such/program'"):
+        launch(["/no/such/program"], 2)
+
+
+def test_a_signal_reaches_the_ranks_and_is_the_result(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [sys.executable, str(script), str(tmp_path), "wait"]
+    program = f"from meshwright.comm.launch import launch; raise SystemExit(launch({command!r}, 2))"
+    process = subprocess.Popen([sys.executable, "-c", program])
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.env"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert _alive(tmp_path) == []

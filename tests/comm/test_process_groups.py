@@ -1,0 +1,167 @@
+"""Joining, sub-groups, the registry, and leaving."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+
+import pytest
+import torch
+
+from comm.teardown import run_once
+from meshwright import comm
+from meshwright.errors import CommunicationError, LayoutError
+from meshwright.testing import Ranks
+
+
+def test_one_communicator_for_a_group(ranks: Ranks) -> None:
+    def body() -> None:
+        import torch.distributed as dist
+
+        world = comm.communicator()
+        assert comm.communicator() is world
+        assert comm.communicator(dist.group.WORLD) is world
+        assert (world.size, world.ranks, world.axis) == (4, (0, 1, 2, 3), "world")
+        assert world.backend in repr(world)
+
+    ranks(4, body)
+
+
+def test_subgroups_count_their_own_operations(ranks: Ranks) -> None:
+    def body() -> tuple[tuple[int, ...], float, tuple[int, ...], float]:
+        world = comm.communicator()
+        rows = comm.subgroup(world, [(0, 1), (2, 3)], "shard")
+        columns = comm.subgroup(world, [(0, 2), (1, 3)], "replicate")
+        along = rows.all_reduce(torch.tensor([float(world.rank)])).wait().item()
+        across = columns.all_reduce(torch.tensor([float(world.rank)])).wait().item()
+        assert rows.issued[-1].sequence == columns.issued[-1].sequence == 0
+        assert comm.subgroup(world, [(0, 1), (2, 3)], "shard") is rows
+        assert comm.subgroup(world, [(0, 1, 2, 3)], "replicate") is world
+        assert rows.ranks[rows.rank] == world.rank
+        return rows.ranks, along, columns.ranks, across
+
+    assert ranks(4, body) == [
+        ((0, 1), 1.0, (0, 2), 2.0),
+        ((0, 1), 1.0, (1, 3), 4.0),
+        ((2, 3), 5.0, (0, 2), 2.0),
+        ((2, 3), 5.0, (1, 3), 4.0),
+    ]
+
+
+def test_subgroups_that_do_not_split_the_ranks_are_refused(ranks: Ranks) -> None:
+    def body() -> None:
+        world = comm.communicator()
+        with pytest.raises(LayoutError, match=r"expected groups that hold each of the ranks"):
+            comm.subgroup(world, [(0,), (0, 1)], "shard")
+
+    ranks(2, body)
+
+
+def test_a_default_group_of_torch_is_used_as_it_is(ranks: Ranks) -> None:
+    def body() -> float:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        value = comm.communicator().all_reduce(torch.ones(1)).wait().item()
+        world = comm.connect()
+        assert comm.communicator() is world
+        comm.disconnect()
+        assert not dist.is_initialized() and not comm.is_connected()
+        return value
+
+    assert ranks(2, body, connected=False) == [2.0, 2.0]
+
+
+def test_connect_again_after_disconnect(ranks: Ranks) -> None:
+    def body() -> None:
+        import torch.distributed as dist
+
+        for attempt in range(3):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            world = comm.connect()
+            assert world.all_reduce(torch.ones(1)).wait().item() == 2
+            comm.disconnect()
+            comm.disconnect()
+            gc.collect()
+            assert not dist.is_initialized()
+        with pytest.raises(CommunicationError, match="this process has joined no run"):
+            comm.communicator()
+
+    ranks(2, body, connected=False)
+
+
+def test_a_process_alone_is_a_world_of_one(ranks: Ranks) -> None:
+    def body() -> None:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+        world = comm.connect()
+        assert (world.rank, world.size) == (0, 1)
+        assert world.all_reduce(torch.ones(1)).wait().item() == 1
+        comm.disconnect()
+
+    ranks(1, body, connected=False)
+
+
+def test_half_an_environment_is_named(ranks: Ranks) -> None:
+    def body() -> None:
+        os.environ.pop("WORLD_SIZE")
+        with pytest.raises(CommunicationError, match="start the ranks with torchrun"):
+            comm.connect()
+
+    ranks(1, body, connected=False)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    def body() -> str:
+        if os.environ["RANK"] == "1":
+            time.sleep(2)
+            return ""
+        with pytest.raises(CommunicationError) as caught:
+            comm.connect(timeout=1.0)
+        return str(caught.value)
+
+    found = ranks(2, body, connected=False)
+    assert found[0] == "rank 0 waited 1 s for 2 ranks: rank 1 did not come"
+
+
+def test_two_processes_with_one_rank_are_refused(ranks: Ranks) -> None:
+    def body() -> str:
+        os.environ["RANK"] = "0"
+        try:
+            comm.connect(timeout=1.0)
+        except CommunicationError as error:
+            return str(error)
+        return ""
+
+    assert any(
+        "two processes have the same RANK" in text for text in ranks(2, body, connected=False)
+    )
+
+
+def test_a_taken_port_is_named(ranks: Ranks) -> None:
+    def body(port: int) -> str:
+        os.environ["MASTER_PORT"] = str(port)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        with pytest.raises(CommunicationError) as caught:
+            comm.connect(timeout=2.0)
+        return str(caught.value)
+
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (message,) = ranks(1, body, port, connected=False)
+    assert message.startswith(f"rank 0 of 1 cannot listen on 127.0.0.1:{port}: ")
+    assert "\n" not in message and "Set MASTER_PORT to a free port" in message
+
+
+@pytest.mark.parametrize("leave", ["comm.disconnect()", ""])
+def test_fresh_interpreters_leave_with_status_0(leave: str) -> None:
+    """Gloo has been seen to abort at exit; a process whose work is done must end well."""
+    assert run_once(leave) == [(0, "")] * 2
+
+
+@pytest.mark.slow
+def test_thirty_teardowns_in_a_row() -> None:
+    for number in range(30):
+        assert run_once("comm.disconnect()" if number % 2 else "") == [(0, "")] * 2
