@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshwright.checkpoint import Storage
+from meshwright.errors import CheckpointWriteError
 
 __all__ = ["CountingStorage", "FailingStorage", "Killed", "KilledStorage", "ThreadRank", "on_ranks"]
 
@@ -29,7 +30,7 @@ class CountingStorage(Storage):
 
     def before(self, operation: str, path: Path, data: bytes = b"") -> None:
         self.operations += 1
-        self.written += len(data)
+        self.written += len(data) if operation == "write" else 0
 
     def make_directory(self, path: Path) -> None:
         self.before("mkdir", path)
@@ -114,7 +115,7 @@ class KilledStorage(CountingStorage):
     def before(self, operation: str, path: Path, data: bytes = b"") -> None:
         if self.is_dead or self.operations == self.at_operation:
             self.die()
-        super().before(operation, path, data if operation == "write" else b"")
+        super().before(operation, path, data)
 
     def write(self, handle: int, data: bytes | memoryview) -> None:
         if self.at_byte is not None and self.written + len(data) > self.at_byte:
@@ -161,6 +162,8 @@ def on_ranks(size: int, body: Callable[[ThreadRank], T]) -> list[T | BaseExcepti
     def run(rank: int) -> T | BaseException:
         try:
             return body(ThreadRank(rank, size, exchange))
+        except CheckpointWriteError as error:
+            return error
         except BaseException as error:
             exchange.barrier.abort()
             return error

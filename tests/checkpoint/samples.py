@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from checkpoint.faulty_storage import on_ranks
 from torch import Tensor
 
+from checkpoint.faulty_storage import on_ranks
 from meshwright.checkpoint import JSON, ShardedPiece, load, save
 from meshwright.checkpoint.pieces import torch_dtype
 from meshwright.checkpoint.tensor_file import DTYPES

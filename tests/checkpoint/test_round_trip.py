@@ -8,6 +8,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
 from checkpoint.faulty_storage import on_ranks
 from checkpoint.samples import (
     METADATA,
@@ -18,11 +23,6 @@ from checkpoint.samples import (
     small,
     whole_box,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file
-from torch import Tensor, nn
-
 from meshwright.axes import Axes
 from meshwright.checkpoint import (
     Reader,

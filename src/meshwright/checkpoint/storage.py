@@ -6,6 +6,7 @@ directory synced, the directory renamed, its parent synced. Nothing else in this
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -86,5 +87,6 @@ class Storage:
             self.make_directory(path)
         except FileExistsError:
             if not path.is_dir():
-                raise
+                text = "a file, where a folder is needed"
+                raise NotADirectoryError(errno.ENOTDIR, text, str(path)) from None
         self.sync_directory(path.parent)

@@ -193,7 +193,8 @@ def _prepare(request: _Request, rows: Sequence[JSON]) -> tuple[_Writes, JSON]:
         )
     free = storage.free_bytes(target.parent)
     if free < writes.needed:
-        raise OSError(errno.ENOSPC, f"needs {_size(writes.needed)}, {_size(free)} free")
+        text = f"needs {_size(writes.needed)}, {_size(free)} free"
+        raise OSError(errno.ENOSPC, text, str(target.parent))
     storage.make_directory(request.torso)
     return writes, request.torso.name
 
@@ -389,7 +390,7 @@ def _advice(error: Exception) -> str:
             return "check its permissions or choose another folder"
         case errno.EMFILE | errno.ENFILE:
             return "allow more open files (ulimit -n)"
-        case errno.EEXIST:
+        case errno.EEXIST | errno.ENOTDIR:
             return "move it away or choose another folder"
         case errno.ENOENT:
             return "all ranks need a folder that they share and nobody removes"

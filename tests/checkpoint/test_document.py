@@ -1,0 +1,124 @@
+"""Sealed documents: one text for a value, and no bit of it can change unseen."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.checkpoint.document import (
+    Fields,
+    canonical,
+    check_json,
+    parse_canonical,
+    seal,
+    unseal,
+)
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES)
+def test_values_come_back_exactly(value: Any) -> None:
+    check_json(value, "value")
+    back = unseal(seal({"value": value}))
+    assert repr(back) == repr({"value": value})  # repr tells 1 from 1.0 and 0.0 from -0.0
+    assert json.loads(seal({"value": value}))["manifest"] == {"value": value}
+
+
+def test_the_order_of_keys_is_kept() -> None:
+    body = {"b": 1, "a": {"z": 1, "y": 2}}
+    assert canonical(unseal(seal(body))) == b'{"b":1,"a":{"z":1,"y":2}}'
+
+
+def test_every_flipped_bit_and_every_length_is_refused() -> None:
+    sealed = seal({"a": [1, 2.5, None], "b": "text"})
+    for bit in range(len(sealed) * 8):
+        changed = bytearray(sealed)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match=r"."):
+            unseal(bytes(changed))
+    for size in range(len(sealed)):
+        with pytest.raises(ValueError, match=r"."):
+            unseal(sealed[:size])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":1,"a":1}',
+        b"[1, 2]",
+        b"1e2",
+        b"1.50",
+        b"-0",
+        b'"\\u0041"',
+        b"[NaN]",
+        b'"\xc3\xa9"',
+        b"[",
+    ],
+)
+def test_other_texts_of_a_value_are_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_canonical(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": {"b": (1,)}}, r"m\.a\.b: expected None.*found tuple"),
+        ({"a": [0, {1: 2}]}, r"m\.a\[1\]: key 1 is not a string"),
+        ({"a": float("inf")}, r"m\.a: inf is not a JSON number"),
+        ({"a": 1 << 8193}, r"m\.a: an integer of more than 8192 bits"),
+        ({"a": {1, 2}}, r"m\.a: .*found set"),
+        ({"a": b""}, r"m\.a: .*found bytes"),
+    ],
+)
+def test_what_json_would_change_is_refused(value: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        check_json(value, "m")
+
+
+def test_endless_values_are_refused() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="nested deeper than 100 levels"):
+        check_json(endless, "m")
+
+
+def test_a_document_above_the_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.document.MAX_DOCUMENT_BYTES", 100)
+    with pytest.raises(ValueError, match="limit is 100; save large metadata as tensors"):
+        seal({"a": "x" * 100})
+    with pytest.raises(ValueError, match="101 bytes, the limit is 100"):
+        unseal(b"x" * 101)
+
+
+def test_fields_say_what_they_expected() -> None:
+    fields = Fields({"a": 1, "b": "x", "c": [1, -1], "d": True}, "here")
+    with pytest.raises(ValueError, match="here: 'z' is missing"):
+        fields.text("z")
+    with pytest.raises(ValueError, match="here: 'a' must be a string, found '1'"):
+        fields.text("a")
+    with pytest.raises(ValueError, match="here: 'c' must be a list of at most 64 integers"):
+        fields.counts("c")
+    with pytest.raises(ValueError, match="here: 'd' must be an integer from 0"):
+        fields.count("d")
+    with pytest.raises(ValueError, match="here: unknown field 'b'"):
+        fields.end()
+    with pytest.raises(ValueError, match="here: expected an object, found list"):
+        Fields([], "here")
