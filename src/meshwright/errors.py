@@ -3,20 +3,20 @@
 ::
 
     MeshwrightError
-    ├── PlanError (ValueError)               a plan or a run configuration is wrong; lists every problem
-    ├── LayoutError (ValueError)             shapes, boxes or ranks do not fit the declared layout
+    ├── PlanError (ValueError)              a plan or configuration is wrong; lists every problem
+    ├── LayoutError (ValueError)            shapes, boxes or ranks do not fit the declared layout
     ├── CommunicationError (RuntimeError)
-    │   ├── CollectiveMismatchError          ranks issued different operations at one place
+    │   ├── CollectiveMismatchError         ranks issued different operations at one place
     │   ├── CollectiveTimeoutError (TimeoutError)   a wait passed its bound; names who is missing
-    │   └── RankFailedError                  another rank failed first; names it
+    │   └── RankFailedError                 another rank failed first; names it
     ├── CheckpointError (RuntimeError)
-    │   ├── CheckpointDamagedError           bytes differ from what was written; names file and tensor
-    │   ├── CheckpointMismatchError          the checkpoint belongs to another model or plan
-    │   └── CheckpointWriteError (OSError)   it could not be written; the previous one is intact
-    ├── ParityError (RuntimeError)           a layout's numbers differ from one process; names the tensor
-    ├── NonFiniteError (ArithmeticError)     a loss or gradient is not finite; names rank and parameter
-    ├── LaunchError (RuntimeError)           the ranks could not be started, or one of them failed
-    └── InternalError (RuntimeError)         a bug of ours, never a user's mistake
+    │   ├── CheckpointDamagedError          bytes differ from those written; names file and tensor
+    │   ├── CheckpointMismatchError         the checkpoint belongs to another model or plan
+    │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
+    ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
+    ├── NonFiniteError (ArithmeticError)    a loss or gradient is not finite; rank and parameter
+    ├── LaunchError (RuntimeError)          the ranks could not be started, or one of them failed
+    └── InternalError (RuntimeError)        a bug of ours, never a user's mistake
 """
 
 from __future__ import annotations
