@@ -67,6 +67,28 @@ def body_two_backwards(is_view: bool) -> None:
         ours.zero_grad(set_to_none=set_to_none)
 
 
+def body_large_gradients(is_view: bool) -> None:
+    """Gradients that are copied as they come, beside small ones that are copied together."""
+    torch.manual_seed(0)
+    again = nn.Linear(150, 150)
+    one = nn.Sequential(nn.Linear(3, 150), again, nn.Tanh(), again, nn.Linear(150, 2)).double()
+    ours = replicate(copy.deepcopy(one), gradient_as_bucket_view=is_view)
+    x, share = batch()
+    for set_to_none in (True, False, True):
+        for factor in (1, 2, 3):
+            loss(one, x * factor).backward()
+            loss(ours, share * factor).backward()
+        same_gradients(ours, one)
+        one.zero_grad(set_to_none=set_to_none)
+        ours.zero_grad(set_to_none=set_to_none)
+    with ours.no_sync():
+        loss(ours, share).backward()
+    loss(ours, share).backward()
+    for _ in range(2):
+        loss(one, x).backward()
+    same_gradients(ours, one)
+
+
 def body_no_sync(is_view: bool) -> None:
     one, ours = pair(is_view)
     x, share = batch()
@@ -114,7 +136,13 @@ def body_two_backwards_of_one_forward(is_view: bool) -> None:
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize(
     "body",
-    [body_two_backwards, body_no_sync, body_several_forwards, body_two_backwards_of_one_forward],
+    [
+        body_two_backwards,
+        body_large_gradients,
+        body_no_sync,
+        body_several_forwards,
+        body_two_backwards_of_one_forward,
+    ],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
 def test_accumulation(ranks: Ranks, body: Callable[[bool], None], is_view: bool) -> None:

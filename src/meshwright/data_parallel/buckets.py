@@ -115,7 +115,8 @@ def plan_buckets(
 class Bucket:
     """The buffer of one `BucketLayout`, from gradients of this rank to means over all ranks.
 
-    ``fill`` -> ``launch`` -> ``finish``, once for each synchronised backward pass.
+    ``take`` (large gradients) -> ``fill`` -> ``launch`` -> ``finish``, once for each synchronised
+    backward pass.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Bucket:
         self.arrived = bytearray(len(self.parameters))
         self.missing = len(self.parameters)
         """Parameters without a gradient so far in this backward pass."""
+        self._taken = bytearray(len(self.parameters))
         self._absent: list[int] = []
         self._pending: Pending | None = None
         # Into a narrower dtype one scales before the cast, or a sum could overflow on the way.
@@ -152,7 +154,29 @@ class Bucket:
     def reset(self) -> None:
         """Forget which gradients have arrived."""
         self.arrived = bytearray(len(self.parameters))
+        self._taken = bytearray(len(self.parameters))
         self.missing = len(self.parameters)
+
+    def takes(self, slot: int) -> bool:
+        """Whether `take` should copy this gradient: a large one, whose own memory is then free."""
+        return self.is_gradient_view and self._single[slot]
+
+    def is_taken(self, slot: int) -> bool:
+        """Whether the gradient was copied before the bucket was filled."""
+        return bool(self._taken[slot])
+
+    def take(self, slot: int, scale: float) -> None:
+        """Copy one gradient in as soon as it is there, times ``scale``, and free its own memory."""
+        parameter, view = self.parameters[slot], self.views[slot]
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        if gradient is view:
+            view.mul_(scale)
+        else:
+            _scaled_copy(view, gradient, scale)
+            parameter.grad = view
+        self._taken[slot] = 1
 
     def fill(self, scale: float) -> None:
         """Copy this rank's gradients in, times ``scale``; zeros for parameters without one.
@@ -221,8 +245,9 @@ class Bucket:
         batch_views: list[torch.Tensor] = []
         batch: list[torch.Tensor] = []
         scaled: list[torch.Tensor] = []
-        for gradient, view, is_single in zip(gradients, self.views, self._single, strict=True):
-            if gradient is None:
+        rows = zip(gradients, self.views, self._single, self._taken, strict=True)
+        for gradient, view, is_single, is_taken in rows:
+            if gradient is None or is_taken:
                 continue
             if gradient is view:
                 scaled.append(view)

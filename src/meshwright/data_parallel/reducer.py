@@ -29,7 +29,7 @@ from meshwright.comm import Communicator
 from meshwright.data_parallel.buckets import Bucket, BucketLayout, GradientSlot, plan_buckets
 from meshwright.data_parallel.starting_state import compare_parameters
 
-__all__ = ["GradientReducer", "ReductionSettings"]
+__all__ = ["GradientReducer", "ReductionPhase", "ReductionSettings"]
 
 
 class ReductionPhase(StrEnum):
@@ -84,7 +84,7 @@ class GradientReducer:
         self._scale: Callable[[], float] | None = None
         self._hooked: set[int] = set()
         self._next = 0
-        self._factor = self._mean
+        self._factor: float | None = None
         self._trainable: list[bool] = []
         self.buckets: tuple[Bucket, ...] = ()
         self._homes: list[tuple[Bucket, int] | None] = []
@@ -198,9 +198,11 @@ class GradientReducer:
             self.begin_backward()
         bucket, place = home
         if bucket.arrived[place]:
-            if bucket.layout.index < self._next:
+            if bucket.layout.index < self._next or bucket.is_taken(place):
                 self._refuse_late(bucket, place)
             return
+        if bucket.takes(place):
+            self._take(bucket, place)
         bucket.arrived[place] = 1
         bucket.missing -= 1
         if bucket.missing == 0 and bucket.layout.index == self._next:
@@ -211,11 +213,19 @@ class GradientReducer:
             self._launch_next()
 
     @torch.no_grad()
-    def _launch_next(self) -> None:
-        if self._next == 0:
+    def _take(self, bucket: Bucket, place: int) -> None:
+        bucket.take(place, self._current_factor())
+
+    def _current_factor(self) -> float:
+        """What gradients are multiplied by in this backward pass."""
+        if self._factor is None:
             self._factor = self._mean if self._scale is None else self._scale()
+        return self._factor
+
+    @torch.no_grad()
+    def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
-        bucket.fill(self._factor)
+        bucket.fill(self._current_factor())
         if self.settings.is_watched:
             self.found_non_finite.extend(bucket.non_finite())
         bucket.launch(self.communicator)
@@ -233,13 +243,14 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.reset()
         self._next = 0
+        self._factor = None
         self.phase = ReductionPhase.IDLE
 
     def _refuse_late(self, bucket: Bucket, place: int) -> None:
         name = bucket.layout.slots[place].name
         raise RuntimeError(
             f"Expected to mark a variable ready only once. Rank {self.communicator.rank}: "
-            f"parameter {name!r} got another gradient after {bucket.layout.label!r} had been "
-            "launched. A reentrant activation checkpoint around a module that is used twice does "
-            "this: pass use_reentrant=False to torch.utils.checkpoint"
+            f"parameter {name!r} got another gradient after the first had gone into "
+            f"{bucket.layout.label!r}. A reentrant activation checkpoint around a module that is "
+            "used twice does this: pass use_reentrant=False to torch.utils.checkpoint"
         )

@@ -23,7 +23,7 @@ from meshwright.data_parallel.reducer import ReductionSettings
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh import DeviceMesh
 
-__all__ = ["ReplicateOptions", "ReplicateState", "ReplicatedModule", "replicate"]
+__all__ = ["Replicate", "ReplicateOptions", "ReplicateState", "ReplicatedModule", "replicate"]
 
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
