@@ -20,7 +20,15 @@ from torch.utils._pytree import tree_map
 
 from meshwright.gradients import LocalLoss, apply_loss, call_module, clip_grad_norm_, cut_batch
 
-__all__ = ["Difference", "ReferenceRun", "Trainee", "first_difference", "record", "train_reference"]
+__all__ = [
+    "Difference",
+    "ReferenceRun",
+    "Result",
+    "Trainee",
+    "first_difference",
+    "record",
+    "train_reference",
+]
 
 FLOOR = 1e-6
 """Values so much smaller than the largest of their step count as zero: they are rounding."""
