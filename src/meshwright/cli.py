@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ _Command = TypeVar("_Command")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand:
+class _TrainCommand:
     """Train the byte-level language model on text.
 
     Starts one process for each rank of the plan, unless torchrun has started them. Every key of
@@ -54,12 +55,12 @@ class TrainCommand:
     """Number of ranks; 0 means the product of the plan's axes."""
     resume: Annotated[str, tyro.conf.arg(metavar="WHERE")] = ""
     """Short for --run.resume."""
-    check_parity: bool = False
+    check_parity: tyro.conf.FlagCreatePairsOff[bool] = False
     """Short for --run.check_parity true."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorCommand:
+class _DoctorCommand:
     """Show what this machine offers, measure small collectives, and say what to mend."""
 
     measure: bool = True
@@ -67,7 +68,7 @@ class DoctorCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCommand:
+class _VerifyCommand:
     """Verify every byte of a checkpoint."""
 
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
@@ -77,6 +78,13 @@ class VerifyCommand:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(words: list[str]) -> int:
     for name, run in _COMMANDS.items():
         if words[: len(name.split())] == name.split():
             try:
@@ -100,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(words: list[str]) -> int:
     overrides, rest = _split_overrides(words)
-    command = _parse(TrainCommand, "train", rest, option_lines)
+    command = _parse(_TrainCommand, "train", rest, option_lines)
     if command.resume:
         overrides.append(f"run.resume={command.resume}")
     if command.check_parity:
@@ -109,7 +117,8 @@ def _train(words: list[str]) -> int:
     ranks = command.nproc or config.plan.axes.world_size
     if is_launched():
         ranks = int(os.environ["WORLD_SIZE"])
-    _check(config, ranks)
+    if _UNDER_LAUNCHER not in os.environ:
+        _check(config, ranks)
     if is_launched() or ranks == 1:
         return _train_here(config)
     os.environ[_UNDER_LAUNCHER] = "1"
@@ -148,31 +157,36 @@ def _train_here(config: TrainConfig) -> int:
         world = connect(timeout=config.run.timeout)
         with phase("train"):
             outcome = train(config, world, _print if rank == 0 else _ignore)
-    except MeshwrightError as error:
+    except (MeshwrightError, OSError) as error:
         record_failure(error)
-        follows = isinstance(error, RankFailedError)
-        if _UNDER_LAUNCHER not in os.environ and not follows:
+        is_told = _UNDER_LAUNCHER in os.environ or isinstance(error, RankFailedError)
+        if not is_told:
             where = f"rank {rank}: " if is_launched() else ""
             return _fail("train", where + _one_line(error), status=1)
         return 1
-    disconnect()
+    finally:
+        disconnect()
     if rank == 0:
         print("\n".join(_summary(outcome)))
     return 0
 
 
 def _summary(outcome: Outcome) -> list[str]:
-    fall = outcome.unigram_loss - outcome.validation_loss
     minutes, seconds = divmod(round(outcome.seconds), 60)
     state = "finished" if outcome.is_finished else "stopped on request"
     lines = [
         f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks, "
-        f"{minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s",
-        f"validation loss {outcome.validation_loss:.4f} nats a byte; unigram byte frequencies give "
-        f"{outcome.unigram_loss:.4f} ({abs(fall):.4f} {'below' if fall > 0 else 'above'} them)",
+        f"{minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s"
     ]
     if outcome.loss is not None:
-        lines.insert(1, f"training loss {outcome.loss:.4f} nats a byte")
+        lines.append(f"training loss {outcome.loss:.4f} nats a byte")
+    if outcome.validation_loss is not None:
+        fall = outcome.unigram_loss - outcome.validation_loss
+        lines.append(
+            f"validation loss {outcome.validation_loss:.4f} nats a byte; unigram byte frequencies "
+            f"give {outcome.unigram_loss:.4f} ({abs(fall):.4f} "
+            f"{'below' if fall > 0 else 'above'} them)"
+        )
     if outcome.parity:
         lines.append(outcome.parity)
     lines.append(f"checkpoint {outcome.checkpoint}")
@@ -188,14 +202,14 @@ def _summary(outcome: Outcome) -> list[str]:
 
 
 def _doctor(words: list[str]) -> int:
-    command = _parse(DoctorCommand, "doctor", words)
+    command = _parse(_DoctorCommand, "doctor", words)
     findings = examine(measure_collectives=command.measure)
     print("\n".join(report_lines(findings)))
     return int(any(finding.is_broken for finding in findings))
 
 
 def _verify(words: list[str]) -> int:
-    command = _parse(VerifyCommand, "checkpoint verify", words)
+    command = _parse(_VerifyCommand, "checkpoint verify", words)
     manifest = checkpoint.verify(command.folder)
     total = sum(file.size for file in manifest.file_maps.values())
     print(
@@ -212,9 +226,9 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 _ABOUT = {
-    "train": TrainCommand,
-    "doctor": DoctorCommand,
-    "checkpoint verify": VerifyCommand,
+    "train": _TrainCommand,
+    "doctor": _DoctorCommand,
+    "checkpoint verify": _VerifyCommand,
 }
 
 

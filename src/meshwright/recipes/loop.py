@@ -50,9 +50,9 @@ class Outcome:
     steps: int
     ranks: int
     loss: float | None
-    """Training loss of the last step in nats a byte; None when no step was taken."""
-    validation_loss: float
-    """Nats a byte on the held-out windows."""
+    """_Training loss of the last step in nats a byte; None when no step was taken."""
+    validation_loss: float | None
+    """Nats a byte on the held-out windows; None when the run was stopped, to leave at once."""
     unigram_loss: float
     """Nats a byte of the same windows under the byte frequencies of the training text."""
     tokens_per_second: float
@@ -84,14 +84,14 @@ def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outc
             write(f"parity: training {config.run.parity_steps} steps twice in float64")
             parity = check_parity(config, text, communicator)
     with phase("set up"):
-        training = Training(config, text, folder, communicator, write)
+        training = _Training(config, text, folder, communicator, write)
         training.restore(run)
     with StopRequest(communicator) as stop:
         training.run(stop, run)
     return training.finish(parity)
 
 
-class Training:
+class _Training:
     """One run: the trainable, its place in the text, and what has been measured so far."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Training:
                 if options.validate_every and self._step % options.validate_every == 0:
                     value = self._validate()
                     progress.note(f"step {self._step}: validation loss {value:.4f} nats a byte")
-                    _record(metrics, {"step": self._step, "validation_loss": value})
+                    _record(metrics, progress, step=self._step, validation_loss=value)
         finally:
             progress.close()
             if metrics is not None:
@@ -162,7 +162,8 @@ class Training:
     def finish(self, parity: Parity | None) -> Outcome:
         """Validate, write trace and summary, and return how the run ended."""
         with phase("finish"):
-            validation = self._validate()
+            is_finished = self._step >= self._config.run.steps
+            validation = self._validate() if is_finished else None
             trace = self._trace.write(self._folder.path / "timeline.json", self._world)
         data = self._config.data
         count = len(self._losses)
@@ -198,22 +199,23 @@ class Training:
         started = time.monotonic()
         number = self._step + 1
         rate = learning_rate(self._config.optimizer, number, self._config.run.steps)
-        with self._trace.step(number, self._world.rank):
+        with self._trace.step(self._world.rank):
             result = self._train_once(number, rate)
         seconds = time.monotonic() - started
         self._seconds += seconds
         loss = result.loss.item()
         self._losses.append(loss)
         tokens = self._config.data.batch_size * self._config.model.context
-        record = {
-            "step": number,
-            "loss": loss,
-            "grad_norm": result.grad_norm.item(),
-            "learning_rate": rate,
-            "tokens": number * tokens,
-            "seconds": seconds,
-        }
-        _record(metrics, record)
+        _record(
+            metrics,
+            progress,
+            step=number,
+            loss=loss,
+            grad_norm=result.grad_norm.item(),
+            learning_rate=rate,
+            tokens=number * tokens,
+            seconds=seconds,
+        )
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)
         progress.step(number, loss=loss, tokens_per_second=tokens / mean, left=left)
@@ -274,6 +276,6 @@ def _build(config: TrainConfig) -> Trainable:
     return parallelize(model, config.plan, optimizer=adamw(config.optimizer), loss=cross_entropy)
 
 
-def _record(metrics: MetricsFile | None, record: dict[str, float]) -> None:
-    if metrics is not None:
-        metrics.write(record)
+def _record(metrics: MetricsFile | None, progress: ProgressDisplay, **record: float) -> None:
+    if metrics is not None and (problem := metrics.write(record)):
+        progress.note(f"error: {problem}; training goes on")

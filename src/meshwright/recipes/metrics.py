@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -32,14 +33,27 @@ class MetricsFile:
         os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: Mapping[str, int | float | str | None]) -> None:
-        """Append one object; it is in the file when this returns."""
-        self._file.write(json.dumps(dict(record), allow_nan=True) + "\n")
-        self._file.flush()
+    def write(self, record: Mapping[str, int | float | str | None]) -> str:
+        """Append one object; it is in the file when this returns.
+
+        Returns why it cannot be written, once, and keeps silent about further objects: a full disk
+        is no reason to stop a run.
+        """
+        if self._file.closed:
+            return ""
+        try:
+            self._file.write(json.dumps(dict(record), allow_nan=True) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.close()
+            return f"{self.path} cannot be written: {error.strerror}; free space on its disk"
+        return ""
 
     def close(self) -> None:
-        """Close the file; further writes fail."""
-        self._file.close()
+        """Close the file; further objects are dropped."""
+        # What could not be written is still in the buffer, and closing tries once more.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -35,14 +35,14 @@ class StepTrace:
             module.register_forward_hook(lambda *_: self.mark("loss and backward"))
 
     @contextlib.contextmanager
-    def step(self, number: int, rank: int) -> Iterator[None]:
+    def step(self, rank: int) -> Iterator[None]:
         """Measure the block as one step."""
         if not self._steps.maxlen:
             yield
             return
         self._is_measuring = True
         try:
-            with observe(self._timer), self._timer.span(f"step {number}"):
+            with observe(self._timer):
                 yield
                 self.mark(None)
         finally:
