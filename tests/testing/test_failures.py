@@ -148,7 +148,7 @@ class TestDeaths:
         assert "left with exit code 0" in str(error)
 
     def test_a_crash_shows_the_stack(self, ranks: Ranks) -> None:
-        error = failing(ranks, 1, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+        error = failing(ranks, 1, lambda: signal.raise_signal(signal.SIGSEGV))
         assert error.first.signal == signal.SIGSEGV
         assert "Fatal Python error: Segmentation fault" in error.first.stack
         assert "test_failures.py" in error.first.stack
@@ -163,7 +163,7 @@ class TestDeaths:
         error = failing(ranks, 2, body)
         assert endings(error) == [Ending.TEARDOWN] * 2
         assert error.outcomes[1].value == 7
-        assert "exit -6 after its body returned" in str(error)
+        assert "it left with exit -6 after its body returned" in str(error)
 
 
 class TestHangs:
@@ -188,7 +188,8 @@ class TestHangs:
             return os.getpid()
 
         error = failing(ranks, 2, body, timeout=2.0)
-        stopped = error.outcomes[1]
+        stopped = error.first
+        assert stopped.rank == 1
         assert stopped.ending == Ending.HUNG
         assert stopped.stopped
         assert "it was stopped (SIGSTOP)" in str(error)

@@ -1,8 +1,9 @@
 """The shipped test harness: tests on several ranks that read like tests in one process.
 
 Bottom-up: `wire` (messages), `modules` (test modules in ranks), `outcome` (how a rank ended),
-`rendezvous` (the meeting point), `rank_process`, `supervisor`, `server` (the processes), `pool`
-(the caller's side), `plugin` (pytest).
+`rendezvous` (where ranks meet), `rank_process`, `supervisor`, `server` (the processes), `pool` (the
+caller's side), `plugin` (pytest); `meeting`, `fake` (all ranks in one process); `models`,
+`training` (parity with one process), `faults`.
 
 ::
 
@@ -21,28 +22,56 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meshwright.testing.fake import FakeCommunicator, run_fake
+    from meshwright.testing.faults import Fault, InjectedError, arm
+    from meshwright.testing.models import MODELS, Sample, TinyTransformer
     from meshwright.testing.outcome import Ending, Outcome, RanksFailed
     from meshwright.testing.pool import Pool, Ranks, ranks, shared_pool
+    from meshwright.testing.training import LaidOut, Training, assert_same_training, wrapped
 
 __all__ = [
+    "MODELS",
     "Ending",
+    "FakeCommunicator",
+    "Fault",
+    "InjectedError",
+    "LaidOut",
     "Outcome",
     "Pool",
     "Ranks",
     "RanksFailed",
+    "Sample",
+    "TinyTransformer",
+    "Training",
+    "arm",
+    "assert_same_training",
     "ranks",
+    "run_fake",
     "shared_pool",
+    "wrapped",
 ]
 
 _HOMES = MappingProxyType(
     {
+        "MODELS": "models",
         "Ending": "outcome",
+        "FakeCommunicator": "fake",
+        "Fault": "faults",
+        "InjectedError": "faults",
+        "LaidOut": "training",
         "Outcome": "outcome",
         "Pool": "pool",
         "Ranks": "pool",
         "RanksFailed": "outcome",
+        "Sample": "models",
+        "TinyTransformer": "models",
+        "Training": "training",
+        "arm": "faults",
+        "assert_same_training": "training",
         "ranks": "pool",
+        "run_fake": "fake",
         "shared_pool": "pool",
+        "wrapped": "training",
     }
 )
 

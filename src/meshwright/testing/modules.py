@@ -18,22 +18,19 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 
-__all__ = ["install", "preloadable", "test_modules"]
+__all__ = ["install", "preloadable", "rewritten"]
 
 _REWRITER = "_pytest.assertion.rewrite"
 _HOOK = "AssertionRewritingHook"
 
 
-def test_modules() -> dict[str, str]:
+def rewritten() -> dict[str, str]:
     """File of each module of this process that pytest has imported as a test or conftest."""
     return {
         name: file
         for name, module in list(sys.modules.items())
         if (file := getattr(module, "__file__", None)) and _is_test_module(name, module)
     }
-
-
-test_modules.__test__ = False  # pyrefly: ignore[missing-attribute] # pytest would collect it by its name
 
 
 def _is_test_module(name: str, module: ModuleType) -> bool:

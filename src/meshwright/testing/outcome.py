@@ -63,6 +63,11 @@ class Outcome:
         return self.ending != Ending.RETURNED
 
     @property
+    def waited_for_others(self) -> bool:
+        """Whether this failure can come of another rank's: it was done, or had time left."""
+        return self.ending == Ending.ENDED or (self.ending == Ending.TEARDOWN and self.killed)
+
+    @property
     def signal(self) -> signal.Signals | None:
         """The signal that ended the process, if one did."""
         if self.exit_code is None or self.exit_code >= 0:
@@ -80,9 +85,7 @@ class Outcome:
             case Ending.TEARDOWN if self.killed:
                 return f"returned, but its process had not ended {after}{self._stop_note()}"
             case Ending.TEARDOWN:
-                return (
-                    f"exit {self.exit_code} after its body returned: {_how_it_died(self.exit_code)}"
-                )
+                return f"left with exit {self.exit_code} after its body returned: {_how_it_died(self.exit_code)}"
             case Ending.HUNG:
                 return f"hung: killed at the deadline {after}{self._stop_note()}"
             case Ending.ENDED:
@@ -115,7 +118,7 @@ class RanksFailed(MeshwrightError):  # noqa: N818 - reads as what happened in a 
         self.outcomes: tuple[Outcome, ...] = tuple(outcomes)
         self.first: Outcome = min(
             (outcome for outcome in self.outcomes if outcome.failed),
-            key=lambda outcome: (outcome.ending == Ending.ENDED, outcome.order),
+            key=lambda outcome: (outcome.waited_for_others, outcome.order),
         )
         super().__init__(_report(self.outcomes, self.first))
 

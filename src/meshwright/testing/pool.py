@@ -96,7 +96,7 @@ class Pool:
             environment=dict(os.environ),
             directory=os.getcwd(),
             path=tuple(sys.path),
-            test_modules=modules.test_modules(),
+            test_modules=modules.rewritten(),
             warning_filters=_warning_filters(),
         )
         with self._open_call() as call:

@@ -1,0 +1,250 @@
+"""All ranks in one process: a thread for each, real numbers, no process group.
+
+For what needs several ranks but no operating system: the order of collectives, the arithmetic of a
+layout, a schedule. Threads share the process's random numbers, observers and named phases.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+
+from meshwright.comm import Clock, Communicator, Pending, Transfer
+from meshwright.errors import LayoutError
+from meshwright.testing.meeting import Call, FakeWork, World
+from meshwright.testing.outcome import Ending, Outcome, RanksFailed
+from meshwright.timeline import Collective
+
+__all__ = ["FakeCommunicator", "run_fake"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class FakeCommunicator(Communicator):
+    """A `Communicator` among the threads of one process; `run_fake` makes them.
+
+    ``collectives`` lists what this rank has issued. Operations that differ between ranks raise
+    `CollectiveMismatchError` naming both sides, on all of them; ranks that wait for one another in
+    a circle raise `CollectiveTimeoutError` at once.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int], rank: int, axis: str = "world") -> None:
+        self.group = None  # pyrefly: ignore[bad-assignment] # there is none
+        self.axis = axis
+        self.device = torch.device("cpu")
+        self.timeout = 60.0
+        self.rank = rank
+        self.size = len(ranks)
+        self.ranks = tuple(ranks)
+        self.backend = "fake"
+        self.name = f"fake {axis} {self.ranks}"
+        self.clock = Clock(self.device)
+        self.issued = deque(maxlen=16)
+        self.counts = {}
+        self.collectives: list[Collective] = []
+        self._world = world
+
+    def split(self, groups: Sequence[Sequence[int]], axis: str) -> FakeCommunicator:
+        """As `meshwright.comm.subgroup`: this rank's communicator among ``groups``."""
+        mine = [tuple(ranks) for ranks in groups if self.ranks[self.rank] in ranks]
+        named = sorted(rank for ranks in groups for rank in ranks)
+        if len(mine) != 1 or named != sorted(self.ranks):
+            raise LayoutError(
+                f"axis {axis}: expected groups that hold each of the ranks {list(self.ranks)} "
+                f"once, found {[list(ranks) for ranks in groups]}"
+            )
+        if mine[0] == self.ranks:
+            return self
+        return FakeCommunicator(self._world, mine[0], mine[0].index(self.ranks[self.rank]), axis)
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        reduction: str = "sum",
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Reduce ``tensor`` over all ranks, in place, in rank order."""
+        self._check(tensor)
+        return self._meet("all_reduce", tensor, tensor, label, reduction=reduction)
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Gather every rank's ``tensor`` into ``output``, rank-major."""
+        self._check(output, tensor)
+        self._check_share(output, tensor, "all_gather")
+        return self._meet("all_gather", tensor, output, label)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        reduction: str = "sum",
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Reduce ``tensor`` over all ranks and keep this rank's share in ``output``."""
+        self._check(output, tensor)
+        self._check_share(tensor, output, "reduce_scatter")
+        return self._meet("reduce_scatter", tensor, output, label, reduction=reduction)
+
+    def broadcast(
+        self, tensor: torch.Tensor, *, source: int = 0, label: str = "", async_op: bool = True
+    ) -> Pending:
+        """Give every rank the ``tensor`` of rank ``source``, in place."""
+        self._check(tensor)
+        self._global(source)
+        return self._meet("broadcast", tensor, tensor, label, peer=source)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """Send part ``i`` of ``tensor`` to rank ``i``; ``output`` holds what came, rank-major."""
+        self._check(output, tensor)
+        splits = (
+            None if input_splits is None else tuple(input_splits),
+            None if output_splits is None else tuple(output_splits),
+        )
+        return self._meet("all_to_all", tensor, output, label, splits=splits)
+
+    def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
+        """Pass when every rank has come. Waits before it returns, unless ``async_op``."""
+        token = torch.zeros(1)
+        pending = self._meet("barrier", token, token, label)
+        if not async_op:
+            pending.wait()
+        return pending
+
+    def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
+        """Issue several transfers as one."""
+        return [self._transfer(transfer) for transfer in transfers]
+
+    def _transfer(self, transfer: Transfer) -> Pending:
+        self._check(transfer.tensor)
+        self._global(transfer.peer)
+        return self._meet(
+            transfer.direction,
+            transfer.tensor,
+            transfer.tensor,
+            transfer.label,
+            peer=transfer.peer,
+            tag=transfer.tag,
+        )
+
+    def _meet(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        output: torch.Tensor,
+        label: str,
+        *,
+        reduction: str | None = None,
+        peer: int | None = None,
+        tag: int = 0,
+        splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None),
+    ) -> Pending:
+        """Pass the door with a launch that brings this rank's part to the others."""
+
+        def launch() -> tuple[list[FakeWork], None]:
+            collective = Collective(
+                kind=kind,
+                axis=self.axis,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                reduction=reduction,
+                peer=peer,
+                label=label,
+                sequence=self.issued[-1].sequence,
+            )
+            self.collectives.append(collective)
+            call = Call(
+                rank=self.rank,
+                ranks=self.ranks,
+                collective=collective,
+                tensor=tensor.detach().clone(),
+                output=output,
+                tag=tag,
+                input_splits=splits[0],
+                output_splits=splits[1],
+            )
+            if kind in {"send", "recv"}:
+                return [self._world.transfer(self.name, call)], None
+            return [self._world.join((self.name, collective.sequence), call)], None
+
+        shown = output if kind == "all_gather" else tensor  # as the real door shows it
+        return self._issue(kind, shown, label, launch, reduction=reduction, peer=peer, value=output)
+
+
+def run_fake(
+    n: int,
+    body: Callable[Concatenate[FakeCommunicator, P], T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[T]:
+    """Run ``body(communicator, *args, **kwargs)`` on ``n`` threads; their values in rank order.
+
+    Raises `RanksFailed`, with the first exception as its cause, when any of them raised.
+
+    >>> run_fake(2, lambda world: world.all_reduce(torch.ones(2)).wait().tolist())
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+    if n < 1:
+        raise ValueError(f"run_fake() needs at least 1 rank, got n={n}")
+    world = World(n)
+    start = time.monotonic()
+    outcomes: dict[int, Outcome] = {}
+
+    def rank_main(rank: int) -> None:
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = body(FakeCommunicator(world, range(n), rank), *args, **kwargs)
+        except BaseException as caught:
+            error = caught
+        now = time.monotonic()
+        outcomes[rank] = Outcome(
+            rank=rank,
+            ending=Ending.RETURNED if error is None else Ending.RAISED,
+            seconds=now - start,
+            order=now,
+            value=value,
+            exception=error,
+            traceback="" if error is None else "".join(traceback.format_exception(error)),
+        )
+        world.end(rank, error)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"fake rank {rank}", daemon=True)
+        for rank in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ordered = [outcomes[rank] for rank in range(n)]
+    if any(outcome.failed for outcome in ordered):
+        failure = RanksFailed(ordered)
+        raise failure from failure.first.exception
+    return cast("list[T]", [outcome.value for outcome in ordered])

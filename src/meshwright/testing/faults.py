@@ -1,0 +1,139 @@
+"""Faults that strike at a chosen place and step, for tests of what the other ranks see.
+
+A fault is armed by hooks on the user's own module and optimizer, so the library needs no place for
+it: ``arm(Fault.parse("backward:rank=1:step=3:kill"), rank=world.rank, module=model)``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["Fault", "FaultKind", "FaultPlace", "InjectedError", "arm"]
+
+FaultPlace = Literal["forward", "backward", "optimizer", "save"]
+FaultKind = Literal["raise", "kill", "stop", "exit", "sleep"]
+
+EXIT_CODE = 17
+"""Exit code of the kind ``exit``."""
+
+
+class InjectedError(RuntimeError):
+    """What a fault of the kind ``raise`` raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one rank, where and when."""
+
+    place: FaultPlace
+    rank: int
+    kind: FaultKind
+    step: int = 0
+    """How often the place is passed unharmed."""
+    seconds: float = 60.0
+    """How long the kind ``sleep`` sleeps."""
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """From ``place:rank=R[:step=K][:seconds=S]:kind``. Raises ValueError on anything else."""
+        place, _, rest = text.partition(":")
+        *settings, kind = rest.split(":")
+        values = {name: value for name, _, value in (item.partition("=") for item in settings)}
+        if (
+            place not in get_args(FaultPlace)
+            or kind not in get_args(FaultKind)
+            or "rank" not in values
+            or not values.keys() <= {"rank", "step", "seconds"}
+        ):
+            raise ValueError(
+                f"expected PLACE:rank=R[:step=K][:seconds=S]:KIND with PLACE one of "
+                f"{', '.join(get_args(FaultPlace))} and KIND one of "
+                f"{', '.join(get_args(FaultKind))}; found {text!r}"
+            )
+        return cls(
+            place=cast("FaultPlace", place),
+            rank=int(values["rank"]),
+            kind=cast("FaultKind", kind),
+            step=int(values.get("step", 0)),
+            seconds=float(values.get("seconds", 60.0)),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.place}:rank={self.rank}:step={self.step}:{self.kind}"
+
+    def strike(self) -> None:
+        """Let it happen to this process, now."""
+        match self.kind:
+            case "raise":
+                raise InjectedError(f"injected fault {self}")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exit":
+                os._exit(EXIT_CODE)
+            case "sleep":
+                time.sleep(self.seconds)
+
+
+class _Countdown:
+    """Strikes when it has been passed often enough, once."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._left = fault.step
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            self._fault.strike()
+
+    def at_gradient(self, gradient: torch.Tensor) -> None:
+        """As a hook on a tensor."""
+        self()
+
+
+def arm(
+    fault: Fault,
+    *,
+    rank: int,
+    module: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+) -> Callable[[], None]:
+    """Let ``fault`` wait for this process, if ``rank`` is its rank.
+
+    It strikes before the forward pass of ``module``, when the gradient of its first parameter is
+    known, or before a step of ``optimizer``. For the place ``save`` the test calls what is
+    returned from where the saving should be hit; for the other places that does nothing.
+
+    Raises ValueError when the module or the optimizer that the place needs is not given.
+    """
+    if fault.rank != rank:
+        return _nothing
+    countdown = _Countdown(fault)
+    if fault.place == "save":
+        return countdown
+    if fault.place == "forward" and module is not None:
+        module.register_forward_pre_hook(lambda *_: countdown())
+    elif fault.place == "backward" and module is not None:
+        first = next(p for p in module.parameters() if p.requires_grad)
+        first.register_hook(countdown.at_gradient)
+    elif fault.place == "optimizer" and optimizer is not None:
+        optimizer.register_step_pre_hook(lambda *_: countdown())
+    else:
+        needed = "an optimizer" if fault.place == "optimizer" else "a module"
+        raise ValueError(f"fault {fault} needs {needed} to wait in; pass it to arm()")
+    return _nothing
+
+
+def _nothing() -> None:
+    """Nothing is to be called: the fault is in a hook, or another rank's."""

@@ -1,0 +1,258 @@
+"""Small models, each with one property that has broken a layout somewhere.
+
+``MODELS`` maps a name to a `Sample`: how to build the model, an example batch, and a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["MODELS", "Sample", "TinyTransformer"]
+
+FEATURES = 7
+"""Width of the inputs: a prime, so that nothing divides by accident."""
+
+CLASSES = 5
+WORDS = 11
+LENGTH = 6
+"""Positions of the transformer's inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A model to try a layout with."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    """Draws the weights from torch's global generator."""
+    inputs: Callable[[int, torch.Generator], object]
+    """A batch: one tensor, or a mapping of keyword arguments."""
+    targets: Callable[[int, torch.Generator], torch.Tensor]
+    loss: Callable[..., torch.Tensor]
+    """``loss(output, target)``, a mean over the batch."""
+    depends_on: Literal["", "batch", "random numbers"] = ""
+    """What beside the sample itself its output depends on. A model that depends on the whole batch
+    (BatchNorm), or on random numbers (dropout), need not train alike on another number of ranks."""
+
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator
+    ) -> tuple[object, torch.Tensor]:
+        """A batch and its target, in float32 or int64, drawn from ``generator``."""
+        return self.inputs(batch_size, generator), self.targets(batch_size, generator)
+
+
+class _Tied(nn.Module):
+    """One weight under two names, as an embedding and as the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, FEATURES)
+        self.hidden = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, WORDS)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(words))))
+
+
+class _Unused(nn.Module):
+    """A parameter that no forward pass touches: its gradient stays None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(FEATURES, CLASSES)
+        self.never = nn.Linear(FEATURES, CLASSES)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+class _Skip(nn.Module):
+    """The input goes round two layers: a stage has to hand on more than one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.third = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(self.first(x))
+        second = x + torch.tanh(self.second(first))
+        return self.head(first + torch.tanh(self.third(second)))
+
+
+class _Reused(nn.Module):
+    """One module called twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class _Keywords(nn.Module):
+    """Keyword arguments, one of them no tensor, and a dictionary as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(FEATURES, CLASSES)
+        self.right = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, *, x: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+        return {"left": self.left(x), "right": self.right(x) * scale}
+
+
+class _Block(nn.Module):
+    """Pre-norm attention and feed-forward, causal."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_feed_forward = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        mixed = self.query_key_value(self.norm_attention(x))
+        split = mixed.view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.narrow(F.gelu(self.widen(self.norm_feed_forward(x))))
+
+
+class TinyTransformer(nn.Module):
+    """A causal language model of ``layers`` blocks over ``words`` words."""
+
+    def __init__(
+        self, *, words: int = WORDS, width: int = 8, heads: int = 2, layers: int = 2
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.position = nn.Parameter(torch.randn(LENGTH, width) * 0.1)
+        self.layers = nn.ModuleList([_Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Logits ``(batch, length, words)`` of the next word at each position."""
+        x = self.embedding(words) + self.position[: words.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, CLASSES)
+    )
+    model[2].requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    return model
+
+
+def _uneven() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 3), nn.Linear(3, CLASSES)
+    )
+
+
+def _dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+
+
+def _batch_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, CLASSES)
+    )
+
+
+def _features(batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(batch_size, FEATURES, generator=generator)
+
+
+def _classes(batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(CLASSES, (batch_size,), generator=generator)
+
+
+def _words(batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(WORDS, (batch_size, LENGTH), generator=generator)
+
+
+def _keyword_inputs(batch_size: int, generator: torch.Generator) -> dict[str, object]:
+    return {"x": _features(batch_size, generator), "scale": 0.5}
+
+
+def _word_loss(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def _keyword_loss(output: Mapping[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["left"] + output["right"], target)
+
+
+def _of_features(
+    name: str,
+    build: Callable[[], nn.Module],
+    depends_on: Literal["", "batch", "random numbers"] = "",
+) -> Sample:
+    return Sample(
+        name=name,
+        build=build,
+        inputs=_features,
+        targets=_classes,
+        loss=F.cross_entropy,
+        depends_on=depends_on,
+    )
+
+
+def _of_words(name: str, build: Callable[[], nn.Module]) -> Sample:
+    return Sample(name=name, build=build, inputs=_words, targets=_words, loss=_word_loss)
+
+
+MODELS: Mapping[str, Sample] = MappingProxyType(
+    {
+        sample.name: sample
+        for sample in (
+            _of_features("sequential", _sequential),
+            _of_features("frozen", _frozen),
+            _of_features("uneven", _uneven),
+            _of_features("unused", _Unused),
+            _of_features("skip", _Skip),
+            _of_features("reused", _Reused),
+            _of_words("tied", _Tied),
+            _of_words("transformer", TinyTransformer),
+            Sample(
+                name="keywords",
+                build=_Keywords,
+                inputs=_keyword_inputs,
+                targets=_classes,
+                loss=_keyword_loss,
+            ),
+            _of_features("dropout", _dropout, "random numbers"),
+            _of_features("batch_norm", _batch_norm, "batch"),
+        )
+    }
+)
+"""Samples by name."""

@@ -1,0 +1,219 @@
+"""The same training on several ranks and in one process: losses, gradients and weights must agree.
+
+::
+
+    Sample ──> batches ──┬─> train_reference, here           ──> ReferenceRun ─┐
+                         └─> layout on each of n ranks, each                   ├─> first difference
+                             with its share of the batches   ──> ReferenceRun ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.comm import communicator
+from meshwright.composition import parallelize
+from meshwright.errors import ParityError
+from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch
+from meshwright.plan import Plan
+from meshwright.reference import ReferenceRun, Trainee, first_difference, record, train_reference
+from meshwright.testing.models import Sample
+from meshwright.testing.pool import Ranks, shared_pool
+
+__all__ = ["LaidOut", "Layout", "Training", "assert_same_training", "momentum", "wrapped"]
+
+Batch = tuple[object, object]
+
+
+class LaidOut(Trainee, Protocol):
+    """A training that reads its share of each global batch; `Trainable` is one."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share this rank reads."""
+        ...
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares a batch is cut."""
+        ...
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The default optimizer: its update is linear in the gradient, so rounding stays rounding."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained, wherever it is."""
+
+    loss: Callable[..., torch.Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum
+    clip_norm: float | None = None
+
+
+Layout = Callable[[nn.Module, Training], LaidOut]
+"""Lays a model out over the connected ranks."""
+
+
+def assert_same_training(
+    sample: Sample,
+    layout: Plan | Layout,
+    *,
+    world: int,
+    steps: int = 3,
+    batch_size: int | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum,
+    clip_norm: float | None = None,
+    reference_parts: int = 1,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-9,
+    seed: int = 0,
+    ranks: Ranks | None = None,
+) -> None:
+    """Train ``sample`` on ``world`` ranks as ``layout`` says and in one process, and compare.
+
+    ``layout`` is a `Plan` for `parallelize`, or a function that lays a model out; `wrapped` makes
+    one of a data-parallel function such as ``replicate``. Every rank's losses, gradients and
+    weights must be those of one process to ``tolerance``, relative. ``batch_size`` (of the global
+    batch; 4 for each rank when None) has to divide by the number of shares. ``clip_norm`` is the
+    plan's own when ``layout`` is a plan. The reference cuts each batch into ``reference_parts``,
+    which matters to models that depend on the whole batch.
+
+    Raises ParityError naming rank, step and the first tensor that differs; ValueError for a sample
+    that cannot be compared.
+
+    >>> assert_same_training(MODELS["tied"], wrapped(replicate), world=2)
+    """
+    __tracebackhide__ = True
+    if sample.depends_on == "random numbers":
+        raise ValueError(
+            f"{sample.name!r} draws random numbers in its forward pass, on each rank its own: "
+            "it cannot be compared with one process"
+        )
+    if isinstance(layout, Plan):
+        clip_norm = layout.train.clip_norm
+        layout = partial(_from_plan, layout)
+    training = Training(loss=sample.loss, optimizer=optimizer, clip_norm=clip_norm)
+    generator = torch.Generator().manual_seed(seed)
+    size = 4 * world if batch_size is None else batch_size
+    batches = [sample.example_batch(size, generator) for _ in range(steps)]
+    expected = train_reference(
+        _built(sample, seed, dtype),
+        batches,
+        optimizer=optimizer,
+        loss=sample.loss,
+        accumulate=reference_parts,
+        clip_norm=clip_norm,
+        dtype=dtype,
+    )
+    run = shared_pool().run if ranks is None else ranks
+    found = run(world, _trained, sample, layout, training, batches, seed, dtype)
+    for rank, result in enumerate(found):
+        difference = first_difference(result, expected, tolerance)
+        if difference is not None:
+            raise ParityError(f"{sample.name!r} on {world} ranks: rank {rank}, {difference}")
+
+
+def _built(sample: Sample, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The same weights on every rank and in the reference, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return sample.build().to(dtype)
+
+
+def _trained(
+    sample: Sample,
+    layout: Layout,
+    training: Training,
+    batches: list[Batch],
+    seed: int,
+    dtype: torch.dtype,
+) -> ReferenceRun:
+    """The run of one rank."""
+    laid_out = layout(_built(sample, seed, dtype), training)
+    shares = [_share(batch, laid_out.data_rank, laid_out.data_size) for batch in batches]
+    return record(laid_out, shares, dtype=dtype)
+
+
+def _share(batch: Batch, rank: int, size: int) -> Batch:
+    parts = cut_batch(*batch, size)
+    if len({count for _, _, count in parts}) > 1:
+        raise ValueError(
+            f"batch_size must divide by the {size} shares; "
+            f"found shares of {[count for _, _, count in parts]}"
+        )
+    mine, target, _ = parts[rank]
+    return mine, target
+
+
+def _from_plan(plan: Plan, model: nn.Module, training: Training) -> LaidOut:
+    return parallelize(model, plan, optimizer=training.optimizer, loss=training.loss)
+
+
+def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Layout:
+    """The layout of a data-parallel function on modules, with the loop that its user would write.
+
+    ``wrap`` makes gradients the mean over all ranks; its module may be the same or a new one that
+    holds the model as ``module``.
+    """
+    return partial(_Wrapped, wrap)
+
+
+class _Wrapped:
+    """A user's own loop around a wrapped module."""
+
+    def __init__(
+        self, wrap: Callable[[nn.Module], nn.Module], model: nn.Module, training: Training
+    ) -> None:
+        self.module = model
+        self._wrapped = wrap(model)
+        self._training = training
+        self._optimizer = training.optimizer(self._wrapped.parameters())
+        self._world = communicator()
+        self._loss = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def data_rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def data_size(self) -> int:
+        return self._world.size
+
+    def forward_backward(self, batch: object, target: object = None) -> None:
+        loss = apply_loss(self._training.loss, call_module(self._wrapped, batch), target)
+        if not loss.is_mean:
+            raise ValueError("an own loop averages gradients: the loss has to return a mean")
+        loss.total.backward()
+        self._loss = loss.total.detach().to(torch.float64).clone()
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        return {
+            name: parameter.grad
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def optimizer_step(self) -> _Step:
+        if self._training.clip_norm is not None:
+            clip_grad_norm_(self.module, self._training.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._world.all_reduce(self._loss, label="loss for the comparison").wait()
+        return _Step(loss=self._loss / self._world.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What a step of an own loop gives back."""
+
+    loss: torch.Tensor

@@ -1,0 +1,92 @@
+"""The pytest plugin: cheap until it is used, and reports that pytest prints well."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project of somebody else, with the plugin loaded by its entry point or by name."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
+    return pytester
+
+
+def test_pure_tests_load_no_torch_and_start_no_server(outside: pytest.Pytester) -> None:
+    outside.makepyfile(
+        """
+        import os, sys
+
+        def test_pure():
+            assert "torch" not in sys.modules
+            children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+            assert not children
+        """
+    )
+    outside.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_reports_and_outcomes(outside: pytest.Pytester, mode: str) -> None:
+    outside.makepyfile(
+        helper_of_tests="LIMIT = 3\n",
+        test_them="""
+        import pytest
+        from meshwright.comm import communicator
+
+        def check(limit):
+            rank = communicator().rank
+            print("on rank", rank)
+            assert rank + 1 < limit
+
+        def test_good(ranks):
+            ranks(2, check, 3)
+
+        def test_bad(ranks):
+            ranks(2, check, 2)
+
+        def test_skipped(ranks):
+            ranks(2, lambda: pytest.skip("not today"))
+
+        @pytest.mark.xfail(strict=True)
+        def test_expected(ranks):
+            ranks(1, check, 0)
+        """,
+    )
+    result = outside.runpytest_subprocess(f"--import-mode={mode}", "-rs", "test_them.py")
+    result.assert_outcomes(passed=1, failed=1, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*ranks failed; rank 1 was first: it raised AssertionError: assert (1 + 1) < 2*",
+            "*on rank 1*",
+            "SKIPPED*not today",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*_exchange*")
+
+
+def test_the_backend_of_the_command_line(outside: pytest.Pytester) -> None:
+    outside.makepyfile(
+        """
+        def test_it(ranks):
+            ranks(2, lambda: None)
+        """
+    )
+    result = outside.runpytest_subprocess("--ranks-backend=nonsense")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*nonsense*"])
+
+
+def test_the_library_does_not_load_the_harness() -> None:
+    assert "meshwright.testing" in sys.modules  # by the plugin
+    for file in (ROOT / "src" / "meshwright").rglob("*.py"):
+        if "testing" not in file.parts and file.name != "__init__.py":
+            assert "import meshwright.testing" not in file.read_text()
