@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
-from meshwright.recipes.config import TrainConfig
+from meshwright.recipes.config import TrainConfig, read_config
+from meshwright.recipes.options import option_lines
+from meshwright.settings import keys_of
 from meshwright.toml_source import dump, read
 
 GOOD = """
@@ -83,3 +89,52 @@ def test_every_mistake_is_reported_at_once_with_its_line() -> None:
 )
 def test_a_wrong_value_says_what_to_do(override: str, words: str) -> None:
     assert any(words in problem for problem in problems_of(GOOD, override))
+
+
+KEYS = [
+    (table, key)
+    for table, keys in keys_of(TrainConfig).items()
+    if table != "axes"  # its keys are names of axes
+    for key in keys
+]
+
+
+@pytest.mark.parametrize(("table", "key"), KEYS)
+def test_every_misspelt_key_names_its_line_and_the_right_one(table: str, key: str) -> None:
+    wrong = key[:-1] + "x" + key[-1]
+    (problem,) = problems_of(f"[{table}]\n{wrong} = 1\n")
+    assert problem.startswith(f"line 2: unknown key '{wrong}' in [{table}]")
+    assert f"'{key}'" in problem
+
+
+@pytest.mark.parametrize(("table", "key"), KEYS)
+def test_every_key_refuses_another_type(table: str, key: str) -> None:
+    problems = problems_of(f"[{table}]\n{key} = 1979-05-27\n")
+    assert any(f"line 2: key '{key}' in [{table}]" in problem for problem in problems)
+
+
+@given(st.binary(max_size=200))
+def test_any_file_is_a_configuration_or_a_plan_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_bytes(data)
+    try:
+        read_config(path)
+    except PlanError as error:
+        assert all(line.startswith(str(path)) for line in str(error).splitlines())
+
+
+def test_a_configuration_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nstep = 1\n")
+    with pytest.raises(PlanError, match=r"run.toml: line 2: unknown key 'step'"):
+        read_config(path)
+
+
+def test_the_help_has_a_line_with_a_meaning_for_each_key() -> None:
+    lines = option_lines()
+    for table in ("model", "data", "optimizer", "run"):
+        shown = [line.split(maxsplit=2) for line in lines if line.startswith(f"  --{table}.")]
+        assert len(shown) == len(keys_of(TrainConfig)[table])
+        assert all(len(parts) == 3 for parts in shown)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
-from meshwright.recipes.metrics import LineProgress, MetricsFile, show_progress
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+
+from meshwright.recipes.metrics import LineProgress, LiveProgress, MetricsFile, show_progress
 
 
 def steps_in(path: Path) -> list[int]:
@@ -54,3 +58,16 @@ def test_plain_lines_come_every_so_often_and_at_the_end() -> None:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     assert isinstance(show_progress(lambda line: None, steps=1, every=1), LineProgress)
+
+
+def test_a_terminal_shows_one_line_that_is_redrawn() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    display = Progress(TextColumn("{task.completed}: {task.fields[detail]}"), console=console)
+    progress = LiveProgress(display, steps=2)
+    progress.step(1, loss=2.5, tokens_per_second=1000.0, left=61.0)
+    progress.note("saved [here]")
+    progress.step(2, loss=2.0, tokens_per_second=1000.0, left=0.0)
+    progress.close()
+    assert "saved [here]" in screen.getvalue()
+    assert "2: loss 2.0000  1,000 tokens/s  0:00 left" in screen.getvalue()

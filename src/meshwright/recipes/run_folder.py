@@ -153,11 +153,11 @@ def _named_start(named: Path) -> tuple[Path, Path]:
 
 def _fresh_folder(config: TrainConfig) -> Path:
     name = Path(config.origin.source).stem or "run"
-    path = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = first = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     number = 1
     while path.exists():
         number += 1
-        path = path.with_name(f"{path.name.split('_')[0]}_{number}")
+        path = first.with_name(f"{first.name}-{number}")
     return path
 
 
