@@ -168,7 +168,8 @@ class SharedTensors:
             bisect.insort(self._starts, start)
             self._owned[start] = segment
         memory = (ctypes.c_char * (numel * dtype.itemsize)).from_buffer(segment.map, PAGE)
-        weakref.finalize(memory, self._freed, start, os.getpid()).atexit = False
+        freed = weakref.finalize(memory, self._freed, start, os.getpid())
+        freed.atexit = False  # pyrefly: ignore[missing-attribute]
         return torch.frombuffer(memory, dtype=dtype)
 
     def locate(self, address: int) -> Location | None:

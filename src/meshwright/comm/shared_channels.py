@@ -1,8 +1,8 @@
 """The channels through which one rank's messages reach another, and this rank's ends of them.
 
-A channel is a ring of entries, one for each message, and a stream of blocks. A small message lies in
-its entry. Of a large one the entry says only what it is; its bytes flow through the stream once the
-receiver has granted it.
+A channel is a ring of entries, one for each message, and a stream of blocks. A small message lies
+in its entry. Of a large one the entry says only what it is; its bytes flow through the stream once
+the receiver has granted it.
 """
 
 from __future__ import annotations

@@ -150,7 +150,9 @@ class JoinedWork(SharedWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until all operations have ended."""
-        return all([work.wait(timeout) for work in self.works])
+        for work in self.works:
+            work.wait(timeout)
+        return True
 
 
 class _Operation(SharedWork):

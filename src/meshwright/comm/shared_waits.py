@@ -28,8 +28,8 @@ __all__ = ["FAILED", "LEFT", "MISMATCHED", "Futex", "Meeting", "Patience", "Peer
 LEFT, FAILED, MISMATCHED = 1, 2, 3
 """States of a rank that no longer takes part: it ended in order, it failed, it saw a mismatch."""
 
-ARRIVAL, DOORBELL, PID, STARTED, REASON = 0, 16, 32, 33, 64
-"""Words in the page of a rank."""
+ARRIVAL, DOORBELL, PID, STARTED, CULPRIT, REASON = 0, 16, 32, 33, 34, 64
+"""Words in the page of a rank. The culprit is 1 + the world number of the rank that it blames."""
 REASON_BYTES = 2048
 
 NAP = 0.05
@@ -70,8 +70,8 @@ class Patience:
     def of(cls, ranks: int) -> Patience:
         """For ``ranks`` processes on this host: with more ranks than cores a spin only delays."""
         if ranks <= len(os.sched_getaffinity(0)):
-            return cls(spins=1000, yields=20)
-        return cls(spins=40, yields=12)
+            return cls(spins=60, yields=100)
+        return cls(spins=20, yields=20)
 
 
 def process_start(pid: int) -> int:
@@ -321,8 +321,11 @@ class Meeting:
             reason = self._reason(rank)
             if state == MISMATCHED:
                 raise CollectiveMismatchError(reason)
-            text = f"rank {number} failed first: {reason}; this rank was in {what}"
-            raise RankFailedError(text, number)
+            culprit = self._words[self.layout.rank_word(rank) + CULPRIT] - 1
+            first = number if culprit < 0 else culprit
+            seen = "" if first == number else f" (seen by rank {number})"
+            text = f"rank {first} failed first{seen}: {reason}; this rank was in {what}"
+            raise RankFailedError(text, first)
 
     def break_with(self, error: BaseException) -> None:
         """Make the group unusable for this rank, and tell the others why."""
@@ -335,6 +338,8 @@ class Meeting:
         data = reason.encode()[: REASON_BYTES - 8]
         first = self.layout.rank_word(self.peers.me) + REASON
         self._words[first] = len(data)
+        if isinstance(error, RankFailedError):
+            self._words[self.layout.rank_word(self.peers.me) + CULPRIT] = error.rank + 1
         self.segment.bytes[8 * first + 8 : 8 * first + 8 + len(data)] = data
         self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
 

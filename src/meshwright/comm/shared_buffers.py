@@ -1,0 +1,57 @@
+"""Tensors as one stretch of memory: what is strided passes through a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.comm.shared_collectives import Steps
+
+__all__ = ["contiguous", "copied_back", "name_of", "on_cpu", "writable"]
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """How messages call a tensor: its dtype and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which must be on the CPU."""
+    if not tensor.is_cpu:
+        raise ValueError(
+            "collectives through shared memory move tensors of the CPU, and this one is on "
+            f"{tensor.device}"
+        )
+    return tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory as they are, one after another."""
+    on_cpu(tensor)
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself or a contiguous copy, to be read."""
+    if _is_plain(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself or a contiguous buffer of its shape, to be written."""
+    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def copied_back(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:
+    """``body``, and then each tensor gets the elements of its buffer, where that is another."""
+    strided = [(tensor, buffer) for tensor, buffer in pairs if buffer is not tensor]
+    return _then_copied(body, strided) if strided else body
+
+
+def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:
+    yield from body
+    with torch.no_grad():
+        for tensor, buffer in pairs:
+            tensor.data.copy_(buffer)

@@ -1,0 +1,494 @@
+"""One process group whose ranks share memory: the methods that c10d calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.shared_arena import SharedTensors
+from meshwright.comm.shared_buffers import contiguous, copied_back, name_of, on_cpu, writable
+from meshwright.comm.shared_calls import Call
+from meshwright.comm.shared_collectives import Exchange, Steps
+from meshwright.comm.shared_joining import join
+from meshwright.comm.shared_queue import JoinedWork, OperationQueue, SharedWork
+from meshwright.comm.shared_reductions import check_reduction
+from meshwright.comm.shared_transfers import ANY_SOURCE, Transfers
+from meshwright.errors import CommunicationError
+
+__all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]
+
+BACKEND = "meshwright"
+CALLS = 2048
+"""Calls whose fingerprint is remembered."""
+
+REDUCTION_NAMES = MappingProxyType(
+    {
+        hash(dist.ReduceOp(operation)): name
+        for operation, name in (
+            (dist.ReduceOp.SUM, "sum"),
+            (dist.ReduceOp.AVG, "avg"),
+            (dist.ReduceOp.PRODUCT, "product"),
+            (dist.ReduceOp.MAX, "max"),
+            (dist.ReduceOp.MIN, "min"),
+            (dist.ReduceOp.BAND, "band"),
+            (dist.ReduceOp.BOR, "bor"),
+            (dist.ReduceOp.BXOR, "bxor"),
+        )
+    }
+)
+"""By the hash of c10d's reduction, which tells its kind."""
+
+Tensors = Sequence[torch.Tensor]
+Sizes = Sequence[int]
+Options: TypeAlias = Any
+"""c10d's options of an operation: a class for each, with the attributes that it has."""
+ProcessGroup: Any = dist.ProcessGroup
+"""Its stubs fix parameter names that differ from one torch to the next."""
+
+
+class GroupOptions(Protocol):
+    """What c10d tells a backend about the group to be made."""
+
+    store: dist.Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
+
+
+class SharedMemoryGroup(ProcessGroup):
+    """A process group whose ranks share memory.
+
+    ``next_label`` is the label of the next operation that this thread issues on the group. Labels
+    appear in errors, and calls on which both sides carry one must carry the same.
+    """
+
+    def __init__(
+        self,
+        options: GroupOptions,
+        tensors: SharedTensors,
+        crowd: int,
+        left: Callable[[SharedMemoryGroup], None],
+    ) -> None:
+        """``crowd`` is the number of ranks on this host; ``left`` is told of the group's end."""
+        super().__init__(options.group_rank, options.group_size)
+        self.tensors = tensors
+        self._left: Callable[[SharedMemoryGroup], None] | None = left
+        self._rank, self._size = options.group_rank, options.group_size
+        self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
+        self._name, self._description = str(options.group_id), "undefined"
+        timeout = options.timeout.total_seconds()
+        self._meeting = join(options.store, self._rank, self._ranks, crowd, timeout)
+        self._exchange = Exchange(self._meeting, tensors)
+        self._queue = OperationQueue(self._meeting, f"meshwright-collectives-{self._name}")
+        self._transfers = Transfers(self._meeting, f"meshwright-transfers-{self._name}")
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._local = threading.local()
+        self._pid = os.getpid()
+
+    @property
+    def next_label(self) -> str:
+        """The label of this thread's next operation, which takes it."""
+        return getattr(self._local, "label", "")
+
+    @next_label.setter
+    def next_label(self, label: str) -> None:
+        self._local.label = label
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Options = None) -> SharedWork:
+        """Reduce tensors over all ranks, in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if len(listed) != 1:
+            return self._all([self.allreduce([tensor], opts) for tensor in listed])
+        tensor = listed[0]
+        reduction = _reduction(opts)
+        call = self._call("all_reduce", tensor.shape, tensor.dtype, reduction)
+        buffer = contiguous(tensor)
+        body = self._exchange.all_reduce(call, buffer)
+        if buffer is not tensor:
+            body = copied_back(body, [(tensor, buffer)])
+        return self._submit(call, body, listed, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> SharedWork:
+        """Reduce each tensor over all ranks, in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Options) -> SharedWork:
+        """Reduce a tensor over all ranks into the root's."""
+        (tensor,) = tensors
+        call = self._call("reduce", tensor.shape, tensor.dtype, _reduction(opts), opts.rootRank)
+        buffer = contiguous(tensor)
+        body = self._exchange.reduce(call, buffer, opts.rootRank)
+        return self._submit(call, copied_back(body, [(tensor, buffer)]), tensors, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
+    ) -> SharedWork:
+        """Reduce a tensor that holds a share for each rank, and keep this rank's."""
+        if tensor.numel() != output.numel() * self._size or tensor.dtype != output.dtype:
+            raise ValueError(
+                f"reduce_scatter needs an input of {self._size} times the output's elements and "
+                f"of its dtype; it has {name_of(tensor)} for an output {name_of(output)}"
+            )
+        call = self._call("reduce_scatter", tensor.shape, tensor.dtype, _reduction(opts))
+        source, target = contiguous(tensor), writable(output)
+        body = self._exchange.reduce_scatter(call, target, source)
+        return self._submit(call, copied_back(body, [(output, target)]), [output], opts)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options = None
+    ) -> SharedWork:
+        """Reduce a list of tensors, one for each rank, and keep this rank's."""
+        works = []
+        for output, parts in zip(outputs, inputs, strict=True):
+            if len({part.numel() for part in parts}) == 1:
+                joined = torch.cat([contiguous(part).view(-1) for part in parts])
+                works.append(self.reduce_scatter_single(output, joined, opts))
+            else:
+                works.append(self._reduce_scatter_uneven(output, parts, opts))
+        return self._all(works)
+
+    def _reduce_scatter_uneven(
+        self, output: torch.Tensor, parts: Tensors, opts: Options
+    ) -> SharedWork:
+        shape = tuple(part.numel() for part in parts)
+        call = self._call("reduce_scatter", shape, output.dtype, _reduction(opts))
+        joined = torch.cat([contiguous(part).view(-1) for part in parts])
+        start = sum(shape[: self._rank])
+        own = joined[start : start + shape[self._rank]].view(output.shape)
+        body = copied_back(self._exchange.all_reduce(call, joined), [(output, own)])
+        return self._submit(call, body, [output], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Options = None
+    ) -> SharedWork:
+        """`reduce_scatter_single` of each pair."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self.reduce_scatter_single(out, given, opts) for out, given in pairs])
+
+    # ------------------------------------------------------------------ gathering
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
+    ) -> SharedWork:
+        """Gather every rank's tensor into one, rank-major."""
+        if output.numel() != tensor.numel() * self._size or tensor.dtype != output.dtype:
+            raise ValueError(
+                f"all_gather needs an output of {self._size} times the input's elements and of "
+                f"its dtype; it has {name_of(output)} for an input {name_of(tensor)}"
+            )
+        call = self._call("all_gather", tensor.shape, tensor.dtype)
+        source, target = contiguous(tensor), writable(output)
+        nbytes, start = source.nbytes, target.data_ptr()
+        places = [start + rank * nbytes for rank in range(self._size)]
+        body = self._exchange.gather(
+            call, (source.data_ptr(), nbytes), [nbytes] * self._size, places
+        )
+        copied = copied_back(body, [(output, target)])
+        return self._submit(call, copied, [output], opts, source)
+
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None
+    ) -> SharedWork:
+        """Gather every rank's tensor into a list, whose tensors may differ in size."""
+        return self._all(
+            [
+                self._gather("all_gather", None, list(places), tensor, opts)
+                for places, tensor in zip(outputs, inputs, strict=True)
+            ]
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Options = None
+    ) -> SharedWork:
+        """`all_gather_single` of each pair."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self.all_gather_single(out, given, opts) for out, given in pairs])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> SharedWork:
+        """Gather every rank's tensor into a list of the root."""
+        places = list(outputs[0]) if self._rank == opts.rootRank else None
+        return self._gather("gather", opts.rootRank, places, inputs[0], opts)
+
+    def _gather(
+        self,
+        kind: str,
+        root: int | None,
+        places: list[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        opts: Options,
+    ) -> SharedWork:
+        source = contiguous(tensor)
+        if places is not None and (
+            len(places) != self._size
+            or places[self._rank].numel() != tensor.numel()
+            or any(place.dtype != tensor.dtype for place in places)
+        ):
+            raise ValueError(
+                f"{kind} of {name_of(tensor)} over {self._size} ranks does not fit into "
+                f"{', '.join(map(name_of, places))}"
+            )
+        sizes = [place.numel() for place in places or [tensor] * self._size]
+        is_even = all(size == sizes[0] for size in sizes)
+        shape = tuple(tensor.shape) if is_even else tuple(sizes)
+        call = self._call(kind, shape, tensor.dtype, "", root)
+        targets = [writable(place) for place in places or ()]
+        body = self._exchange.gather(
+            call,
+            (source.data_ptr(), source.nbytes),
+            [size * tensor.dtype.itemsize for size in sizes],
+            [target.data_ptr() for target in targets] if places is not None else None,
+        )
+        copied = copied_back(body, list(zip(places or (), targets, strict=True)))
+        return self._submit(call, copied, places or [], opts, source)
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Options) -> SharedWork:
+        """Give every rank the root's tensor, in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        (tensor,) = listed
+        root = opts.rootRank
+        call = self._call("broadcast", tensor.shape, tensor.dtype, "", root)
+        is_root = self._rank == root
+        buffer = contiguous(tensor) if is_root else writable(tensor)
+        sizes, places = [0] * self._size, [0] * self._size
+        sizes[root], places[root] = buffer.nbytes, buffer.data_ptr()
+        source = (buffer.data_ptr(), buffer.nbytes) if is_root else (0, 0)
+        body = self._exchange.gather(call, source, sizes, places)
+        pairs = [] if is_root else [(tensor, buffer)]
+        return self._submit(call, copied_back(body, pairs), listed, opts, buffer)
+
+    # ------------------------------------------------------------------ exchanging
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sizes,
+        input_sizes: Sizes,
+        opts: Options = None,
+    ) -> SharedWork:
+        """Send a part of a tensor to each rank, along dim 0: equal parts where no sizes are."""
+        target, source = writable(output), contiguous(tensor)
+        parts = self._cut(source, input_sizes, "input")
+        places = self._cut(target, output_sizes, "output")
+        call = self._call("all_to_all", tensor.shape[1:], tensor.dtype)
+        body = self._exchange.exchange(call, parts, places, adjacent=True)
+        body = copied_back(body, [(output, target)])
+        return self._submit(call, body, [output], opts, source)
+
+    def _cut(self, tensor: torch.Tensor, sizes: Sizes, name: str) -> list[tuple[int, int]]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not sizes:
+            sizes = [rows // self._size] * self._size
+        if sum(sizes) != rows or len(sizes) != self._size:
+            raise ValueError(
+                f"all_to_all over {self._size} ranks cannot split an {name} of {rows} rows into "
+                f"{list(sizes)}"
+            )
+        row = tensor.nbytes // rows if rows else 0
+        parts: list[tuple[int, int]] = []
+        start = tensor.data_ptr()
+        for size in sizes:
+            parts.append((start, size * row))
+            start += size * row
+        return parts
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> SharedWork:
+        """Send a tensor to each rank."""
+        targets = [writable(output) for output in outputs]
+        sources = [contiguous(tensor) for tensor in inputs]
+        call = self._call("all_to_all list", (), sources[0].dtype)
+        parts = [(source.data_ptr(), source.nbytes) for source in sources]
+        places = [(target.data_ptr(), target.nbytes) for target in targets]
+        body = self._exchange.exchange(call, parts, places, adjacent=False)
+        body = copied_back(body, list(zip(outputs, targets, strict=True)))
+        return self._submit(call, body, list(outputs), opts, *sources)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> SharedWork:
+        """Send a tensor of the root's list to each rank."""
+        (output,), root = outputs, opts.rootRank
+        target = writable(output)
+        call = self._call("scatter", output.shape, output.dtype, "", root)
+        sources = [contiguous(tensor) for tensor in inputs[0]] if self._rank == root else []
+        parts = [(source.data_ptr(), source.nbytes) for source in sources]
+        places = [(0, 0)] * self._size
+        places[root] = (target.data_ptr(), target.nbytes)
+        body = self._exchange.exchange(call, parts or [(0, 0)] * self._size, places, adjacent=False)
+        body = copied_back(body, [(output, target)])
+        return self._submit(call, body, [output], opts, *sources)
+
+    def barrier(self, opts: Options = None) -> SharedWork:
+        """Wait until every rank has called it."""
+        call = self._call("barrier")
+        return self._submit(call, self._exchange.barrier(call), [], opts)
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
+        """Send a tensor to a rank of the group."""
+        return self._note(self._transfers.send(on_cpu(tensors[0]), peer, tag, self._label()))
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> SharedWork:
+        """Receive a tensor from a rank of the group."""
+        return self._note(self._transfers.receive(on_cpu(tensors[0]), peer, tag, self._label()))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SharedWork:
+        """Receive a tensor from whichever rank sends one with this tag."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    # ------------------------------------------------------------------ coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._local.coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> SharedWork:
+        works, self._local.coalesced = self._local.coalesced, None
+        return works[0] if len(works) == 1 else JoinedWork(works)
+
+    def _note(self, work: SharedWork) -> SharedWork:
+        coalesced = getattr(self._local, "coalesced", None)
+        if coalesced is not None:
+            coalesced.append(work)
+        return work
+
+    def _all(self, works: list[SharedWork]) -> SharedWork:
+        return works[0] if len(works) == 1 else JoinedWork(works)
+
+    # ------------------------------------------------------------------ issuing
+
+    def _label(self) -> str:
+        label = self.next_label
+        if label:
+            self._local.label = ""
+        return label
+
+    def _call(
+        self,
+        kind: str,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        reduction: str = "",
+        root: int | None = None,
+    ) -> Call:
+        key = (kind, shape, dtype, reduction, root, self._label())
+        call = self._calls.get(key)
+        if call is None:
+            if reduction and dtype is not None:
+                check_reduction(reduction, dtype)
+            if len(self._calls) >= CALLS:
+                self._calls.clear()
+            call = Call(
+                kind=kind,
+                shape=tuple(shape),
+                dtype=dtype,
+                reduction=reduction,
+                root=None if root is None else self._ranks[root],
+                label=key[-1],
+            ).complete()
+            self._calls[key] = call
+        return call
+
+    def _submit(
+        self, call: Call, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
+    ) -> SharedWork:
+        run_now = not getattr(opts, "asyncOp", True)
+        work = self._queue.submit(call, body, outputs, held, run_now=run_now)
+        return self._note(work)
+
+    # ------------------------------------------------------------------ what c10d asks
+
+    def shutdown(self) -> None:
+        """Leave the group: end its threads, and let the peers know."""
+        left, self._left = self._left, None
+        if left is None or self._pid != os.getpid():
+            return
+        left(self)
+        self._meeting.leave()
+        self._meeting.broken = CommunicationError(f"the group {self._name!r} was destroyed")
+        self._queue.close()
+        self._transfers.close()
+        self._meeting.peers.close()
+
+    def abort(self) -> None:
+        """Make every operation of the group raise, here and on the other ranks."""
+        self._meeting.break_with(CommunicationError(f"rank {self._ranks[self._rank]} aborted it"))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation may wait for its peers."""
+        self._meeting.timeout = timeout.total_seconds()
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return BACKEND
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The name of the backend."""
+        return BACKEND
+
+    @property
+    def groupname_of(self) -> str:
+        """The name by which c10d finds the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name by which c10d finds the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name by which c10d finds the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set what the group is for."""
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    # The names of torch 2.11.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _reduction(opts: Options) -> str:
+    """The name of the reduction in c10d's options, or in the reduction itself."""
+    if opts is None:
+        return "sum"
+    reduction = getattr(opts, "reduceOp", opts)
+    try:
+        return REDUCTION_NAMES[hash(reduction)]
+    except KeyError:
+        return str(reduction)

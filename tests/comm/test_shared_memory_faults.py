@@ -1,0 +1,442 @@
+"""Shared memory never hangs: lost, stopped and mismatched ranks are named, and nothing is left."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import shared_joining, shared_memory
+from meshwright.comm.shared_arena import Segment
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankFailedError,
+)
+from meshwright.testing import Ranks, RanksFailed
+from meshwright.testing.outcome import Ending, Outcome
+
+Operation = Callable[[int], object]
+LARGE = 3_000_000
+
+
+def join(timeout: float = 20.0) -> shared_memory.SharedMemoryGroup:
+    shared_memory.register()
+    dist.init_process_group("cpu:meshwright", timeout=timedelta(seconds=timeout))
+    group = dist.group.WORLD
+    assert isinstance(group, shared_memory.SharedMemoryGroup)
+    return group
+
+
+def error_of(operation: Callable[[], object], seconds: float) -> CommunicationError:
+    """The error of ``operation``, which must come within ``seconds``."""
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        operation()
+    assert time.monotonic() - start < seconds
+    return caught.value
+
+
+def refuses_everything() -> None:
+    """The group raises, and does not hang, after an error."""
+    start = time.monotonic()
+    for operation in (
+        lambda: dist.all_reduce(torch.ones(3)),
+        dist.barrier,
+        lambda: dist.send(torch.ones(LARGE), (dist.get_rank() + 1) % dist.get_world_size()),
+    ):
+        with pytest.raises(CommunicationError):
+            operation()
+    assert time.monotonic() - start < 1
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": lambda rank: dist.all_reduce(torch.ones(10)),
+    "all_reduce large": lambda rank: dist.all_reduce(torch.ones(LARGE)),
+    "all_gather": lambda rank: dist.all_gather([torch.ones(5)] * 3, torch.ones(5)),
+    "broadcast": lambda rank: dist.broadcast(torch.ones(5), 2),
+    "reduce": lambda rank: dist.reduce(torch.ones(5), 0),
+    "barrier": lambda rank: dist.barrier(),
+    "all_to_all": lambda rank: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+    "recv": lambda rank: dist.recv(torch.ones(5), 1),
+    "recv any": lambda rank: dist.recv(torch.ones(5)),
+    "send large": lambda rank: dist.send(torch.ones(LARGE), 1),
+    "asynchronous": lambda rank: _wait(dist.all_reduce(torch.ones(10), async_op=True)),
+    "object": lambda rank: dist.all_gather_object([None] * 3, rank),
+}
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
+def outcomes_of(ranks: Ranks, body: Callable[[], object], victim: int) -> list[Outcome]:
+    """How the ranks other than ``victim`` ended, all by returning."""
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, connected=False, grace=8.0)
+    others = [outcome for outcome in caught.value.outcomes if outcome.rank != victim]
+    for outcome in others:
+        assert outcome.ending == Ending.RETURNED, outcome
+    return others
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_killed_rank_is_named_within_a_second(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    note = tmp_path / "killed"
+
+    def body() -> str:
+        join()
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.1)
+            note.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        error = error_of(lambda: (OPERATIONS[name](rank), dist.barrier()), 5)
+        assert time.monotonic() - float(note.read_text()) < 1
+        assert isinstance(error, RankFailedError) and error.rank == 1
+        refuses_everything()
+        return str(error)
+
+    for outcome in outcomes_of(ranks, body, victim=1):
+        assert "rank 1 (process " in str(outcome.value)
+
+
+def test_a_rank_killed_amid_a_large_operation_is_named(ranks: Ranks) -> None:
+    def body() -> str:
+        join()
+        if dist.get_rank() == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        tensor = torch.zeros(LARGE)
+        error = error_of(lambda: [dist.all_reduce(tensor) for _ in range(1_000_000)], 5)
+        assert isinstance(error, RankFailedError) and error.rank == 1
+        return str(error)
+
+    outcomes_of(ranks, body, victim=1)
+
+
+def test_a_stopped_rank_is_named_at_the_limit(ranks: Ranks) -> None:
+    def body() -> None:
+        group = join(timeout=1.0)
+        rank = dist.get_rank()
+        stopped = group._meeting.peers.pids[2]
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            error = error_of(lambda: (dist.all_reduce(torch.ones(3)), dist.barrier()), 5)
+            assert re.search("rank [01] failed first", str(error))
+            return
+        time.sleep(0.1)
+        try:
+            error = error_of(lambda: dist.all_reduce(torch.ones(3)), 2)
+            if isinstance(error, CollectiveTimeoutError):
+                assert f"missing is rank 2 (process {stopped}, stopped by a signal)" in str(error)
+            else:  # the other rank's time was over first
+                assert "rank 2" in str(error)
+            error = error_of(lambda: dist.recv(torch.ones(3), 2), 1)
+            assert "rank 2" in str(error)
+        finally:
+            time.sleep(0.5)
+            os.kill(stopped, signal.SIGCONT)
+
+    ranks(3, body, connected=False)
+
+
+def test_a_wait_with_a_bound_can_be_repeated(ranks: Ranks) -> None:
+    def body() -> None:
+        join()
+        tensor = torch.ones(3)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            dist.all_reduce(tensor)
+            time.sleep(0.3)
+            dist.send(tensor, 0, tag=3)
+            dist.barrier()
+            return
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        with pytest.raises(CollectiveTimeoutError, match="missing is rank 1"):
+            work.wait(timedelta(seconds=0.05))
+        work.wait()
+        receive = dist.irecv(tensor, 1, tag=3)
+        assert receive is not None
+        with pytest.raises(CollectiveTimeoutError, match="rank 1"):
+            receive.wait(timedelta(seconds=0.01))
+        receive.wait()
+        assert tensor.tolist() == [2, 2, 2]
+        dist.barrier()
+
+    ranks(2, body, connected=False)
+
+
+def reduce_max(rank: int, group: dist.ProcessGroup) -> None:
+    operation = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(3), operation, group=group)
+
+
+def labelled(rank: int, group: dist.ProcessGroup) -> None:
+    assert isinstance(group, shared_memory.SharedMemoryGroup)
+    group.next_label = "reduce layer 1" if rank == 1 else "reduce layer 0"
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+def operation_differs(rank: int, group: dist.ProcessGroup) -> None:
+    if rank == 1:
+        dist.broadcast(torch.ones(3), 0, group=group)
+    else:
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+MISMATCHES: dict[str, tuple[Callable[[int, dist.ProcessGroup], object], list[str]]] = {
+    "shape": (
+        lambda rank, group: dist.all_reduce(
+            torch.ones(*((4, 2) if rank == 1 else (2, 4))), group=group
+        ),
+        ["float32[2, 4]", "float32[4, 2]"],
+    ),
+    "large shape": (
+        lambda rank, group: dist.all_reduce(torch.ones(LARGE + rank), group=group),
+        [f"float32[{LARGE}]", f"float32[{LARGE + 1}]"],
+    ),
+    "dtype": (
+        lambda rank, group: dist.all_reduce(
+            torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32), group=group
+        ),
+        ["float32[4]", "int32[4]"],
+    ),
+    "operation": (operation_differs, ["broadcast", "all_reduce"]),
+    "reduction": (reduce_max, ["all_reduce sum", "all_reduce max"]),
+    "root": (
+        lambda rank, group: dist.broadcast(torch.ones(4), rank % 2, group=group),
+        ["root rank 0", "root rank 1"],
+    ),
+    "order": (labelled, ['"reduce layer 0"', '"reduce layer 1"']),
+    "splits": (
+        lambda rank, group: dist.all_to_all_single(
+            torch.ones(3), torch.ones(3), [1, 1, 1], [1, 2, 0] if rank == 1 else None, group=group
+        ),
+        ["rank 1 sends", "bytes to rank", "room for 4"],
+    ),
+}
+
+
+def _then_barrier(
+    operation: Callable[[int, dist.ProcessGroup], object], rank: int, group: dist.ProcessGroup
+) -> None:
+    operation(rank, group)
+    dist.barrier(group=group)
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+def test_mismatches_are_named_on_every_rank(ranks: Ranks, kind: str) -> None:
+    """Each mismatch has a group of its own, which is of no use afterwards."""
+
+    def body() -> None:
+        join()
+        rank = dist.get_rank()
+        for name, (operation, texts) in MISMATCHES.items():
+            group = dist.new_group()
+            assert group is not None
+
+            error = error_of(functools.partial(_then_barrier, operation, rank, group), 2)
+            assert isinstance(error, CollectiveMismatchError), (name, error)
+            for text in texts:
+                assert text in str(error), (name, error)
+            with pytest.raises(CollectiveMismatchError, match="unusable"):
+                dist.all_reduce(torch.ones(3), group=group, async_op=kind == "asynchronous")
+        dist.all_reduce(torch.ones(3))  # the world is well
+        dist.destroy_process_group()
+
+    ranks(3, body, connected=False)
+
+
+def test_an_unlabelled_call_fits_a_labelled_one(ranks: Ranks) -> None:
+    def body() -> None:
+        group = join()
+        tensor = torch.ones(3)
+        if dist.get_rank() == 1:
+            group.next_label = "reduce layer 0"
+        dist.all_reduce(tensor)
+        assert group.next_label == ""
+        assert tensor.tolist() == [2, 2, 2]
+
+    ranks(2, body, connected=False)
+
+
+def test_messages_that_differ_are_named(ranks: Ranks) -> None:
+    def body() -> None:
+        join()
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(3), 0)
+            error = error_of(lambda: dist.recv(torch.ones(3), 0), 2)
+        else:
+            error = error_of(lambda: dist.recv(torch.ones(4), 1), 2)
+        assert isinstance(error, CollectiveMismatchError)
+        assert "rank 1 called send float32[3]" in str(error)
+        assert "rank 0 called recv float32[4]" in str(error)
+
+    ranks(2, body, connected=False)
+
+
+def test_errors_reach_futures_and_backward(ranks: Ranks) -> None:
+    def body() -> None:
+        join()
+        rank = dist.get_rank()
+        work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+        assert work is not None
+        future = work.get_future()
+        with pytest.raises(CollectiveMismatchError, match="rank 1 called"):
+            work.wait()
+        with pytest.raises(Exception, match="rank 1 called"):
+            future.wait()
+        group = dist.new_group()
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(2, 2), process_group=group
+        )
+        loss = model(torch.ones(1, 2)).sum()
+        if rank == 1:
+            dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        with pytest.raises(Exception, match="the ranks differ"):
+            loss.backward()
+
+    ranks(2, body, connected=False)
+
+
+def test_a_rank_that_has_left_is_named(ranks: Ranks) -> None:
+    def body() -> None:
+        join()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.destroy_process_group()
+            time.sleep(0.5)
+            return
+        error = error_of(dist.barrier, 1)
+        assert isinstance(error, RankFailedError)
+        assert "rank 1 has destroyed the group" in str(error)
+
+    ranks(2, body, connected=False)
+
+
+def test_a_rank_of_another_host_is_refused(ranks: Ranks) -> None:
+    def body() -> None:
+        rank = int(os.environ["RANK"])
+        if rank == 1:
+            shared_joining.host_identity = lambda: "elsewhere/boot/namespace/0"
+        error = error_of(join, 2)
+        assert "elsewhere" in str(error)
+        assert "gloo" in str(error)
+
+    ranks(3, body, connected=False)
+
+
+def test_nothing_is_left_after_kills(ranks: Ranks, tmp_path: Path) -> None:
+    """No file in /dev/shm, no descriptor or thread in a survivor, no mapping of other processes."""
+    before = set(os.listdir("/dev/shm"))
+
+    def body() -> None:
+        for _ in range(10):
+            _run_and_kill()
+
+    ranks(1, body, connected=False)
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def _run_and_kill() -> None:
+    """Two processes in a loop of collectives; one is killed, the other must end by itself."""
+    directory = tempfile.mkdtemp()
+    store = os.path.join(directory, "store")
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 0
+            try:
+                shared_memory.register()
+                dist.init_process_group(
+                    "cpu:meshwright", store=dist.FileStore(store, 2), rank=rank, world_size=2
+                )
+                Path(directory, str(rank)).touch()
+                while True:
+                    dist.all_reduce(torch.ones(100))
+            except RankFailedError:
+                code = 7
+            finally:
+                os._exit(code)
+        children.append(child)
+    while len(os.listdir(directory)) < 3:
+        time.sleep(0.005)
+    os.kill(children[0], signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [-signal.SIGKILL, 7]
+    shutil.rmtree(directory)
+
+
+def test_threads_and_descriptors_end_with_the_group(ranks: Ranks) -> None:
+    def body() -> None:
+        join()
+
+        def counts() -> tuple[int, int]:
+            return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+        for turn in range(4):
+            group = dist.new_group()
+            work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+            _wait(work)
+            _wait(dist.isend(torch.ones(2), 1 - dist.get_rank(), group=group))
+            _wait(dist.irecv(torch.ones(2), 1 - dist.get_rank(), group=group))
+            dist.destroy_process_group(group)
+            del group, work
+            gc.collect()
+            if turn == 0:
+                first = counts()
+        assert counts() == first
+
+    ranks(2, body, connected=False)
+
+
+def _target(link: Path) -> str:
+    return os.readlink(link) if link.is_symlink() else ""
+
+
+def test_strangers_cannot_map_the_memory(ranks: Ranks) -> None:
+    def body() -> None:
+        join()
+        if dist.get_rank() == 0:
+            mine = shared_memory.allocate(dist.group.WORLD, 1000, torch.float32)
+            assert mine.numel() == 1000
+            links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+            segments = [link for link in links if "meshwright-" in _target(link)]
+            assert len(segments) >= 2
+            for segment in segments:
+                assert segment.stat().st_mode & 0o777 == 0o600
+                assert segment.stat().st_uid == os.geteuid()
+        dist.barrier()
+
+    ranks(2, body, connected=False)
+
+
+def test_a_stranger_segment_is_refused() -> None:
+    descriptor = os.memfd_create("other")
+    os.ftruncate(descriptor, 4096)
+    try:
+        with pytest.raises(CommunicationError, match="4096 bytes"):
+            Segment.open(os.getpid(), descriptor, 8192)
+    finally:
+        os.close(descriptor)
+    with pytest.raises(CommunicationError, match="cannot be opened"):
+        Segment.open(os.getpid(), 999, 4096)
