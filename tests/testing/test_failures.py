@@ -86,12 +86,20 @@ class TestExceptions:
         assert "about to fail" in str(error)
         assert [outcome.value for outcome in error.outcomes] == [0, 1, None]
 
-    def test_equal_reports_are_shown_once(self, ranks: Ranks) -> None:
-        def body() -> None:
-            raise ValueError("on all ranks")
-
-        text = str(failing(ranks, 3, body))
-        assert text.count("(the same as rank") == 2
+    def test_equal_reports_are_shown_once(self) -> None:
+        outcomes = [
+            Outcome(
+                rank=rank,
+                ending=Ending.RAISED,
+                seconds=1.0,
+                order=5.0 - rank,
+                traceback="Traceback\nValueError: on all ranks\n",
+            )
+            for rank in range(3)
+        ]
+        text = str(RanksFailed(outcomes))
+        assert text.startswith("3 of 3 ranks failed; rank 2 was first: it raised ValueError: on")
+        assert text.count("(the same as rank 2)") == 2
 
     def test_assertions_explain_themselves(self, ranks: Ranks) -> None:
         def nested() -> None:

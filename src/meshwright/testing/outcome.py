@@ -85,7 +85,8 @@ class Outcome:
             case Ending.TEARDOWN if self.killed:
                 return f"returned, but its process had not ended {after}{self._stop_note()}"
             case Ending.TEARDOWN:
-                return f"left with exit {self.exit_code} after its body returned: {_how_it_died(self.exit_code)}"
+                how = _how_it_died(self.exit_code)
+                return f"left with exit {self.exit_code} after its body returned: {how}"
             case Ending.HUNG:
                 return f"hung: killed at the deadline {after}{self._stop_note()}"
             case Ending.ENDED:
