@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 
+from meshwright.comm.launch import LOCAL_NETWORK
+
 __all__ = ["RANK", "run_once"]
 
 RANK = """
@@ -36,7 +38,7 @@ def run_once(leave: str) -> list[tuple[int, str]]:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "error", "-c", RANK.format(leave=leave)],
-            env={**os.environ, **common, "RANK": str(rank)},
+            env={**os.environ, **LOCAL_NETWORK, **common, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -15,6 +15,7 @@ from meshwright.comm.process_groups import (
     communicator,
     connect,
     disconnect,
+    host_store,
     is_connected,
     subgroup,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "communicator",
     "connect",
     "disconnect",
+    "host_store",
     "is_connected",
     "observe",
     "phase",

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -20,7 +21,19 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from meshwright.errors import LaunchError
 
-__all__ = ["is_launched", "launch", "record_failure"]
+__all__ = ["LOCAL_NETWORK", "is_launched", "launch", "record_failure"]
+
+LOCAL_NETWORK = MappingProxyType(
+    {
+        # c10d's store asks the name server for the name of the loopback address at every
+        # connection, and all ranks wait with it, 5 s for each packet that is lost. So names come
+        # from the hosts file alone, and c10d need not warn of each one that it does not find.
+        "RES_OPTIONS": "attempts:0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+)
+"""Variables of ranks that all live on this machine; what the caller has set wins."""
 
 
 def is_launched() -> bool:
@@ -31,9 +44,10 @@ def is_launched() -> bool:
 def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
     """Run ``command`` as ``ranks`` processes of this machine and wait for them.
 
-    The ranks find each other through the environment variables of torchrun. SIGINT and SIGTERM are
-    passed on, and the ranks have ``grace`` seconds to save and leave. Returns 0, or 128 plus the
-    number of the signal that ended the run.
+    The ranks find each other through the environment variables of torchrun, and run with one
+    compute thread and `LOCAL_NETWORK` unless the caller's environment says otherwise. SIGINT and
+    SIGTERM are passed on, and the ranks have ``grace`` seconds to save and leave. Returns 0, or 128
+    plus the number of the signal that ended the run.
 
     Raises `LaunchError` naming the rank that failed first, its exit status and its error.
     """
@@ -50,9 +64,8 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
             shutdown_timeout=max(1, int(grace)),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
         try:
-            with _environment(threads), _quiet_agent():
+            with _defaults({"OMP_NUM_THREADS": "1", **LOCAL_NETWORK}), _quiet_agent():
                 launch_agent(config, command[0], list(command[1:]))
         except ChildFailedError as error:
             raise LaunchError(_first_failure(error.failures, ranks)) from None
@@ -97,17 +110,15 @@ def _said(failure: ProcessFailure) -> str:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give this process, and so the ranks, the ``variables`` that it does not have yet."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

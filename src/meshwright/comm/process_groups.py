@@ -31,7 +31,15 @@ from meshwright.comm.launch import record_failure
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import CommunicationError, LayoutError
 
-__all__ = ["check_peers", "communicator", "connect", "disconnect", "is_connected", "subgroup"]
+__all__ = [
+    "check_peers",
+    "communicator",
+    "connect",
+    "disconnect",
+    "host_store",
+    "is_connected",
+    "subgroup",
+]
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a wait gives up on a CPU; compile time does not count."""
@@ -73,6 +81,14 @@ def connect(
         _ExceptionHook.install()
         atexit.register(disconnect)
     return world
+
+
+def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
+    """A store in this process where the ranks of a run can meet, as in torchrun's agent.
+
+    The system chooses a free port for 0; it is the store's ``port``.
+    """
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
 
 
 def is_connected() -> bool:

@@ -17,8 +17,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar, cast
 
+from meshwright.comm.launch import LOCAL_NETWORK
 from meshwright.errors import InternalError
-from meshwright.testing import modules, rendezvous, wire
+from meshwright.testing import modules, wire
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed
 
 __all__ = ["Pool", "Ranks", "ranks", "shared_pool"]
@@ -36,8 +37,7 @@ _SERVER_VARIABLES = {
     # No pool of compiler processes, and no CUDA context, in a process that is forked.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    **rendezvous.NO_NAME_SERVER,
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # or c10d warns of each name that it did not find
+    **LOCAL_NETWORK,
 }
 _NOT_FOR_SERVER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES")
 

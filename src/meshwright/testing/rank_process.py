@@ -25,6 +25,7 @@ import numpy
 import torch
 
 from meshwright import comm
+from meshwright.comm.launch import LOCAL_NETWORK
 from meshwright.testing import modules, rendezvous, wire
 
 __all__ = ["DUMP_SIGNAL", "Post", "die_with_parent", "run"]
@@ -118,7 +119,7 @@ def _redirect(post: Post) -> None:
 def _body_value(request: wire.Request, post: Post) -> object:
     port = cast("int", wire.receive(post.channel))
     os.environ.clear()
-    os.environ.update({**rendezvous.LOCAL_NETWORK, **request.environment})
+    os.environ.update({**LOCAL_NETWORK, **request.environment})
     os.environ.update(rendezvous.torchrun_variables(post.rank, request.size, port))
     os.chdir(request.directory)
     sys.path[:] = request.path

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
-__all__ = ["LOCAL_NETWORK", "NO_NAME_SERVER", "torchrun_variables"]
-
-NO_NAME_SERVER = MappingProxyType({"RES_OPTIONS": "attempts:0"})
-"""c10d's store asks the name server for the name of ::ffff:127.0.0.1 at every connection, and all
-ranks wait with it, 5 s for each packet that is lost. So names come from the hosts file alone."""
-
-LOCAL_NETWORK = MappingProxyType({**NO_NAME_SERVER, "GLOO_SOCKET_IFNAME": "lo"})
-"""What a rank's environment has where the caller's says nothing else."""
+__all__ = ["torchrun_variables"]
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -12,8 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-import torch.distributed as dist
-
+from meshwright.comm import host_store
 from meshwright.testing import rank_process, wire
 from meshwright.testing.outcome import Ending, Outcome
 
@@ -78,7 +77,7 @@ def supervise(call: socket.socket) -> Step | int:
         theirs.close()
         children.append(_Child(rank, pid, os.pidfd_open(pid), ours, output, stack))
     # Only now: a process that forks should have one thread, and the store has its own.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store()
     for child in children:
         wire.send(child.channel, store.port)
     outcomes = _Watch(request, call, children, start).run()
