@@ -53,12 +53,12 @@ class Parity:
         pairs = list(zip(losses, self.losses, strict=False))
         worst = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
         real = (
-            f"losses of the real run's first {count} steps differ from them by {worst:.1e}"
+            f"losses of the real run's first {_steps(count)} differ from them by {worst:.1e}"
             if count
             else "the real run did not begin at step 1, so its losses are not compared"
         )
         return (
-            f"parity: {self.layout} equals one process over {len(self.losses)} steps in float64: "
+            f"parity: {self.layout} equals one process over {_steps(len(self.losses))} in float64: "
             f"losses, gradients and weights agree to {self.error:.1e} relative "
             f"(limit {TOLERANCE:.0e}{self.place}); {real}"
         )
@@ -183,3 +183,7 @@ def _with_barriers(
     for step, batch in enumerate(batches):
         yield batch
         communicator.barrier(label=f"parity: one process, step {step}").wait()
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

@@ -1,0 +1,30 @@
+"""The configuration of `make train`, for two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.comm import connect
+from meshwright.recipes.config import read_config
+from meshwright.recipes.loop import Outcome, train
+from meshwright.testing import Ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.toml"
+
+
+def train_briefly(folder: Path) -> Outcome:
+    overrides = [
+        f"run.folder={folder}",
+        "run.steps=2",
+        "run.parity_steps=1",
+        "data.max_bytes=1000000",
+        "data.validation_windows=8",
+    ]
+    return train(read_config(EXAMPLE, overrides), connect(), lambda line: None)
+
+
+def test_the_example_trains_on_four_ranks_and_checks_parity(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks(4, train_briefly, tmp_path)
+    assert all(outcome.is_finished for outcome in outcomes)
+    assert outcomes[0].parity.startswith("parity: replicate=4 equals one process over 1 step in")
+    assert Path(outcomes[0].trace).is_file()
