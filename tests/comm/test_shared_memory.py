@@ -175,6 +175,21 @@ def test_many_shared_tensors_come_and_go(ranks: Ranks) -> None:
     ranks(2, body, connected=False)
 
 
+@pytest.mark.slow
+def test_a_gigabyte_goes_in_chunks(ranks: Ranks) -> None:
+    def body() -> int:
+        join()
+        tensor = torch.ones(1 << 28)
+        dist.all_reduce(tensor)
+        assert tensor.min() == tensor.max() == 2
+        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+        return int(fields["Shared_Dirty"].split()[0])
+
+    bound = (2 * 2 * SLOT_BYTES >> 10) + 4096
+    assert all(kilobytes < bound for kilobytes in ranks(2, body, connected=False, timeout=180))
+
+
 # ---------------------------------------------------------------------- torch's layers
 
 

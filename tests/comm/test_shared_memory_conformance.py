@@ -344,82 +344,6 @@ def objects(rank: int, size: int) -> Result:
 
 
 @case
-def messages_in_any_order(rank: int, size: int) -> Result:
-    """Small and large, tags received in the reverse of the order in which they were sent."""
-    after, before = (rank + 1) % size, (rank - 1) % size
-    sizes = (3, 300_000, 0, 5_000, 900_000)
-    sends = [
-        dist.isend(given(rank, numel, torch.float32, tag), after, tag=tag)
-        for tag, numel in enumerate(sizes)
-    ]
-    got = [torch.zeros(numel) for numel in sizes]
-    for tag in reversed(range(len(sizes))):
-        dist.recv(got[tag], before, tag=tag)
-    for send in sends:
-        assert send is not None
-        send.wait()
-    return Result(got, [given(before, n, torch.float32, tag) for tag, n in enumerate(sizes)])
-
-
-@case
-def messages_posted_early(rank: int, size: int) -> Result:
-    after, before = (rank + 1) % size, (rank - 1) % size
-    got = torch.zeros(600_000, dtype=torch.int64)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.irecv, got, before, tag=1),
-            dist.P2POp(dist.isend, given(rank, 600_000, torch.int64), after, tag=1),
-        ]
-    )
-    for work in works:
-        work.wait()
-    return Result([got], [given(before, 600_000, torch.int64)])
-
-
-@case
-def messages_strided(rank: int, size: int) -> Result:
-    after, before = (rank + 1) % size, (rank - 1) % size
-    strided = torch.zeros(40, 2)
-    receive = dist.irecv(strided[:, 1], before)
-    dist.send(given(rank, 80, torch.float32)[::2], after)
-    assert receive is not None
-    receive.wait()
-    return Result([strided[:, 1]], [given(before, 80, torch.float32)[::2]])
-
-
-@case
-def messages_from_any_source(rank: int, size: int) -> Result:
-    if rank != 0:
-        dist.send(torch.tensor([float(rank)]), 0, tag=7)
-        return Result([], [])
-    seen = []
-    for _ in range(size - 1):
-        tensor = torch.zeros(1)
-        source = dist.recv(tensor, tag=7)
-        assert source == tensor.item()
-        seen.append(tensor.item())
-    return Result([torch.tensor(sorted(seen))], [torch.arange(1.0, size)])
-
-
-@case
-def many_small_messages(rank: int, size: int) -> Result:
-    """More than the ring of a channel holds, before the first is received."""
-    after, before = (rank + 1) % size, (rank - 1) % size
-    sends = [dist.isend(torch.full((4,), float(i)), after, tag=i % 2) for i in range(150)]
-    got = []
-    for tag in (1, 0):
-        for _ in range(75):
-            tensor = torch.zeros(4)
-            dist.recv(tensor, before, tag=tag)
-            got.append(tensor)
-    for send in sends:
-        assert send is not None
-        send.wait()
-    order = [*range(1, 150, 2), *range(0, 150, 2)]
-    return Result(got, [torch.full((4,), float(i)) for i in order])
-
-
-@case
 def two_groups_at_once(rank: int, size: int) -> Result:
     """Operations on two groups, started in opposite orders on odd and even ranks."""
     groups = [dist.new_group(), dist.new_group()]
@@ -480,7 +404,6 @@ BEYOND_GLOO = {
     "broadcasts_strided",
     "all_gathers_uneven",
     "reduce_scatters_of_lists",
-    "messages_strided",
 }
 """What Gloo refuses, or does to the wrong elements."""
 
@@ -492,7 +415,7 @@ def _run(backend: str) -> dict[str, str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     outcomes: dict[str, str] = {}
     for name, function in CASES.items():
-        if (backend == "gloo" and name in BEYOND_GLOO) or size < _smallest(name):
+        if backend == "gloo" and name in BEYOND_GLOO:
             continue
         try:
             _compare(function(rank, size), is_gloo=backend == "gloo")
@@ -501,11 +424,6 @@ def _run(backend: str) -> dict[str, str]:
             outcomes[name] = traceback.format_exc()
     dist.destroy_process_group()
     return outcomes
-
-
-def _smallest(name: str) -> int:
-    """The ranks that a case needs: c10d refuses messages to oneself."""
-    return 2 if "messages" in name else 1
 
 
 def _compare(result: Result, *, is_gloo: bool) -> None:
@@ -529,8 +447,6 @@ def test_case(ranks: Ranks, name: str, size: int) -> None:
     backends = ["cpu:meshwright"]
     if name not in BEYOND_GLOO and size > 1:
         backends.append("gloo")
-    if size < _smallest(name):
-        return
     for backend in backends:
         for rank, outcomes in enumerate(_outcomes(ranks, backend, size)):
             assert name in outcomes, f"{backend}: rank {rank} did not come to it"

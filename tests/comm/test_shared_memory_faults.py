@@ -30,7 +30,8 @@ from meshwright.errors import (
 from meshwright.testing import Ranks, RanksFailed
 from meshwright.testing.outcome import Ending, Outcome
 
-Operation = Callable[[int], object]
+Operation = Callable[[int, int], object]
+"""Called with this rank and the rank that is lost."""
 LARGE = 3_000_000
 
 
@@ -65,18 +66,18 @@ def refuses_everything() -> None:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "all_reduce": lambda rank: dist.all_reduce(torch.ones(10)),
-    "all_reduce large": lambda rank: dist.all_reduce(torch.ones(LARGE)),
-    "all_gather": lambda rank: dist.all_gather([torch.ones(5)] * 3, torch.ones(5)),
-    "broadcast": lambda rank: dist.broadcast(torch.ones(5), 2),
-    "reduce": lambda rank: dist.reduce(torch.ones(5), 0),
-    "barrier": lambda rank: dist.barrier(),
-    "all_to_all": lambda rank: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
-    "recv": lambda rank: dist.recv(torch.ones(5), 1),
-    "recv any": lambda rank: dist.recv(torch.ones(5)),
-    "send large": lambda rank: dist.send(torch.ones(LARGE), 1),
-    "asynchronous": lambda rank: _wait(dist.all_reduce(torch.ones(10), async_op=True)),
-    "object": lambda rank: dist.all_gather_object([None] * 3, rank),
+    "all_reduce": lambda rank, lost: dist.all_reduce(torch.ones(10)),
+    "all_reduce large": lambda rank, lost: dist.all_reduce(torch.ones(LARGE)),
+    "all_gather": lambda rank, lost: dist.all_gather([torch.ones(5)] * 3, torch.ones(5)),
+    "broadcast": lambda rank, lost: dist.broadcast(torch.ones(5), 2),
+    "reduce": lambda rank, lost: dist.reduce(torch.ones(5), 0),
+    "barrier": lambda rank, lost: dist.barrier(),
+    "all_to_all": lambda rank, lost: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
+    "recv": lambda rank, lost: dist.recv(torch.ones(5), lost),
+    "recv any": lambda rank, lost: dist.recv(torch.ones(5)),
+    "send large": lambda rank, lost: dist.send(torch.ones(LARGE), lost),
+    "asynchronous": lambda rank, lost: _wait(dist.all_reduce(torch.ones(10), async_op=True)),
+    "object": lambda rank, lost: dist.all_gather_object([None] * 3, rank),
 }
 
 
@@ -95,26 +96,31 @@ def outcomes_of(ranks: Ranks, body: Callable[[], object], victim: int) -> list[O
     return others
 
 
+@pytest.mark.parametrize(
+    "lost", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_killed_rank_is_named_within_a_second(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_within_a_second(
+    ranks: Ranks, name: str, lost: int, tmp_path: Path
+) -> None:
     note = tmp_path / "killed"
 
     def body() -> str:
         join()
         rank = dist.get_rank()
         dist.barrier()
-        if rank == 1:
+        if rank == lost:
             time.sleep(0.1)
             note.write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        error = error_of(lambda: (OPERATIONS[name](rank), dist.barrier()), 5)
+        error = error_of(lambda: (OPERATIONS[name](rank, lost), dist.barrier()), 5)
         assert time.monotonic() - float(note.read_text()) < 1
-        assert isinstance(error, RankFailedError) and error.rank == 1
+        assert isinstance(error, RankFailedError) and error.rank == lost
         refuses_everything()
         return str(error)
 
-    for outcome in outcomes_of(ranks, body, victim=1):
-        assert "rank 1 (process " in str(outcome.value)
+    for outcome in outcomes_of(ranks, body, victim=lost):
+        assert f"rank {lost} (process " in str(outcome.value)
 
 
 def test_a_rank_killed_amid_a_large_operation_is_named(ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from array import array
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,13 +117,12 @@ class Records:
     def write_notes(self, parity: int, notes: list[int]) -> None:
         """Write a number for each rank beside the record."""
         first = self._first[parity][self._me] + NOTES
-        for rank, note in enumerate(notes):
-            self._words[first + rank] = note
+        self._words[first : first + len(notes)] = array("q", notes)
 
     def notes(self, parity: int, rank: int) -> list[int]:
         """The numbers that ``rank`` wrote beside its record."""
         first = self._first[parity][rank] + NOTES
-        return [self._words[first + index] for index in range(self._meeting.layout.size)]
+        return self._words[first : first + len(self._first[parity])].tolist()
 
     def source(self, parity: int, rank: int) -> Location | None:
         """Where the input of ``rank`` lies, if its peers can map it."""

@@ -296,8 +296,11 @@ class SharedMemoryGroup(ProcessGroup):
                 f"{list(sizes)}"
             )
         row = tensor.nbytes // rows if rows else 0
-        parts: list[tuple[int, int]] = []
         start = tensor.data_ptr()
+        if not sizes and rows % self._size == 0:
+            share = tensor.nbytes // self._size
+            return [(start + index * share, share) for index in range(self._size)]
+        parts: list[tuple[int, int]] = []
         for size in sizes:
             parts.append((start, size * row))
             start += size * row

@@ -269,18 +269,19 @@ class OperationQueue:
             raise unusable(self._meeting.broken)
         if not self._pending and self._lock.acquire(blocking=False):
             try:
+                is_first = not self._pending  # another thread may have come in between
                 self._pending.append(operation)
-                if run_now:
+                if is_first and run_now:
                     self._advance(operation, None)
-                else:
+                elif is_first:
                     self._start(operation)
             finally:
                 self._lock.release()
             self._announce()
         else:
             self._pending.append(operation)
-            if run_now:
-                self.drive(operation, None)
+        if run_now and not operation.done:
+            self.drive(operation, None)
         if run_now:
             if operation.error is not None:
                 raise operation.error

@@ -1,0 +1,188 @@
+"""Collectives of one host: Gloo, shared memory (staged and in place) and memcpy, interleaved.
+
+    python benchmarks/collectives.py --ranks 2 4 --sizes 4KB 256KB 4MB 64MB --rounds 7
+
+A size is that of the full tensor: what all_reduce reduces, what all_gather writes, what
+reduce_scatter and all_to_all read. The arms take turns in short rounds, so that a busy machine
+slows all of them alike; a ratio is taken within a round. Printed: the median time of a call and,
+in brackets, the quartiles of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.comm import shared_memory
+
+__all__ = ["main"]
+
+UNITS = {"KB": 1 << 10, "MB": 1 << 20}
+ARMS = ("memcpy", "gloo", "staged", "in place")
+Call = Callable[[], object]
+
+
+def size_of(text: str) -> int:
+    return int(text[:-2]) * UNITS[text[-2:]]
+
+
+def current(name: str, older: str) -> Callable[..., object]:
+    """c10d's function under the name that this torch has."""
+    return getattr(dist, name, None) or getattr(dist, older)
+
+
+def calls(
+    group: dist.ProcessGroup, whole: torch.Tensor, other: torch.Tensor, kinds: list[str]
+) -> dict[str, Call]:
+    """The operations on tensors of one size, ``whole`` and ``other``, over ``group``."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    share = whole.numel() // size
+    own = other[rank * share : (rank + 1) * share]
+    separate = torch.empty(share)
+    gather = current("all_gather_single", "all_gather_into_tensor")
+    scatter = current("reduce_scatter_single", "reduce_scatter_tensor")
+
+    def ring() -> None:
+        peers = (rank + 1) % size, (rank - 1) % size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, whole, group=group, group_peer=peers[0]),
+                dist.P2POp(dist.irecv, other, group=group, group_peer=peers[1]),
+            ]
+        )
+        for work in works:
+            work.wait()
+
+    def asynchronous() -> None:
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+
+    every: dict[str, Call] = {
+        "barrier": lambda: dist.barrier(group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_reduce async": asynchronous,
+        "all_gather": lambda: gather(other, own, group=group),
+        "reduce_scatter": lambda: scatter(separate, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+        "ring": ring,
+    }
+    return {kind: every[kind] for kind in kinds}
+
+
+def seconds_of(call: Call, count: int) -> float:
+    """The median time of a call."""
+    call()
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(
+    nbytes: int, kinds: list[str], rounds: int, ours: dist.ProcessGroup
+) -> dict[str, dict[str, list[float]]]:
+    """By operation and arm, the time of a call in each round."""
+    numel = nbytes // 4
+    world = dist.group.WORLD
+    assert world is not None
+    plain = torch.zeros(numel), torch.zeros(numel)
+    shared = [shared_memory.allocate(ours, numel, torch.float32).zero_() for _ in range(2)]
+    arms = {
+        "gloo": calls(world, *plain, kinds),
+        "staged": calls(ours, *plain, kinds),
+        "in place": calls(ours, shared[0], shared[1], kinds),
+    }
+    count = max(2, min(100, (8 << 20) // nbytes))
+    times: dict[str, dict[str, list[float]]] = {kind: {arm: [] for arm in ARMS} for kind in kinds}
+    for _ in range(rounds):
+        for kind in kinds:
+            times[kind]["memcpy"].append(seconds_of(lambda: plain[0].copy_(plain[1]), count))
+            for arm, every in arms.items():
+                dist.barrier(group=ours)
+                times[kind][arm].append(seconds_of(every[kind], count))
+    return times
+
+
+def report(label: str, kind: str, times: dict[str, list[float]]) -> str:
+    """A line: the arms in microseconds, and the ratios of the rounds."""
+    fields = []
+    for arm in ARMS:
+        low, middle, high = quartiles([1e6 * value for value in times[arm]])
+        fields.append(f"{middle:9.1f} [{low:.1f}, {high:.1f}]")
+    ratios = []
+    for name, over, under in (
+        ("gloo/staged", "gloo", "staged"),
+        ("gloo/in place", "gloo", "in place"),
+        ("staged/memcpy", "staged", "memcpy"),
+        ("in place/memcpy", "in place", "memcpy"),
+    ):
+        pairs = zip(times[over], times[under], strict=True)
+        ratios.append(f"{name} {statistics.median(a / b for a, b in pairs):.1f}")
+    return (
+        f"{label:>6} {kind:<17}" + " ".join(f"{field:<28}" for field in fields) + ", ".join(ratios)
+    )
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def rank_main(rank: int, size: int, directory: str, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    shared_memory.register()
+    store = dist.FileStore(os.path.join(directory, "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ours = dist.new_group(backend=shared_memory.BACKEND)
+    assert ours is not None
+    if rank == 0:
+        print(f"{size} ranks; microseconds, median [quartiles] of {options.rounds} rounds")
+        print(f"{'':>6} {'':<17}" + " ".join(f"{arm:<28}" for arm in ARMS))
+    for text in options.sizes:
+        kinds = list(options.operations)
+        if text != options.sizes[0]:
+            kinds = [kind for kind in kinds if kind != "barrier"]
+        for kind, times in measure(size_of(text), kinds, options.rounds, ours).items():
+            if rank == 0:
+                print(report(text, kind, times), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    kinds = [
+        "barrier",
+        "all_reduce",
+        "all_reduce async",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "ring",
+    ]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", nargs="+", default=["4KB", "256KB", "4MB", "64MB"])
+    parser.add_argument("--operations", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    for size in options.ranks:
+        with tempfile.TemporaryDirectory() as directory:
+            mp.start_processes(
+                rank_main, (size, directory, options), nprocs=size, start_method="fork"
+            )
+
+
+if __name__ == "__main__":
+    main()
