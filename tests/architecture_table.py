@@ -28,6 +28,7 @@ FUNCTION_P90 = 30
 _PURE = frozenset(
     {
         "axes",
+        "environment",
         "errors",
         "layout",
         "plan",

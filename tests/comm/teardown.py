@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 
-from meshwright.comm.launch import LOCAL_NETWORK
+from meshwright.environment import LOCAL_NETWORK
 
 __all__ = ["RANK", "run_once"]
 

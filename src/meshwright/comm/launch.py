@@ -9,7 +9,6 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -19,21 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from meshwright.environment import LOCAL_NETWORK
 from meshwright.errors import LaunchError
 
-__all__ = ["LOCAL_NETWORK", "is_launched", "launch", "record_failure"]
-
-LOCAL_NETWORK = MappingProxyType(
-    {
-        # c10d's store asks the name server for the name of the loopback address at every
-        # connection, and all ranks wait with it, 5 s for each packet that is lost. So names come
-        # from the hosts file alone, and c10d need not warn of each one that it does not find.
-        "RES_OPTIONS": "attempts:0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-)
-"""Variables of ranks that all live on this machine; what the caller has set wins."""
+__all__ = ["is_launched", "launch", "record_failure"]
 
 
 def is_launched() -> bool:

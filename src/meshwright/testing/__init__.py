@@ -1,9 +1,9 @@
 """The shipped test harness: tests on several ranks that read like tests in one process.
 
 Bottom-up: `wire` (messages), `modules` (test modules in ranks), `outcome` (how a rank ended),
-`rendezvous` (where ranks meet), `rank_process`, `supervisor`, `server` (the processes), `pool` (the
-caller's side), `plugin` (pytest); `meeting`, `fake` (all ranks in one process); `models`,
-`training` (parity with one process), `faults`.
+`rank_process`, `supervisor`, `server` (the processes), `pool` (the caller's side), `plugin`
+(pytest); `meeting`, `fake` (all ranks in one process); `models`, `training` (parity with one
+process), `faults`.
 
 ::
 

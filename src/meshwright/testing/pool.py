@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar, cast
 
-from meshwright.comm.launch import LOCAL_NETWORK
+from meshwright.environment import LOCAL_NETWORK
 from meshwright.errors import InternalError
 from meshwright.testing import modules, wire
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed

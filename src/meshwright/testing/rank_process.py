@@ -25,8 +25,8 @@ import numpy
 import torch
 
 from meshwright import comm
-from meshwright.comm.launch import LOCAL_NETWORK
-from meshwright.testing import modules, rendezvous, wire
+from meshwright.environment import LOCAL_NETWORK, torchrun_variables
+from meshwright.testing import modules, wire
 
 __all__ = ["DUMP_SIGNAL", "Post", "die_with_parent", "run"]
 
@@ -120,7 +120,7 @@ def _body_value(request: wire.Request, post: Post) -> object:
     port = cast("int", wire.receive(post.channel))
     os.environ.clear()
     os.environ.update({**LOCAL_NETWORK, **request.environment})
-    os.environ.update(rendezvous.torchrun_variables(post.rank, request.size, port))
+    os.environ.update(torchrun_variables(post.rank, request.size, port))
     os.chdir(request.directory)
     sys.path[:] = request.path
     modules.install(request.test_modules)
