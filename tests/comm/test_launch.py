@@ -83,10 +83,12 @@ def test_a_signal_reaches_the_ranks_and_is_the_result(tmp_path: Path) -> None:
     script.write_text(RANK)
     command = [sys.executable, str(script), str(tmp_path), "wait"]
     program = f"from meshwright.comm.launch import launch; raise SystemExit(launch({command!r}, 2))"
-    process = subprocess.Popen([sys.executable, "-c", program])
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.env"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said and "death signal" not in said
     assert _alive(tmp_path) == []

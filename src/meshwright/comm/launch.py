@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import uuid
@@ -39,6 +40,8 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
 
     Raises `LaunchError` naming the rank that failed first, its exit status and its error.
     """
+    if shutil.which(command[0]) is None:
+        raise LaunchError(f"cannot start {command[0]!r}: there is no such program")
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -53,14 +56,12 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            with _defaults({"OMP_NUM_THREADS": "1", **LOCAL_NETWORK}), _quiet_agent():
-                launch_agent(config, command[0], list(command[1:]))
+            with _quiet_agent():
+                launch_agent(config, "env", [*_assignments(), *command])
         except ChildFailedError as error:
             raise LaunchError(_first_failure(error.failures, ranks)) from None
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
-        except OSError as error:
-            raise LaunchError(f"cannot start {command[0]!r}: {error}") from error
     return 0
 
 
@@ -97,25 +98,29 @@ def _said(failure: ProcessFailure) -> str:
     return "" if text == "<NONE>" else text
 
 
-@contextlib.contextmanager
-def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give this process, and so the ranks, the ``variables`` that it does not have yet."""
-    missing = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
+def _assignments() -> list[str]:
+    """What the ranks' environment has beside this process's own, as words for ``env``.
+
+    The agent hands its own environment on, and its own connections need the name server's answers.
+    """
+    wanted = {"OMP_NUM_THREADS": "1", **LOCAL_NETWORK}
+    return [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
 
 
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
     """Keep the agent's own log lines back: the ranks and the final error say what matters."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    # The agent gives its loggers levels of their own, so the parent's level would not do.
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger)
+    ]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
