@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -182,12 +184,15 @@ def test_a_gigabyte_goes_in_chunks(ranks: Ranks) -> None:
         tensor = torch.ones(1 << 28)
         dist.all_reduce(tensor)
         assert tensor.min() == tensor.max() == 2
-        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file if ":" in line)
-        return int(fields["Shared_Dirty"].split()[0])
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return max(
+            512 * os.stat(link).st_blocks
+            for link in links
+            if os.path.islink(link) and "meshwright-arena" in os.readlink(link)
+        )
 
-    bound = (2 * 2 * SLOT_BYTES >> 10) + 4096
-    assert all(kilobytes < bound for kilobytes in ranks(2, body, connected=False, timeout=180))
+    # Two slots a rank, and some pages of counts and records.
+    assert max(ranks(2, body, connected=False, timeout=180)) < 2 * 2 * SLOT_BYTES + (1 << 20)
 
 
 # ---------------------------------------------------------------------- torch's layers
@@ -219,6 +224,9 @@ def test_compiled_functional_collectives(ranks: Ranks, backend: str) -> None:
     def body() -> None:
         world = join()
         rank = dist.get_rank()
+        with warnings.catch_warnings():  # inductor warns of torch.jit when it is loaded
+            warnings.simplefilter("ignore")
+            importlib.import_module("torch._inductor.compile_fx")
         newer = getattr(functional, "all_gather_single_autograd", None)
         all_gather = newer or functional.all_gather_tensor_autograd
 

@@ -44,7 +44,7 @@ def join(store: dist.Store, rank: int, ranks: Sequence[int], crowd: int, timeout
         if len(ranks) > 1:
             store.set(ARENA, place)
     else:
-        store.wait([ARENA], timedelta(seconds=timeout))
+        _await_first(store, ranks, timeout)
         segment = _open(store, layout, ranks[rank])
     first = layout.rank_word(rank)
     segment.words[first + STARTED] = process_start(os.getpid())
@@ -54,6 +54,16 @@ def join(store: dist.Store, rank: int, ranks: Sequence[int], crowd: int, timeout
     words = [layout.rank_word(index) for index in range(layout.size)]
     processes = [(segment.words[word + PID], segment.words[word + STARTED]) for word in words]
     return Meeting(segment, layout, Peers(processes, ranks, rank), Patience.of(crowd), timeout)
+
+
+def _await_first(store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
+    try:
+        store.wait([ARENA], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise CollectiveTimeoutError(
+            f"the group of ranks {', '.join(map(str, ranks))} was not opened by rank {ranks[0]} "
+            f"within {timeout:.3g} s: {error}"
+        ) from error
 
 
 def _open(store: dist.Store, layout: ArenaLayout, number: int) -> Segment:

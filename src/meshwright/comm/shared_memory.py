@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Host:
+class _Host:
     """What the groups of this process share: the tensors in shared memory."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def register() -> None:
     """Make the backend known to `torch.distributed`. Further calls do nothing."""
     if BACKEND.upper() in dist.Backend._plugins:
         return
-    host = Host()
+    host = _Host()
     atexit.register(host.close)
     dist.Backend.register_backend(BACKEND, host.create, extended_api=True, devices=["cpu"])
 

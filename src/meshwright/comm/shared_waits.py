@@ -23,7 +23,17 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = ["FAILED", "LEFT", "MISMATCHED", "Futex", "Meeting", "Patience", "Peers", "unusable"]
+__all__ = [
+    "FAILED",
+    "LEFT",
+    "MISMATCHED",
+    "Futex",
+    "Meeting",
+    "Patience",
+    "Peers",
+    "process_start",
+    "unusable",
+]
 
 LEFT, FAILED, MISMATCHED = 1, 2, 3
 """States of a rank that no longer takes part: it ended in order, it failed, it saw a mismatch."""
@@ -79,7 +89,7 @@ def process_start(pid: int) -> int:
     return int(_status_fields(pid)[19])
 
 
-def is_stopped(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Whether ``pid`` is held by SIGSTOP or a debugger."""
     try:
         return _status_fields(pid)[0] in ("T", "t")
@@ -127,7 +137,7 @@ class Peers:
 
     def name(self, rank: int) -> str:
         """How messages call ``rank`` of the group: by its number in the world."""
-        stopped = ", stopped by a signal" if is_stopped(self.pids[rank]) else ""
+        stopped = ", stopped by a signal" if _is_stopped(self.pids[rank]) else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
 
     def close(self) -> None:
