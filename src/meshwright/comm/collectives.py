@@ -149,6 +149,28 @@ class Communicator:
 
         return self._issue("all_gather", output, label, launch)
 
+    def all_gather_list(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """As `all_gather`, through c10d's call that fills a list of tensors.
+
+        For control data: whoever counts the gathers of parameters replaces the other call.
+        """
+        self._check(output, tensor)
+        self._check_share(output, tensor, "all_gather")
+        rows = list(output.view(self.size, *tensor.shape).unbind(0))
+
+        def launch() -> Launched:
+            call = lookup.current("all_gather_list")
+            return _works(call(rows, tensor, group=self.group, async_op=async_op)), None
+
+        return self._issue("all_gather", output, label, launch)
+
     def reduce_scatter(
         self,
         output: torch.Tensor,

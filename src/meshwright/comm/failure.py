@@ -11,6 +11,7 @@ failed      a rank raised, or was found lost; the first one standing counts
 recovered   the rank that had failed goes on, after its caller handled the error
 call        everybody answers with where it is, under the slot's number
 report      a hang report that every rank logs, once for each operation
+deviation   a rank is about to do other than before; "" takes it back
 ==========  =====================================================================
 """
 
@@ -25,17 +26,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
-__all__ = ["PATIENCE", "Failure", "FailureMonitor", "one_line", "own_state", "source_line"]
+__all__ = [
+    "PATIENCE",
+    "Describer",
+    "Failure",
+    "FailureMonitor",
+    "one_line",
+    "own_state",
+    "source_line",
+]
 
 _log = logging.getLogger("meshwright")
 
@@ -69,6 +79,14 @@ class Failure:
         return f"rank {self.rank} failed first{where}{last}: {self.error}{line}{found}"
 
 
+class Describer(Protocol):
+    """Adds to what a rank says of itself. Called from the monitor's thread."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Values that JSON can hold."""
+        ...
+
+
 class FailureMonitor:
     """Posts this rank's failure, reads the others', and answers roll calls. One for a process."""
 
@@ -89,6 +107,10 @@ class FailureMonitor:
         """The first failure that stands, as far as this rank has read."""
         self.board = store
         """The store on which the notices stand."""
+        self.deviations: dict[int, str] = {}
+        """What ranks have said they do otherwise than before, by rank; hang reports show it."""
+        self.describers: MutableMapping[str, Describer] = weakref.WeakValueDictionary()
+        """Who adds to this rank's answer to a roll call, by name."""
         # One client of its own for the thread: a client serves one request at a time.
         self._reader = _own_client(store)
         store.set(f"who/{rank}", json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
@@ -102,9 +124,13 @@ class FailureMonitor:
 
     # ---------------------------------------------------------------- this rank's side
 
-    def publish(self, error: BaseException) -> None:
-        """Tell the other ranks that this one raised ``error``, unless somebody failed before."""
-        if isinstance(error, CommunicationError) or self.failure is not None:
+    def publish(self, error: BaseException, *, is_cause: bool = False) -> None:
+        """Tell the other ranks that this one raised ``error``, unless somebody failed before.
+
+        An error of communication follows from another rank's, unless it ``is_cause`` itself.
+        """
+        follows = isinstance(error, CommunicationError) and not is_cause
+        if follows or self.failure is not None:
             return
         self.post_failure(
             Failure(
@@ -133,6 +159,18 @@ class FailureMonitor:
         self._posted = False
         self._post({"kind": "recovered", "rank": self.rank})
         self.read()
+
+    def deviate(self, text: str) -> None:
+        """Say what this rank is about to do otherwise than before; "" takes it back.
+
+        The others show it when they wait in vain for this rank.
+        """
+        self._post({"kind": "deviation", "rank": self.rank, "text": text})
+        self.read()
+
+    def said(self) -> list[str]:
+        """What ranks have said they do otherwise than before, one phrase each."""
+        return [f"rank {rank} had said: {text}" for rank, text in self.deviations.items() if text]
 
     def check(self) -> None:
         """Raise `RankFailedError` when a peer has failed, or has declared this rank lost."""
@@ -186,12 +224,16 @@ class FailureMonitor:
                 notice = json.loads(self._reader.get(f"slot/{self._seen}"))
                 self._attend(self._seen, notice)
 
+    def own_answer(self) -> dict[str, Any]:
+        """`own_state`, with what the describers add."""
+        return {**own_state(), "described": {k: d.describe() for k, d in self.describers.items()}}
+
     def roll_call(self, patience: float = PATIENCE) -> dict[int, Mapping[str, Any]]:
         """Ask every rank where it is; the answers within ``patience`` seconds, by rank."""
         slot = self._post({"kind": "call"})
         self.read()
         missing = set(range(self.world_size)) - {self.rank}
-        answers: dict[int, Mapping[str, Any]] = {self.rank: own_state()}
+        answers: dict[int, Mapping[str, Any]] = {self.rank: self.own_answer()}
         until = time.monotonic() + patience + self._interval
         while missing and time.monotonic() < until:
             for rank in sorted(missing):
@@ -217,7 +259,9 @@ class FailureMonitor:
         elif kind == "recovered" and self.failure and self.failure.by == notice["rank"]:
             self.failure = None
         elif kind == "call":
-            self._reader.set(f"answer/{slot}/{self.rank}", json.dumps(own_state()))
+            self._reader.set(f"answer/{slot}/{self.rank}", json.dumps(self.own_answer()))
+        elif kind == "deviation":
+            self.deviations[notice["rank"]] = notice["text"]
         elif kind == "report":
             _log.warning("rank %d: %s", self.rank, notice["text"])
 

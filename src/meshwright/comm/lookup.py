@@ -17,12 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["SPELLINGS", "current", "is_replaced"]
+__all__ = ["SPELLINGS", "checks_in_detail", "current", "is_replaced"]
 
 SPELLINGS = MappingProxyType(
     {
         "all_reduce": ("all_reduce",),
         "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+        "all_gather_list": ("all_gather",),
         "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
         "broadcast": ("broadcast",),
         "all_to_all": ("all_to_all_single",),
@@ -60,3 +61,8 @@ def current(kind: str) -> Callable[..., Any]:
         if name in _AT_IMPORT:
             return _AT_IMPORT[name]
     raise AttributeError(f"torch.distributed has none of {', '.join(names)}")
+
+
+def checks_in_detail() -> bool:
+    """Whether c10d's debug level is DETAIL now, which asks for checks that cost collectives."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL

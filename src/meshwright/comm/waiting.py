@@ -67,7 +67,7 @@ class Watch:
             self._declare_lost(lost[0], error)
         raise CommunicationError(
             f"{self._pending.describe()} failed although every rank of the axis answers: "
-            f"{one_line(error)}"
+            + "; ".join([one_line(error), *self._monitor.said()])
         ) from error
 
     # ---------------------------------------------------------------- steps
@@ -124,6 +124,7 @@ class Watch:
             "it does not answer (killed, or cut off from the network) while rank "
             f"{self._monitor.rank} waited for {self._pending.describe()}"
         )
+        text = "; ".join([text, *self._monitor.said()])
         self._monitor.post_failure(
             Failure(rank=rank, by=self._monitor.rank, phase="", operation="", error=text, line="")
         )
@@ -197,6 +198,7 @@ class Watch:
                 f"rank {rank} has not issued it: it is {busy}{phase}at {state['line']}"
                 f"{_last_of(state, self._pending.communicator.name)}"
             )
+        parts += self._monitor.said()
         waiting = ", ".join(
             str(r)
             for r in sorted({self._monitor.rank, *self._peers()} & set(answers))

@@ -89,6 +89,17 @@ class FakeCommunicator(Communicator):
         self._check_share(output, tensor, "all_gather")
         return self._meet("all_gather", tensor, output, label)
 
+    def all_gather_list(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        label: str = "",
+        async_op: bool = True,
+    ) -> Pending:
+        """As `all_gather`."""
+        return self.all_gather(output, tensor, label=label, async_op=async_op)
+
     def reduce_scatter(
         self,
         output: torch.Tensor,
