@@ -23,6 +23,7 @@ from meshwright.errors import LayoutError
 __all__ = [
     "ITEMSIZE",
     "Box",
+    "ChunkedLayout",
     "FlatLayout",
     "Partial",
     "Piece",
@@ -330,6 +331,36 @@ class FlatLayout:
             shard_size=_round_up(-(-end // parts), shard_alignment),
         )
 
+    @staticmethod
+    def chunked(
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtype: str,
+        parts: int,
+        *,
+        dims: Sequence[int] | None = None,
+    ) -> ChunkedLayout:
+        """Cut each tensor along a dim of its own (dim 0 when None); see `ChunkedLayout`."""
+        _check_packing(names, shapes, parts, (1, 1))
+        dtype_bytes(dtype)
+        dims = tuple(dims) if dims is not None else (0,) * len(names)
+        _check_dims(names, shapes, dims)
+        offsets: list[int] = []
+        end = 0
+        for shape, dim in zip(shapes, dims, strict=True):
+            offsets.append(end)
+            rows = -(-shape[dim] // parts)
+            end += rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+        return ChunkedLayout(
+            names=tuple(names),
+            shapes=tuple(tuple(shape) for shape in shapes),
+            dims=dims,
+            dtype=dtype,
+            parts=parts,
+            offsets=tuple(offsets),
+            shard_size=end,
+        )
+
     @property
     def numel(self) -> int:
         """Elements of all tensors, without gaps and padding."""
@@ -367,6 +398,78 @@ class FlatLayout:
     def boxes(self, piece: Piece) -> list[Box]:
         """The boxes of the piece in its tensor; see the function ``boxes``."""
         return boxes(self.shapes[piece.index], piece.start, piece.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLayout:
+    """Tensors cut along one dim each; a shard is one chunk of every tensor, one after another.
+
+    Made by `FlatLayout.chunked`. Each slot of a shard has room for the largest chunk of its tensor,
+    so all shards are equally large, and short chunks leave the end of their slot empty::
+
+        tensors   a: (3, 2)   b: (4,)        FlatLayout.chunked(..., parts=2)
+        shard 0   |a00 a01 a10 a11|b0 b1|    offsets (0, 4), shard_size 6
+        shard 1   |a20 a21  -   - |b2 b3|
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+    """Along which dim each tensor is cut."""
+    dtype: str
+    parts: int
+    offsets: tuple[int, ...]
+    """Where the slot of each tensor begins in every shard."""
+    shard_size: int
+    """Elements of one shard, padding included."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors, without padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padded_size(self) -> int:
+        """Elements of all shards together."""
+        return self.parts * self.shard_size
+
+    @property
+    def padding(self) -> float:
+        """Elements of padding for each element of a tensor."""
+        return self.padded_size / self.numel - 1.0 if self.numel else 0.0
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Elements of each slot."""
+        ends = (*self.offsets[1:], self.shard_size)
+        return tuple(end - start for start, end in zip(self.offsets, ends, strict=True))
+
+    def box(self, index: int, part: int) -> Box:
+        """The box of tensor ``index`` that lies in shard ``part``; empty where chunks run out."""
+        if not 0 <= part < self.parts:
+            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
+        shape, dim = self.shapes[index], self.dims[index]
+        start, length = chunk(shape[dim], self.parts, part)
+        offset = tuple(start if d == dim else 0 for d in range(len(shape)))
+        return Box(offset, tuple(length if d == dim else n for d, n in enumerate(shape)))
+
+    def owned(self, part: int) -> tuple[tuple[int, Box], ...]:
+        """The tensors and boxes in shard ``part``, in order; none for empty chunks."""
+        boxes_of_part = ((index, self.box(index, part)) for index in range(len(self.names)))
+        return tuple((index, box) for index, box in boxes_of_part if box.numel)
+
+
+def _check_dims(names: Sequence[str], shapes: Sequence[Sequence[int]], dims: Sequence[int]) -> None:
+    if len(dims) != len(names):
+        raise LayoutError(
+            f"expected one dim for each tensor, found {len(dims)} for {len(names)} tensors"
+        )
+    for name, shape, dim in zip(names, shapes, dims, strict=True):
+        if not 0 <= dim < len(shape):
+            raise LayoutError(
+                f"{name!r} of shape {tuple(shape)} has no dim {dim} to be cut along; dims are "
+                "counted from 0"
+            )
 
 
 def _check_packing(

@@ -1,0 +1,313 @@
+"""One line of elements on the data axes: a shard at rest, the whole when needed, and gradients.
+
+============  ============  ==========================================================
+from          to            operation
+============  ============  ==========================================================
+Shard         Replicate     all-gather into ``full``           (`gather`)
+Replicate     Shard         slice                              (`fill`)
+Partial       Shard         reduce-scatter of ``gradient``     (`reduce`, axis ``shard``)
+Partial       Replicate     all-reduce                         (`reduce`, axis ``replicate``)
+============  ============  ==========================================================
+
+Elements lie in two ways. Packed, the line is cut at any element, and the gather writes straight
+into ``full``, whose views are the tensors. Chunked, each shard holds a chunk of every tensor; what
+is gathered then lies rank by rank in a staging line and is copied out to the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.comm import Communicator, Pending
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout, FlatLayout
+
+__all__ = ["BufferTypes", "DataAxes", "FlatBuffer", "free", "is_free", "restore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataAxes:
+    """The axes that one unit's parameters lie on. One of them may be missing."""
+
+    shard: Communicator | None = None
+    """Its ranks hold different parts; None where every rank holds the whole."""
+    replicate: Communicator | None = None
+    """Its ranks hold the same part; None where there is only one holder of each."""
+
+    @property
+    def parts(self) -> int:
+        """Into how many shards a line is cut."""
+        return 1 if self.shard is None else self.shard.size
+
+    @property
+    def part(self) -> int:
+        """Which shard this rank holds."""
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks' gradients are summed."""
+        return self.parts * (1 if self.replicate is None else self.replicate.size)
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """Those that there are, shard first."""
+        return tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferTypes:
+    """The dtypes of one buffer."""
+
+    master: torch.dtype
+    """Of the shard that the optimizer steps."""
+    compute: torch.dtype
+    """Of the gathered parameters."""
+    reduce: torch.dtype
+    """In which gradients are summed."""
+
+
+class FlatBuffer:
+    """The storage of one group of parameters. It moves when told to, and knows no phases."""
+
+    def __init__(
+        self,
+        layout: FlatLayout | ChunkedLayout,
+        axes: DataAxes,
+        types: BufferTypes,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.axes = axes
+        self.types = types
+        self.device = device
+        """Where the gathered parameters and their gradients are."""
+        self.shard = torch.zeros(layout.shard_size, dtype=types.master, device=device)
+        """This rank's part, in the optimizer's dtype."""
+        self._alias = axes.parts == 1 and types.master == types.compute
+        self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
+        """Whether what is gathered lies as the tensors do."""
+        self.full = self.shard if self._alias else _line(layout.padded_size, types.compute, device)
+        """The whole line; without storage between `gather` and `release`."""
+        self.views = [self._view(index) for index in range(len(layout.names))]
+        """Each tensor, in ``full``. Their version counters are their own."""
+        self._regions = [] if self.is_direct else self._rank_major_regions()
+        self.gradient = _line(layout.padded_size, types.reduce, device)
+        """The gradients of all tensors in the order of the reduction; without storage at rest."""
+        self._slots = self._gradient_slots()
+        self._staging: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._gathered_version = -1
+        if not self._alias:
+            free(self.full)
+        free(self.gradient)
+
+    # ------------------------------------------------------------------------ parameters
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take this rank's part of whole tensors."""
+        part, layout = self.axes.part, self.layout
+        if isinstance(layout, FlatLayout):
+            for piece in layout.owned(part):
+                source = tensors[piece.index].detach().reshape(-1)[piece.start : piece.stop]
+                self.shard[piece.offset : piece.offset + piece.numel].copy_(source)
+            return
+        for index, box in layout.owned(part):
+            start = layout.offsets[index]
+            target = self.shard[start : start + box.numel].view(box.shape)
+            target.copy_(tensors[index].detach()[box.slices()])
+
+    def local(self, index: int) -> torch.Tensor:
+        """This rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
+        layout = self.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("only a chunked shard holds a box of every tensor")
+        box = layout.box(index, self.axes.part)
+        start = layout.offsets[index]
+        return self.shard[start : start + box.numel].view(box.shape)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was written after the last gather."""
+        return not self._alias and self._gathered_version != self.shard._version
+
+    @torch.no_grad()
+    def gather(self, label: str) -> None:
+        """Start to bring the whole line together."""
+        if self._alias:
+            return
+        restore(self.full, self.layout.padded_size)
+        self._gathered_version = self.shard._version
+        shard = self.axes.shard
+        if shard is None or shard.size == 1:
+            self.full.copy_(self.shard)
+            return
+        line = self.full
+        if not self.is_direct:
+            line = self._staging = torch.empty_like(self.full)
+        size = self.layout.shard_size
+        mine = line[shard.rank * size : (shard.rank + 1) * size]
+        mine.copy_(self.shard)
+        self._pending = shard.all_gather(line, mine, label=label)
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Wait for the whole line."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.wait()
+        if self._staging is not None:
+            self._copy_out(self._staging)
+            self._staging = None
+
+    def release(self) -> None:
+        """Give the memory of the whole line back."""
+        if not self._alias:
+            free(self.full)
+
+    # ------------------------------------------------------------------------- gradients
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``gradient`` holds something."""
+        return not is_free(self.gradient)
+
+    @torch.no_grad()
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Put whole gradients of all tensors (zeros for None) in place, or add them."""
+        if self.has_gradient:
+            self._add(gradients)
+            return
+        restore(self.gradient, self.layout.padded_size)
+        if isinstance(self.layout, ChunkedLayout) and None not in gradients and self._is_on_dim_0:
+            rows = self.gradient.view(self.layout.parts, -1)
+            found = [
+                g if g.dtype == rows.dtype else g.to(rows.dtype) for g in gradients if g is not None
+            ]
+            torch._chunk_cat(found, 0, self.layout.parts, out=rows)
+            return
+        if None in gradients or self._has_padding:
+            self.gradient.zero_()
+        targets, sources = self._pairs(gradients)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        targets, sources = self._pairs(gradients)
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def _pairs(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            if gradient is None:
+                continue
+            for target, place in slot:
+                targets.append(target)
+                sources.append(gradient[place] if place else gradient)
+        return targets, sources
+
+    # --------------------------------------------------------------------------- private
+
+    @property
+    def _is_on_dim_0(self) -> bool:
+        return isinstance(self.layout, ChunkedLayout) and not any(self.layout.dims)
+
+    @property
+    def _has_padding(self) -> bool:
+        return self.layout.padded_size != self.layout.numel
+
+    def _view(self, index: int) -> torch.Tensor:
+        shape = self.layout.shapes[index]
+        start = self.layout.offsets[index]
+        if isinstance(self.layout, ChunkedLayout):
+            start *= self.layout.parts
+        # `.data` has a version counter of its own: a gather does not look like a change of what
+        # autograd has saved.
+        return self.full[start : start + math.prod(shape)].view(shape).data
+
+    def _rank_major_regions(self) -> list[torch.Tensor]:
+        """For each tensor its place in ``full``, seen as (parts, slot)."""
+        layout = self.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("a packed line needs no staging")
+        starts = [offset * layout.parts for offset in layout.offsets]
+        return [
+            self.full[start : start + slot * layout.parts].view(layout.parts, slot)
+            for start, slot in zip(starts, layout.slots, strict=True)
+        ]
+
+    def _copy_out(self, staging: torch.Tensor) -> None:
+        layout = self.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("a packed line needs no staging")
+        rows = staging.view(layout.parts, -1)
+        if self._is_on_dim_0:
+            torch.split_with_sizes_copy(rows, list(layout.slots), dim=1, out=self._regions)
+            return
+        for index, view in enumerate(self.views):
+            start = layout.offsets[index]
+            for part in range(layout.parts):
+                box = layout.box(index, part)
+                chunk = rows[part, start : start + box.numel].view(box.shape)
+                view[box.slices()].copy_(chunk)
+
+    def _gradient_slots(self) -> list[list[tuple[torch.Tensor, tuple[slice, ...]]]]:
+        """For each tensor: places in ``gradient``, and which part of the tensor goes there."""
+        layout = self.layout
+        if isinstance(layout, FlatLayout):
+            ranges = (layout.range(index) for index in range(len(layout.names)))
+            return [
+                [(self.gradient[start:stop].view(shape), ())]
+                for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
+            ]
+        rows = self.gradient.view(layout.parts, -1)
+        slots: list[list[tuple[torch.Tensor, tuple[slice, ...]]]] = []
+        for index, start in enumerate(layout.offsets):
+            boxes = ((part, layout.box(index, part)) for part in range(layout.parts))
+            slots.append(
+                [
+                    (rows[part, start : start + box.numel].view(box.shape), box.slices())
+                    for part, box in boxes
+                    if box.numel
+                ]
+            )
+        return slots
+
+
+def _is_one_line(layout: ChunkedLayout) -> bool:
+    """Whether gathered chunks of the one tensor lie as the tensor does."""
+    return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
+
+
+def _line(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def free(line: torch.Tensor) -> None:
+    """Give the memory of ``line`` back; its views stay valid for the next `restore`."""
+    storage = line.untyped_storage()
+    if storage.size():
+        storage.resize_(0)
+
+
+def restore(line: torch.Tensor, numel: int) -> None:
+    """Give ``line`` memory for ``numel`` elements, uninitialised."""
+    storage = line.untyped_storage()
+    size = numel * line.element_size()
+    if storage.size() != size:
+        storage.resize_(size)
+
+
+def is_free(line: torch.Tensor) -> bool:
+    """Whether ``line`` has no memory now."""
+    return line.numel() > 0 and line.untyped_storage().size() == 0
