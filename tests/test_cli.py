@@ -243,6 +243,13 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(config: Path, tmp_
     wait_until_gone(config)
 
 
+def test_ranks_end_when_their_launcher_is_killed(config: Path) -> None:
+    with started("train", str(config), "--run.steps=100000") as process:
+        process.kill()
+        process.wait()
+        wait_until_gone(config)
+
+
 def test_a_rank_that_dies_at_the_start_is_named(config: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n"

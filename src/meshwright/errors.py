@@ -78,7 +78,7 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
 
 
 class RankFailedError(CommunicationError):
-    """Another rank failed first. ``rank`` is its number in the world."""
+    """Another rank failed first. ``rank`` is its number in the world; -1 when it was the store."""
 
     def __init__(self, message: str, rank: int) -> None:
         self.rank = rank

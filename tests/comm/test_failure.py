@@ -254,3 +254,28 @@ def test_a_finished_run_leaves_no_notice_on_the_store(ranks: Ranks) -> None:
         return [str(slot).encode() for slot in range(1, 5) if board.check([f"slot/{slot}"])]
 
     assert ranks(2, body, connected=False) == [[], []]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_lost_store_ends_every_rank(ranks: Ranks, waits: bool) -> None:
+    """The launcher is gone: ranks that compute and ranks that wait hear of it."""
+
+    def body() -> None:
+        import torch.distributed as dist
+
+        port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ.update(WORLD_SIZE="1", RANK="0", MASTER_PORT=str(port.port))
+        world = comm.connect(timeout=20.0, hang_after=1.0)
+        del port
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            comm.check_peers()
+            if waits:
+                world.barrier()
+            time.sleep(0.05)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(1, body, connected=False)
+    error = caught.value.outcomes[0].exception
+    assert isinstance(error, RankFailedError) and error.rank == -1, caught.value
+    assert "the run's store failed first: it cannot be reached" in str(error)

@@ -52,6 +52,9 @@ _log = logging.getLogger("meshwright")
 PATIENCE = 2.0
 """Seconds after which a rank that has not answered a roll call is taken for lost."""
 
+STORE = -1
+"""Stands for the run's store in place of a rank: whoever hosted it has ended."""
+
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
@@ -63,7 +66,7 @@ class Failure:
     """The first failure of a run, as posted on the board."""
 
     rank: int
-    """The world's number of the rank that failed or was lost."""
+    """The world's number of the rank that failed or was lost; `STORE` for the run's store."""
     by: int
     """Who says so: the rank itself, or the one that found it lost."""
     phase: str
@@ -75,8 +78,9 @@ class Failure:
         where = f" in {self.phase}" if self.phase else ""
         last = f", after {self.operation}" if self.operation else ""
         line = f" ({self.line})" if self.line else ""
-        found = "" if self.by == self.rank else f" [found by rank {self.by}]"
-        return f"rank {self.rank} failed first{where}{last}: {self.error}{line}{found}"
+        found = "" if self.by == self.rank or self.rank == STORE else f" [found by rank {self.by}]"
+        who = "the run's store" if self.rank == STORE else f"rank {self.rank}"
+        return f"{who} failed first{where}{last}: {self.error}{line}{found}"
 
 
 class Describer(Protocol):
@@ -278,12 +282,12 @@ class FailureMonitor:
         """Take note that the store does not answer any more: its host has ended."""
         if self.failure is None:
             self.failure = Failure(
-                rank=0,
+                rank=STORE,
                 by=self.rank,
                 phase="",
                 operation="",
-                error="the store cannot be reached: the process that hosts it (rank 0, or "
-                f"torchrun's agent) has ended: {one_line(error)}",
+                error="it cannot be reached: the process that hosts it (rank 0, or torchrun's "
+                f"agent) has ended: {one_line(error)}",
                 line="",
             )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.comm import Communicator, phase
+from meshwright.comm import Communicator, check_peers, phase
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError
 from meshwright.recipes.config import TrainConfig
@@ -144,6 +144,8 @@ class _Training:
         try:
             is_stopped = False
             while self._step < options.steps and not is_stopped:
+                # A launcher that is gone takes the store with it: no collective would notice.
+                check_peers()
                 stop.begin()
                 self._take_step(metrics, progress)
                 is_stopped = stop.is_agreed()
