@@ -1,0 +1,180 @@
+"""Conversion between local tensors with our placements and torch's DTensor, at the edge only.
+
+Nothing here computes: a DTensor is built around a local tensor whose storage it shares, and taken
+apart again. Forward and backward run on local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from meshwright.axes import Axes
+from meshwright.comm.collectives import Communicator
+from meshwright.comm.process_groups import communicator
+from meshwright.errors import LayoutError
+from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
+
+__all__ = [
+    "AtRest",
+    "at_rest",
+    "dtensor_at_rest",
+    "is_dtensor",
+    "layout_of",
+    "local_box",
+    "local_of",
+    "mesh_communicators",
+    "torch_placements",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtRest:
+    """What a DTensor is made of."""
+
+    local: torch.Tensor
+    """This rank's part; it shares the DTensor's storage."""
+    mesh: DeviceMesh
+    placements: tuple[TorchPlacement, ...]
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    stride: tuple[int, ...]
+
+
+def dtensor_at_rest(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement | TorchPlacement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor of global ``shape`` and ``stride`` around ``local``, which it does not copy.
+
+    ``placements`` has one entry a dim of ``mesh``, ours or torch's. Nothing is sent. The shape is
+    given and not derived, so that short and empty last chunks are right.
+
+    Raises `LayoutError` when ``local`` is not the part that the placements give this rank.
+
+    >>> dtensor_at_rest(torch.zeros(2, 3), mesh, [Shard(0)], (4, 3), (3, 1))  # on two ranks
+    """
+    spread = torch_placements(placements)
+    box = local_box(shape, mesh, spread)
+    if box is not None and tuple(local.shape) != box.shape:
+        raise LayoutError(
+            f"expected this rank's part of a tensor of shape {tuple(shape)}, placed {list(spread)} "
+            f"on {mesh}, to have shape {box.shape}; found {tuple(local.shape)}"
+        )
+    return DTensor.from_local(
+        local.detach(),
+        mesh,
+        spread,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
+def at_rest(tensor: DTensor) -> AtRest:
+    """What ``tensor`` is made of; the way back from `dtensor_at_rest`."""
+    return AtRest(
+        local=local_of(tensor),
+        mesh=tensor.device_mesh,
+        placements=tuple(tensor.placements),
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+    )
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is torch's DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, outside autograd; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of(tensor: DTensor, name: str) -> TensorLayout:
+    """The layout of ``tensor``. Raises `LayoutError` for placements that ours cannot say."""
+    mesh = tensor.device_mesh
+    sizes = tuple(mesh.mesh.shape)
+    names = mesh.mesh_dim_names or tuple(f"dim{index}" for index in range(len(sizes)))
+    return TensorLayout(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        axes=Axes(tuple(names), sizes),
+        placements={
+            axis: _our_placement(placement, name)
+            for axis, placement in zip(names, tensor.placements, strict=True)
+        },
+    )
+
+
+def local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TorchPlacement]
+) -> Box | None:
+    """The box of a tensor of ``shape`` that this rank holds.
+
+    None where the part is not one box: on a rank outside the mesh, or where a strided placement
+    gives each rank rows from all over the dim.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    offset, lengths = [0] * len(shape), list(shape)
+    for size, index, placement in zip(mesh.mesh.shape, coordinate, placements, strict=True):
+        if type(placement) is TorchShard:
+            dim = placement.dim % len(shape)
+            start, lengths[dim] = chunk(lengths[dim], size, index)
+            offset[dim] += start
+        elif not isinstance(placement, TorchReplicate | TorchPartial):
+            return None
+    return Box(tuple(offset), tuple(lengths))
+
+
+def mesh_communicators(mesh: DeviceMesh) -> tuple[Communicator, ...]:
+    """The communicator of each dim of ``mesh``, under the mesh's own axis names."""
+    names = mesh.mesh_dim_names or ("shard",) * mesh.ndim
+    return tuple(communicator(mesh.get_group(dim), axis=name) for dim, name in enumerate(names))
+
+
+def torch_placements(
+    placements: Sequence[Placement | TorchPlacement],
+) -> tuple[TorchPlacement, ...]:
+    """``placements`` as torch's; torch's own pass through."""
+    return tuple(_torch_placement(placement) for placement in placements)
+
+
+def _torch_placement(placement: Placement | TorchPlacement) -> TorchPlacement:
+    match placement:
+        case Shard(dim=dim):
+            return TorchShard(dim)
+        case Replicate():
+            return TorchReplicate()
+        case Partial(reduction=reduction):
+            return TorchPartial(reduction)
+        case _:
+            return placement
+
+
+def _our_placement(placement: TorchPlacement, name: str) -> Placement:
+    if type(placement) is TorchShard:
+        return Shard(placement.dim)
+    if isinstance(placement, TorchReplicate):
+        return Replicate()
+    if isinstance(placement, TorchPartial):
+        return Partial(placement.reduce_op)
+    raise LayoutError(
+        f"{name!r} is placed {placement}, which is not one box on each rank: expected Shard, "
+        "Replicate or Partial"
+    )

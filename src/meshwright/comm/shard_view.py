@@ -1,0 +1,300 @@
+"""ShardView: a tensor that knows its whole shape and holds one flat range of its elements.
+
+It stands for an element-granular shard in state dicts. torch's distributed checkpoint saves and
+loads it without communication, through the boxes of the range, at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from meshwright.comm.collectives import Communicator
+from meshwright.errors import LayoutError
+from meshwright.layout import Box, boxes
+
+__all__ = ["ShardView"]
+
+aten = torch.ops.aten
+
+
+class ShardView(torch.Tensor):
+    """Elements ``start`` to ``start + local.numel()`` of a row-major tensor of ``shape``.
+
+    ::
+
+        a, shape (3, 4)      ShardView(local, 3, (3, 4)), local of 6 elements
+        . . . 3              boxes   (0, 3) + (1, 1)
+        4 5 6 7                      (1, 0) + (1, 4)
+        8 . . .                      (2, 0) + (1, 1)
+
+    ``local`` is 1-D and not copied. ``.shape`` is that of the whole tensor. ``.to``, ``.clone``,
+    ``.cpu``, ``.detach`` and ``.copy_`` act on the local elements; anything that computes raises
+    RuntimeError, naming the tensor, so that an optimizer that was given views refuses its step.
+    ``communicator`` spans the ranks that hold the other ranges; only ``full_tensor`` needs it.
+    """
+
+    _local: torch.Tensor
+    _start: int
+    _name: str
+    _communicator: Communicator | None
+
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        start: int,
+        shape: Sequence[int],
+        *,
+        name: str = "",
+        communicator: Communicator | None = None,
+    ) -> Self:
+        """Check the range and make the view."""
+        del communicator
+        numel = math.prod(shape)
+        if local.ndim != 1 or start < 0 or start + local.numel() > numel:
+            raise LayoutError(
+                f"{name or 'a ShardView'}: expected a 1-D range within the {numel} elements of "
+                f"shape {tuple(shape)}, found shape {tuple(local.shape)} from element {start} on"
+            )
+        view = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        return cast("Self", view)
+
+    def __init__(
+        self,
+        local: torch.Tensor,
+        start: int,
+        shape: Sequence[int],
+        *,
+        name: str = "",
+        communicator: Communicator | None = None,
+    ) -> None:
+        del shape
+        super().__init__()
+        self._local = local.detach()
+        self._start = start
+        self._name = name
+        self._communicator = communicator
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements, 1-D; writing to them writes to the shard."""
+        return self._local
+
+    @property
+    def start(self) -> int:
+        """The first element, counted in the flattened whole tensor."""
+        return self._start
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self._start + self._local.numel()
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._name
+
+    def boxes(self) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of the range, each with its elements as a view of ``local``."""
+        found: list[tuple[Box, torch.Tensor]] = []
+        at = 0
+        for box in boxes(tuple(self.shape), self.start, self.stop):
+            found.append((box, self._local[at : at + box.numel].view(box.shape)))
+            at += box.numel
+        if self.numel() == 0 and self.ndim:  # one empty box, so that a reader finds the tensor
+            found = [(Box((0,) * self.ndim, tuple(self.shape)), self._local.view(self.shape))]
+        return found
+
+    def to_local(self) -> torch.Tensor:
+        """As ``local``, under DTensor's name."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, on every rank; a collective over the communicator.
+
+        Raises RuntimeError without a communicator, or when its ranks do not hold all elements.
+        """
+        if self._local.numel() == self.numel():
+            return self._local.view(self.shape).clone()
+        if self._communicator is None:
+            raise RuntimeError(
+                f"{self._called()} was made without a communicator, so the other ranges cannot be "
+                "gathered: build it with communicator=, or load it through a checkpoint"
+            )
+        mine = self._local.to(self._communicator.device).contiguous()
+        ranges = self._communicator.gather_numbers(
+            (self.start, mine.numel()), label=f"ranges of {self._name}"
+        )
+        longest = int(max(count for _, count in ranges))
+        padded = mine.new_zeros(longest)
+        padded[: mine.numel()] = mine
+        everyone = mine.new_empty(self._communicator.size, longest)
+        self._communicator.all_gather(everyone, padded, label=f"full tensor {self._name}").wait()
+        full = mine.new_empty(self.numel())
+        seen = 0
+        for row, (start, count) in zip(everyone, ranges, strict=True):
+            full[int(start) : int(start + count)] = row[: int(count)]
+            seen += int(count)
+        if seen < full.numel():
+            raise RuntimeError(
+                f"{self._called()}: the ranks of axis {self._communicator.axis} hold {seen} of "
+                f"{full.numel()} elements"
+            )
+        return full.view(self.shape).to(self.device)
+
+    # ------------------------------------------------------------------ torch's checkpoint protocol
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        """One item for each box of the range."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offset)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box),
+                    properties=TensorProperties.create_from_tensor(self._local),
+                    size=self.shape,
+                ),
+            )
+            for box, _ in self.boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The boxes of the range."""
+        return [_chunk(box) for box, _ in self.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The elements of the box that begins at ``index.offset``, as a view."""
+        for box, part in self.boxes():
+            if index.offset is None or tuple(index.offset) == box.offset:
+                return part
+        offsets = [box.offset for box, _ in self.boxes()]
+        raise ValueError(
+            f"{index.fqn}: no box begins at {index.offset}; this rank's begin at {offsets}"
+        )
+
+    # ------------------------------------------------------------------ as a tensor
+
+    # pyrefly: ignore[bad-override] # torch says this function switches the protocol off
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override] # torch's own annotation lacks `func`
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Let through what moves elements; refuse what computes."""
+        del types
+        options = dict(kwargs or {})
+        if func in _MOVES:
+            view = args[0]
+            moved = func(view._local, *args[1:], **_without_layout(options))
+            return view._with(cast("torch.Tensor", moved))
+        if func is aten.copy_.default:
+            return _copy(args[0], args[1])
+        if func is aten.is_pinned.default:
+            return args[0]._local.is_pinned()
+        view = next(_views([*args, *options.values()]))
+        # Not TypeError: torch's arithmetic turns that into "unsupported operand", without the name.
+        raise RuntimeError(
+            f"{view._called()} holds {view.local.numel()} of {view.numel()} elements, so {func} "
+            "cannot be computed on it. It is for state dicts: use .local for this rank's elements, "
+            ".full_tensor() for all, and give optimizers the state that "
+            "FullyShardedDataParallel.optim_state_dict_to_load returns"
+        )
+
+    def _with(self, local: torch.Tensor) -> ShardView:
+        return ShardView(
+            local, self._start, self.shape, name=self._name, communicator=self._communicator
+        )
+
+    def _called(self) -> str:
+        name = f" {self._name!r}" if self._name else ""
+        return f"ShardView{name} of shape {tuple(self.shape)}"
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ShardView({self._local!r}, start={self._start}, shape={tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardView:
+        copy = self._with(self._local.clone())
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: object) -> tuple[Any, ...]:
+        return _rebuild, (self._local, self._start, tuple(self.shape), self._name)
+
+
+_MOVES = frozenset(
+    {
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.empty_like.default,
+        aten.zeros_like.default,
+    }
+)
+"""Operators that give a view with the same range."""
+
+
+def _rebuild(local: torch.Tensor, start: int, shape: Sequence[int], name: str) -> ShardView:
+    """A view from a pickle, without its communicator."""
+    return ShardView(local, start, shape, name=name)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+
+
+def _without_layout(options: dict[str, Any]) -> dict[str, Any]:
+    # A memory format names the dims of the whole tensor, and the local elements have one.
+    return {key: value for key, value in options.items() if key != "memory_format"}
+
+
+def _views(values: Iterable[object]) -> Iterator[ShardView]:
+    for value in values:
+        if isinstance(value, ShardView):
+            yield value
+        elif isinstance(value, Iterable) and not isinstance(value, str | torch.Tensor):
+            yield from _views(value)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Fill ``target`` from a view of the same range, or from a whole tensor."""
+    if not isinstance(target, ShardView):
+        assert isinstance(source, ShardView)
+        raise RuntimeError(
+            f"{source._called()} holds {source.local.numel()} of {source.numel()} elements and "
+            "cannot fill a whole tensor: use .full_tensor()"
+        )
+    if tuple(source.shape) != tuple(target.shape):
+        raise ValueError(
+            f"{target._called()}: expected a source of the same shape, found {tuple(source.shape)}"
+        )
+    if isinstance(source, ShardView):
+        if (source.start, source.stop) != (target.start, target.stop):
+            raise ValueError(
+                f"{target._called()} holds elements {target.start} to {target.stop}, the source "
+                f"{source.start} to {source.stop}: reshard through a checkpoint"
+            )
+        target.local.copy_(source.local)
+    else:
+        target.local.copy_(source.reshape(-1)[target.start : target.stop])
+    return target

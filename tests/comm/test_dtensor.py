@@ -1,0 +1,246 @@
+"""DTensors built around local tensors, and views of flat ranges as tensors of state dicts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright import comm
+from meshwright.comm.dtensor import (
+    at_rest,
+    dtensor_at_rest,
+    is_dtensor,
+    layout_of,
+    local_box,
+    local_of,
+    mesh_communicators,
+    torch_placements,
+)
+from meshwright.comm.shard_view import ShardView
+from meshwright.errors import LayoutError
+from meshwright.layout import Partial, Replicate, Shard
+from meshwright.mesh import init_device_mesh
+from meshwright.testing import Ranks
+
+SHAPES = [(8, 3), (5, 3), (3,), (1, 4), (4, 0), (7, 2, 3)]
+
+
+def whole(shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbered elements."""
+    return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_dtensors_share_the_storage_of_their_part(ranks: Ranks, size: int) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        for shape in SHAPES:
+            full = whole(shape)
+            spread = torch_placements([Shard(0)])
+            box = local_box(shape, mesh, spread)
+            assert box is not None
+            local = full[box.slices()].clone()
+            tensor = dtensor_at_rest(local, mesh, [Shard(0)], shape, full.stride())
+            stock = distribute_tensor(full, mesh, spread)
+            assert torch.equal(tensor.to_local(), stock.to_local())
+            assert torch.equal(tensor.full_tensor(), full)
+            assert tensor.shape == full.shape
+            assert tensor.stride() == full.stride()
+            assert local_of(tensor).data_ptr() == local.data_ptr()
+            local.fill_(7.0)
+            assert (tensor.to_local() == 7.0).all()
+            back = at_rest(tensor)
+            assert back.local.data_ptr() == local.data_ptr()
+            assert (back.mesh, back.placements, back.shape) == (mesh, spread, shape)
+            assert layout_of(tensor, "weight").box(comm.communicator().rank) == box
+            assert is_dtensor(tensor)
+            assert not is_dtensor(local)
+
+    ranks(size, body)
+
+
+def test_dtensors_on_two_axes(ranks: Ranks) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        full = whole((5, 3))
+        for placements in ([Replicate(), Shard(1)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+            box = local_box(full.shape, mesh, torch_placements(placements))
+            assert box is not None
+            tensor = dtensor_at_rest(full[box.slices()], mesh, placements, full.shape, (3, 1))
+            assert torch.equal(tensor.full_tensor(), full)
+            assert layout_of(tensor, "weight").placement("shard") == placements[1]
+        axes = [c.axis for c in mesh_communicators(mesh)]
+        assert axes == ["replicate", "shard"]
+        partial = dtensor_at_rest(full, mesh, [Partial(), Replicate()], full.shape, (3, 1))
+        assert torch.equal(partial.full_tensor(), 2 * full)
+
+    ranks(4, body)
+
+
+def test_a_part_of_another_shape_is_refused(ranks: Ranks) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(LayoutError, match=r"to have shape \(2, 3\); found \(3, 3\)"):
+            dtensor_at_rest(torch.zeros(3, 3), mesh, [Shard(0)], (4, 3), (3, 1))
+
+    ranks(2, body)
+
+
+def test_an_optimizer_steps_the_shard_through_its_dtensor(ranks: Ranks) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.ones(2, 3)
+        parameter = nn.Parameter(dtensor_at_rest(local, mesh, [Shard(0)], (4, 3), (3, 1)))
+        gradient = torch.full((2, 3), 2.0)
+        parameter.grad = dtensor_at_rest(gradient, mesh, [Shard(0)], (4, 3), (3, 1))
+        torch.optim.SGD([parameter], lr=0.25).step()
+        assert torch.equal(local, torch.full((2, 3), 0.5))
+        assert isinstance(parameter, DTensor)
+
+    ranks(2, body)
+
+
+# ------------------------------------------------------------------------------- ShardView
+
+
+def view_of(shape: tuple[int, ...], start: int, stop: int) -> ShardView:
+    """The view of a range of numbered elements."""
+    return ShardView(whole(shape).flatten()[start:stop], start, shape, name="lin.weight")
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 2), (12, 1), (1, 12)])
+def test_every_range_gives_its_boxes(shape: tuple[int, ...]) -> None:
+    full = whole(shape)
+    for start in range(13):
+        for stop in range(start, 13):
+            view = view_of(shape, start, stop)
+            assert view.shape == view.size() == full.shape
+            chunks = view.__create_chunk_list__()
+            items = view.__create_write_items__("a.b", view)
+            assert [item.index.offset for item in items] == [chunk.offsets for chunk in chunks]
+            seen = []
+            for chunk, item in zip(chunks, items, strict=True):
+                index = MetadataIndex("a.b", chunk.offsets)
+                part = view.__get_tensor_shard__(index)
+                place = tuple(
+                    slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)
+                )
+                assert torch.equal(part, full[place])
+                assert item.tensor_data is not None
+                assert item.tensor_data.size == full.shape
+                seen += part.flatten().tolist()
+            assert seen == list(range(start, stop))
+
+
+def test_a_tensor_without_elements_has_one_empty_box() -> None:
+    view = view_of((0, 3), 0, 0)
+    assert [tuple(chunk.sizes) for chunk in view.__create_chunk_list__()] == [(0, 3)]
+
+
+def test_views_move_and_copy_their_own_elements() -> None:
+    view = view_of((3, 4), 3, 9)
+    for moved in (view.to(torch.float32), view.clone(), view.cpu(), view.detach()):
+        assert isinstance(moved, ShardView)
+        assert (moved.start, moved.stop, moved.shape) == (3, 9, view.shape)
+        assert moved.local.tolist() == view.local.tolist()
+    assert view.to(torch.float32).dtype == torch.float32
+    assert view.to(dtype=torch.float64, device="cpu") is view
+    assert view.clone().local.data_ptr() != view.local.data_ptr()
+    assert copy.deepcopy(view).local.data_ptr() != view.local.data_ptr()
+    assert torch.zeros_like(view).local.tolist() == [0.0] * 6  # pyrefly: ignore
+    assert view.numel() == 12
+    assert "start=3" in repr(view)
+    target = torch.zeros_like(view)
+    assert isinstance(target, ShardView)
+    target.copy_(view)
+    assert torch.equal(target.local, view.local)
+    target.copy_(10 * whole((3, 4)))
+    assert torch.equal(target.local, 10 * view.local)
+
+
+def test_a_view_is_pickled_without_its_communicator() -> None:
+    file = io.BytesIO()
+    torch.save({"w": view_of((3, 4), 3, 9)}, file)
+    file.seek(0)
+    back = torch.load(file, weights_only=False)["w"]
+    assert isinstance(back, ShardView)
+    assert (back.start, back.shape, back.name) == (3, (3, 4), "lin.weight")
+    assert back.local.tolist() == list(range(3, 9))
+
+
+COMPUTES: list[Callable[[ShardView], object]] = [
+    lambda view: view + 1,
+    lambda view: 2 * view,
+    lambda view: view.mul_(2.0),
+    lambda view: view.sum(),
+    lambda view: view[0],
+    lambda view: view.view(-1),
+    lambda view: torch._foreach_mul_([view], 2.0),
+    lambda view: torch.equal(view, view),
+    lambda view: torch.stack([view, view]),
+    lambda view: torch.zeros(3, 4, dtype=torch.float64).copy_(view),
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_arithmetic_is_refused_by_name(compute: Callable[[ShardView], object]) -> None:
+    with pytest.raises(RuntimeError, match=r"^ShardView 'lin.weight' of shape \(3, 4\) holds 6 of"):
+        compute(view_of((3, 4), 3, 9))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_an_optimizer_loads_views_and_refuses_to_step(foreach: bool) -> None:
+    layer = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, foreach=foreach)
+    layer(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = view_of((3, 4), 3, 9)
+    optimizer.load_state_dict(state)
+    loaded = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert isinstance(loaded, ShardView)
+    assert loaded.dtype == torch.float32
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"^ShardView 'lin.weight'.* give optimizers the state"):
+        optimizer.step()
+    assert torch.equal(layer.weight, before)
+
+
+def test_wrong_ranges_are_refused() -> None:
+    with pytest.raises(LayoutError, match="1-D range within the 12 elements"):
+        view_of((3, 4), 8, 12).__class__(torch.zeros(5), 8, (3, 4))
+    with pytest.raises(LayoutError, match="1-D range"):
+        ShardView(torch.zeros(2, 2), 0, (3, 4))
+    with pytest.raises(ValueError, match="holds elements 0 to 6, the source 3 to 9"):
+        view_of((3, 4), 0, 6).copy_(view_of((3, 4), 3, 9))
+    with pytest.raises(ValueError, match=r"expected a source of the same shape, found \(4, 3\)"):
+        view_of((3, 4), 0, 6).copy_(whole((4, 3)))
+    with pytest.raises(ValueError, match="no box begins at"):
+        view_of((3, 4), 0, 6).__get_tensor_shard__(MetadataIndex("a", (2, 0)))
+    with pytest.raises(RuntimeError, match="without a communicator"):
+        view_of((3, 4), 0, 6).full_tensor()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_full_tensors(ranks: Ranks, size: int) -> None:
+    def body() -> None:
+        world = comm.communicator()
+        full = whole((3, 4))
+        share = -(-full.numel() // (size + 1))  # the last rank holds more
+        start = world.rank * share
+        stop = full.numel() if world.rank == size - 1 else start + share
+        view = ShardView(full.flatten()[start:stop], start, (3, 4), communicator=world)
+        assert torch.equal(view.full_tensor(), full)
+        short = ShardView(full.flatten()[:1], 0, (3, 4), name="w", communicator=world)
+        with pytest.raises(RuntimeError, match="hold .* of 12 elements"):
+            short.full_tensor()
+
+    ranks(size, body)
