@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from meshwright.comm import communicator
-from meshwright.errors import NonFiniteError
+from meshwright.comm import Communicator, Recorder, communicator, observe
+from meshwright.comm.dtensor import (
+    dtensor_at_rest,
+    local_box,
+    mesh_communicators,
+    torch_placements,
+)
+from meshwright.comm.spread import is_distributed, spread_of, spread_over
+from meshwright.errors import LayoutError, NonFiniteError
 from meshwright.gradients import (
     LossScale,
     LossWindow,
@@ -20,6 +30,8 @@ from meshwright.gradients import (
     global_norm,
     read_loss,
 )
+from meshwright.layout import Partial, Placement, Replicate, Shard
+from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
 
 
@@ -101,6 +113,194 @@ def body_spread_norm(norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_norm_over_an_axis(ranks: Ranks, norm_type: float) -> None:
     ranks(2, body_spread_norm, norm_type)
+
+
+NORMS = [1.0, 2.0, 3.0, math.inf]
+
+
+def gradients_of(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The same random gradients on every rank, in float64."""
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def expected_norm(
+    gradients: list[torch.Tensor], norm_type: float
+) -> tuple[float, list[torch.Tensor]]:
+    """What torch finds and leaves in one process that holds all gradients."""
+    whole = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(whole, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_(whole, 0.5, norm_type).item()
+    return norm, [parameter.grad for parameter in whole if parameter.grad is not None]
+
+
+def flat_shard(gradient: torch.Tensor, axis: Communicator) -> nn.Parameter:
+    """A 1-D parameter that holds this rank's range of ``gradient``, of uneven length."""
+    share = -(-gradient.numel() // (axis.size + 1))
+    start = axis.rank * share
+    stop = gradient.numel() if axis.rank == axis.size - 1 else start + share
+    parameter = nn.Parameter(torch.zeros(stop - start, dtype=gradient.dtype))
+    parameter.grad = gradient.flatten()[start:stop].clone()
+    spread_over(parameter, [axis])
+    return parameter
+
+
+def distributed(
+    gradient: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]
+) -> nn.Parameter:
+    """A DTensor parameter with ``gradient``, placed."""
+    box = local_box(gradient.shape, mesh, torch_placements(placements))
+    assert box is not None
+    local = gradient[box.slices()].clone()
+    pair = [
+        dtensor_at_rest(part, mesh, placements, gradient.shape, gradient.stride())
+        for part in (torch.zeros_like(local), local)
+    ]
+    parameter = nn.Parameter(pair[0])
+    parameter.grad = pair[1]
+    return parameter
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_any_mix_has_the_norm_of_one_process(ranks: Ranks, size: int, norm_type: float) -> None:
+    def body() -> None:
+        world = communicator()
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        gradients = gradients_of((5, 3), (4,), (7, 2), (3, 3), (2, 6))
+        norm, clipped = expected_norm(gradients, norm_type)
+        plain = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        plain.grad = gradients[1].clone()
+        parameters = [
+            distributed(gradients[0], mesh, [Shard(0)]),
+            plain,
+            flat_shard(gradients[2], world),
+            distributed(gradients[3], mesh, [Replicate()]),
+            distributed(gradients[4], mesh, [Shard(1)]),
+        ]
+        recorder = Recorder()
+        with observe(recorder):
+            found = clip_grad_norm_([*parameters, parameters[0], plain], 0.5, norm_type)
+        assert not is_distributed(found)
+        assert found.item() == pytest.approx(norm, rel=1e-12)
+        kinds = [(c.kind, c.reduction) for c in recorder.collectives]
+        assert kinds == [("all_reduce", "max" if math.isinf(norm_type) else "sum")]
+        assert plain.grad is not None
+        torch.testing.assert_close(plain.grad, clipped[1])
+        for at in (0, 3, 4):
+            gradient = parameters[at].grad
+            assert isinstance(gradient, DTensor)
+            torch.testing.assert_close(gradient.full_tensor(), clipped[at])
+        again = flat_shard(clipped[2], world)
+        torch.testing.assert_close(parameters[2].grad, again.grad)
+
+    ranks(size, body)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_axes_are_summed_where_they_shard_and_not_where_they_replicate(
+    ranks: Ranks, norm_type: float
+) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        axes = dict(zip(("replicate", "shard"), mesh_communicators(mesh), strict=True))
+        gradients = gradients_of((5, 3), (6, 4), (9,), (4, 4))
+        norm, clipped = expected_norm(gradients, norm_type)
+        parameters = [
+            distributed(gradients[0], mesh, [Replicate(), Shard(0)]),
+            distributed(gradients[1], mesh, [Shard(0), Shard(1)]),
+            flat_shard(gradients[2], axes["shard"]),
+            distributed(gradients[3], mesh["shard"], [Shard(1)]),
+        ]
+        recorder = Recorder()
+        with observe(recorder):
+            found = clip_grad_norm_(parameters, 0.5, norm_type)
+        assert found.item() == pytest.approx(norm, rel=1e-12)
+        assert sorted(c.axis for c in recorder.collectives) == ["replicate", "shard"]
+        for at in (0, 1, 3):
+            gradient = parameters[at].grad
+            assert isinstance(gradient, DTensor)
+            torch.testing.assert_close(gradient.full_tensor(), clipped[at])
+
+    ranks(4, body)
+
+
+def test_gradients_may_be_none_on_some_ranks(ranks: Ranks) -> None:
+    def body() -> None:
+        world = communicator()
+        gradients = gradients_of((8,), (6,))
+        parameters = [flat_shard(gradient, world) for gradient in gradients]
+        if world.rank == 0:
+            parameters[0].grad = None
+            gradients[0][: gradients[0].numel() // 3 + 1] = 0.0
+        norm = clip_grad_norm_(parameters, 1e9)
+        assert norm.dtype is torch.float64
+        everyone = world.gather_numbers([norm.item()], label="norms")
+        assert len(set(everyone)) == 1
+        if world.rank == 1:
+            parameters[0].grad = parameters[1].grad = None
+        everyone = world.gather_numbers([clip_grad_norm_(parameters, 1.0).item()], label="norms")
+        assert len(set(everyone)) == 1
+        assert everyone[0][0] > 0.0
+
+    ranks(2, body)
+
+
+def test_a_float32_norm_whose_square_overflows(ranks: Ranks) -> None:
+    def body() -> None:
+        parameter = flat_shard(torch.full((5,), 1e19), communicator())
+        norm = clip_grad_norm_(parameter, 1.0)
+        assert norm.dtype is torch.float32
+        torch.testing.assert_close(norm.item(), 1e19 * math.sqrt(5), rtol=1e-6, atol=0.0)
+
+    ranks(2, body)
+
+
+def test_a_norm_that_is_not_finite_on_one_rank_is_so_on_all(ranks: Ranks) -> None:
+    def body() -> None:
+        world = communicator()
+        for norm_type in (2.0, math.inf):
+            parameter = flat_shard(torch.ones(6), world)
+            assert parameter.grad is not None
+            if world.rank == 1:
+                parameter.grad[0] = math.nan
+            with pytest.raises(RuntimeError, match="is nan, so gradients cannot be clipped"):
+                clip_grad_norm_(parameter, 1.0, norm_type, error_if_nonfinite=True)
+
+    ranks(2, body)
+
+
+def test_tensors_that_cannot_be_combined(ranks: Ranks) -> None:
+    def body() -> None:
+        world = init_device_mesh("cpu", (4,))
+        rank = communicator().rank
+        half = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        gradient = torch.ones(4, 2)
+        mixed = [distributed(gradient, mesh, [Shard(0)]) for mesh in (world, half[rank // 2])]
+        with pytest.raises(LayoutError, match="cannot be combined: some ranks hold one and not"):
+            clip_grad_norm_(mixed, 1.0)
+        outside = dtensor_at_rest(torch.empty(0), half[1 - rank // 2], [Shard(0)], (4, 2), (2, 1))
+        with pytest.raises(LayoutError, match="this rank is not on"):
+            clip_grad_norm_([outside], 1.0)
+        partial = nn.Parameter(dtensor_at_rest(gradient, world, [Partial()], (4, 2), (2, 1)))
+        with pytest.raises(LayoutError, match="a partial sum on axis shard: reduce it first"):
+            clip_grad_norm_([partial], 1.0)
+
+    ranks(4, body)
+
+
+def test_a_mark_stays_with_its_tensor(ranks: Ranks) -> None:
+    def body() -> None:
+        parameter = flat_shard(torch.ones(6), communicator())
+        assert spread_of(parameter) == (communicator(),)
+        assert spread_of(copy.deepcopy(parameter)) == ()
+        file = io.BytesIO()
+        torch.save(parameter, file)
+        file.seek(0)
+        assert spread_of(torch.load(file, weights_only=False)) == ()
+
+    ranks(2, body)
 
 
 # -------------------------------------------------------------------------------- loss contract

@@ -12,6 +12,7 @@ gather on each rank, and the one factor is applied on their way into the reducti
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.comm import Communicator, Pending
+from meshwright.comm.spread import check_meshes, is_distributed, local_part, spread_of
 from meshwright.errors import InternalError, NonFiniteError
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "clip_grad_norm_",
     "cut_batch",
     "global_norm",
+    "group_by_spread",
     "read_loss",
     "scale_to_norm",
 ]
@@ -55,6 +58,8 @@ class SpreadGradients:
 
     gradients: tuple[torch.Tensor, ...]
     communicators: tuple[Communicator, ...] = ()
+    dtype: torch.dtype = torch.float32
+    """At least how wide the norm is, also on a rank that has no gradient here."""
 
 
 def clip_grad_norm_(
@@ -66,12 +71,14 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their joint norm is at most ``max_norm``; returns the old norm.
 
-    It is the norm one process would find: on an axis that replicates, every rank holds the whole
-    gradient. A parameter that is used in several places counts once. The norm is a tensor on the
-    gradients' device and nothing waits for it.
+    It is the norm one process would find, for any mix of plain parameters, flat shards and
+    DTensors: parts of a gradient are summed over the axes on which it is sharded, and it counts
+    once on axes that replicate it and where it is used in several places. Every rank calls this
+    with the same parameters in the same order; a gradient may be None on some. The norm is a plain
+    tensor on the gradients' device; one reduction is made for each axis that shards.
 
     Raises RuntimeError when the norm is not finite and ``error_if_nonfinite`` is set, ValueError
-    for a negative ``max_norm``.
+    for a negative ``max_norm``, `LayoutError` for DTensors that cannot be combined.
 
     >>> clip_grad_norm_(model, 1.0)
     >>> clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
@@ -82,39 +89,77 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.Tensor):
         parameters = (parameters,)
-    once = {id(parameter): parameter for parameter in parameters}
-    gradients = tuple(p.grad for p in once.values() if p.grad is not None)
-    norm = global_norm([SpreadGradients(gradients=gradients)], norm_type)
+    spread = group_by_spread(parameters)
+    norm = global_norm(spread, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be "
             "clipped. Find what overflows, or pass error_if_nonfinite=False"
         )
-    scale_to_norm(gradients, norm, max_norm)
+    scale_to_norm([gradient for group in spread for gradient in group.gradients], norm, max_norm)
     return norm
+
+
+def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]:
+    """This rank's parts of the gradients of ``parameters``, by the axes they lie spread over.
+
+    The groups and their order follow from the parameters alone, so they are equal on all ranks
+    also where a gradient is None. A parameter that comes twice counts once.
+    """
+    once = list({id(parameter): parameter for parameter in parameters}.values())
+    check_meshes(once)
+    groups: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
+    dtypes: dict[tuple[Communicator, ...], torch.dtype] = {}
+    for parameter in once:
+        gradient = parameter.grad
+        communicators = spread_of(parameter)
+        if gradient is not None and is_distributed(gradient):
+            communicators = spread_of(gradient)  # a plain one lies as its parameter does
+        group = groups.setdefault(communicators, [])
+        if gradient is not None:
+            group.append(local_part(gradient))
+        known = dtypes.get(communicators, torch.float32)
+        dtypes[communicators] = torch.promote_types(known, parameter.dtype)
+    return [
+        SpreadGradients(
+            gradients=tuple(gradients), communicators=communicators, dtype=dtypes[communicators]
+        )
+        for communicators, gradients in groups.items()
+    ]
 
 
 def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of order ``norm_type`` of all gradients together, over all axes, as a 0-dim tensor.
 
-    Every rank of the axes calls it with the same number of groups, in the same order.
+    Every rank of the axes calls it with the same number of groups, in the same order. The groups
+    that lie spread over one axis are reduced over it together.
     """
-    parts: list[torch.Tensor] = []
-    for group in spread:
-        part = _local_norm(group.gradients, norm_type)
-        for communicator in group.communicators:
-            part = part.to(communicator.device)
-            if math.isinf(norm_type):
-                communicator.all_reduce(part, reduction="max", label="gradient norm").wait()
-            else:
-                powers = part.pow(norm_type)
-                communicator.all_reduce(powers, label="gradient norm").wait()
-                part = powers.pow(1.0 / norm_type)
-        parts.append(part)
-    if len(parts) == 1:
-        return parts[0]
-    device = parts[0].device if parts else torch.device("cpu")
-    return _norm_of_norms([part.to(device) for part in parts], norm_type)
+    parts = [_local_norm(group.gradients, norm_type) for group in spread]
+    axes = list(dict.fromkeys(c for group in spread for c in group.communicators))
+    if not axes:
+        if len(parts) <= 1:
+            return parts[0] if parts else torch.zeros(())
+        return _norm_of_norms([part.to(parts[0].device) for part in parts], norm_type)
+    widest = functools.reduce(
+        torch.promote_types, [*(part.dtype for part in parts), *(group.dtype for group in spread)]
+    )
+    # Powers of a float32 norm overflow where the norm itself does not.
+    norms = torch.stack([part.to(axes[0].device, torch.float64) for part in parts])
+    for axis in axes:
+        mine = [number for number, group in enumerate(spread) if axis in group.communicators]
+        if math.isinf(norm_type):
+            # The maximum of a NaN and a number is the number on some backends.
+            is_nan = norms[mine].isnan()
+            both = torch.cat([norms[mine].masked_fill(is_nan, 0.0), is_nan.double()])
+            axis.all_reduce(both, reduction="max", label="gradient norm").wait()
+            reduced, seen = both.chunk(2)
+            reduced = reduced.masked_fill(seen > 0, math.nan)
+        else:
+            powers = norms[mine].pow(norm_type)
+            axis.all_reduce(powers, label="gradient norm").wait()
+            reduced = powers.pow(1.0 / norm_type)
+        norms[mine] = reduced
+    return torch.linalg.vector_norm(norms, norm_type).to(widest)
 
 
 @torch.no_grad()

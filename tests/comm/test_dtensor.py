@@ -126,7 +126,7 @@ def test_every_range_gives_its_boxes(shape: tuple[int, ...]) -> None:
             chunks = view.__create_chunk_list__()
             items = view.__create_write_items__("a.b", view)
             assert [item.index.offset for item in items] == [chunk.offsets for chunk in chunks]
-            seen = []
+            seen: list[float] = []
             for chunk, item in zip(chunks, items, strict=True):
                 index = MetadataIndex("a.b", chunk.offsets)
                 part = view.__get_tensor_shard__(index)
@@ -153,13 +153,15 @@ def test_views_move_and_copy_their_own_elements() -> None:
         assert moved.local.tolist() == view.local.tolist()
     assert view.to(torch.float32).dtype == torch.float32
     assert view.to(dtype=torch.float64, device="cpu") is view
-    assert view.clone().local.data_ptr() != view.local.data_ptr()
+    cloned = view.clone()
+    assert isinstance(cloned, ShardView)
+    assert cloned.local.data_ptr() != view.local.data_ptr()
     assert copy.deepcopy(view).local.data_ptr() != view.local.data_ptr()
-    assert torch.zeros_like(view).local.tolist() == [0.0] * 6  # pyrefly: ignore
     assert view.numel() == 12
     assert "start=3" in repr(view)
     target = torch.zeros_like(view)
     assert isinstance(target, ShardView)
+    assert target.local.tolist() == [0.0] * 6
     target.copy_(view)
     assert torch.equal(target.local, view.local)
     target.copy_(10 * whole((3, 4)))

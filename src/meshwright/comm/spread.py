@@ -1,0 +1,144 @@
+"""Over which axes the elements of a tensor lie spread, so that sums over all of it can be taken.
+
+A DTensor says so itself. A plain shard is marked by whoever made it::
+
+    plain tensor              every rank holds the whole: nothing to sum
+    plain shard, marked       each rank of the named communicators holds other elements
+    DTensor, Shard on axis a  each rank of a holds other elements; on other axes the same ones
+
+torch's DTensor is known by its public attributes, because importing it takes longer than all of
+this library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+import torch
+
+from meshwright.comm.collectives import Communicator
+from meshwright.comm.process_groups import communicator
+from meshwright.errors import LayoutError
+
+__all__ = ["check_meshes", "is_distributed", "local_part", "spread_of", "spread_over"]
+
+
+class _Marker:
+    """The communicators of one shard. Copies of the tensor, and pickles, are not marked."""
+
+    __slots__ = ("communicators",)
+
+    def __init__(self, communicators: tuple[Communicator, ...] = ()) -> None:
+        self.communicators = communicators
+
+    def __deepcopy__(self, memo: object) -> _Marker:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Marker], tuple[()]]:
+        return _Marker, ()
+
+
+class _Placement(Protocol):
+    def is_replicate(self) -> bool: ...
+
+    def is_partial(self) -> bool: ...
+
+
+class _Mesh(Protocol):
+    @property
+    def mesh(self) -> torch.Tensor: ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
+
+    def get_coordinate(self) -> Sequence[int] | None: ...
+
+    def get_group(self, mesh_dim: int) -> torch.distributed.ProcessGroup: ...
+
+
+class _Distributed(Protocol):
+    @property
+    def device_mesh(self) -> _Mesh: ...
+
+    @property
+    def placements(self) -> Sequence[_Placement]: ...
+
+    def to_local(self) -> torch.Tensor: ...
+
+
+def _distributed(tensor: torch.Tensor) -> _Distributed | None:
+    return cast("_Distributed", tensor) if hasattr(tensor, "device_mesh") else None
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor, which says itself how it lies."""
+    return _distributed(tensor) is not None
+
+
+def spread_over(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> None:
+    """Mark ``tensor`` as a shard of which each rank of ``communicators`` holds other elements."""
+    # An attribute lives and dies with the tensor, as no table beside it can.
+    vars(tensor)["_meshwright_spread"] = _Marker(tuple(c for c in communicators if c.size > 1))
+
+
+def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
+    """The communicators over which ``tensor`` lies spread; none where each rank holds the whole.
+
+    Raises `LayoutError` for a partial sum, of which no rank holds any element.
+    """
+    distributed = _distributed(tensor)
+    if distributed is None:
+        marker = vars(tensor).get("_meshwright_spread") if hasattr(tensor, "__dict__") else None
+        return marker.communicators if isinstance(marker, _Marker) else ()
+    mesh = distributed.device_mesh
+    names = mesh.mesh_dim_names or ("shard",) * mesh.mesh.ndim
+    found: list[Communicator] = []
+    for dim, placement in enumerate(distributed.placements):
+        if placement.is_partial():
+            raise LayoutError(
+                f"a tensor of shape {tuple(tensor.shape)} is a partial sum on axis {names[dim]}: "
+                "reduce it first, for example with .redistribute()"
+            )
+        if not placement.is_replicate() and mesh.mesh.shape[dim] > 1:
+            found.append(communicator(mesh.get_group(dim), axis=names[dim]))
+    return tuple(found)
+
+
+@torch.no_grad()
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a DTensor; any other tensor as it is. Shares the storage."""
+    distributed = _distributed(tensor)
+    return tensor if distributed is None else distributed.to_local()
+
+
+def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise `LayoutError` when a sum over DTensors of these meshes would differ between ranks.
+
+    Meshes may differ when all hold the same ranks, or are parts of one mesh: then every rank sees
+    every tensor. Of two meshes over other ranks, some ranks see one and not the other.
+    """
+    meshes: dict[int, _Mesh] = {}
+    for tensor in tensors:
+        distributed = _distributed(tensor)
+        if distributed is not None:
+            meshes.setdefault(id(distributed.device_mesh), distributed.device_mesh)
+    if not meshes:
+        return
+    first, *others = meshes.values()
+    for mesh in (first, *others):
+        if mesh.get_coordinate() is None:
+            raise LayoutError(f"this rank is not on {mesh}, so it does not see its tensors")
+        if not _cover_the_same(first, mesh):
+            raise LayoutError(
+                f"tensors on {first} and on {mesh} cannot be combined: some ranks hold one and not "
+                "the other, so they would find different sums. Slice both meshes from one mesh "
+                "that spans all ranks, or treat the two sets of tensors one after the other"
+            )
+
+
+def _cover_the_same(one: _Mesh, other: _Mesh) -> bool:
+    if one is other or set(one.mesh.flatten().tolist()) == set(other.mesh.flatten().tolist()):
+        return True
+    roots = [getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)() for mesh in (one, other)]
+    return roots[0] is roots[1]
