@@ -170,6 +170,7 @@ def test_collectives_of_a_step(ranks: Ranks) -> None:
         ("all_gather", "unshard 0"),
         ("all_gather", "unshard 2"),
         ("all_gather", "unshard 4"),
+        ("all_gather", "order"),
         ("all_gather", "unshard 4"),
         ("all_gather", "unshard 2"),
         ("reduce_scatter", "reduce 4"),

@@ -13,7 +13,7 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -78,6 +78,8 @@ class UnitSettings:
     divide_factor: float | None = None
     """What summed gradients are divided by; the number of ranks when None."""
     reduce_hook: ReduceHook | None = None
+    shard_hook: Callable[[torch.Tensor], None] | None = None
+    """Called with each finished sum of this rank's part, before it becomes a gradient."""
     forward_prefetch: bool = False
     """Whether the unit that came next in the last iteration is gathered ahead in the forward."""
     backward_prefetch: bool = True
@@ -125,8 +127,7 @@ class ParameterGroup:
         self.types = types
         self.buffer = FlatBuffer(layout, axes, types, device)
         self.buffer.fill([slot.original for slot in slots])
-        for slot, view in zip(slots, self.buffer.views, strict=True):
-            slot.full = nn.Parameter(view, requires_grad=slot.original.requires_grad)
+        self._show_views()
         self.used = [False] * len(slots)
         """Which parameters have had a gradient on this rank since the last reduction."""
         self.partial: torch.Tensor | None = None
@@ -136,6 +137,21 @@ class ParameterGroup:
         self._factor = 1.0
         self.mean: torch.Tensor | None = None
         """This rank's part of the mean gradient, finished and not delivered yet."""
+
+    def convert(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Start over with an empty shard of another dtype or on another device."""
+        before = self.types
+        self.types = BufferTypes(
+            master=dtype,
+            compute=dtype if before.compute == before.master else before.compute,
+            reduce=dtype if before.reduce == before.master else before.reduce,
+        )
+        self.buffer = FlatBuffer(self.buffer.layout, self.axes, self.types, device)
+        self._show_views()
+
+    def _show_views(self) -> None:
+        for slot, view in zip(self.slots, self.buffer.views, strict=True):
+            slot.full = nn.Parameter(view, requires_grad=slot.original.requires_grad)
 
     @property
     def is_trainable(self) -> bool:
@@ -200,7 +216,7 @@ class ParameterGroup:
             self.partial = reduced
 
     @torch.no_grad()
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, settings: UnitSettings) -> None:
         """Wait, and add this rank's part of the mean to ``mean``, unless it is partial still."""
         if self._pending is not None:
             self._pending.wait()
@@ -211,6 +227,8 @@ class ParameterGroup:
         free(self.buffer.gradient)
         if reduced is None or reduced is self.partial:
             return
+        if settings.shard_hook is not None:
+            settings.shard_hook(reduced)
         reduced = reduced.to(self.types.master)
         if self._factor != 1.0:
             reduced.mul_(self._factor)
@@ -272,6 +290,16 @@ class Unit:
     def phase(self) -> Phase:
         """Where the parameters are."""
         return self._phase
+
+    def rename(self, name: str, modules: Mapping[nn.Module, str]) -> None:
+        """Be called ``name``, and call parameters by the full names of their ``modules``."""
+        self.name = name
+        for slot in self.slots:
+            slot.names = [
+                f"{modules[module]}.{attribute}" if modules[module] else attribute
+                for module, attribute in slot.places
+                if module in modules
+            ] or slot.names
 
     @property
     def slots(self) -> list[Slot]:
@@ -337,6 +365,12 @@ class Unit:
         for group in self.groups:
             group.accumulate()
 
+    def keep_gradients(self) -> None:
+        """Leave gradients whole on this rank; they are added up in the dtype of the reduction."""
+        for group in self.groups:
+            if group.types.compute != group.types.reduce:
+                group.accumulate()
+
     def reduce(self) -> None:
         """Start to sum gradients over the ranks; what this rank did not use counts as zero."""
         if self.is_reducing:
@@ -359,7 +393,7 @@ class Unit:
             return
         self.reduce_further()
         for group in self.trainable_groups:
-            group.finish_reduce()
+            group.finish_reduce(self.settings)
         self.is_reducing = False
         if self._phase is Phase.REDUCING:
             self._become(Phase.SHARDED)

@@ -1,0 +1,139 @@
+"""Parameters as DTensors at rest: what optimizers, clipping and state dicts see of a unit.
+
+The local tensor of each DTensor is a view of the unit's shard, so that a step of the optimizer is
+what the next gather sends. Modules hold plain tensors from the gather on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor, local_of
+from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout, Replicate, Shard
+from meshwright.mesh import DeviceMesh
+
+__all__ = ["ExposedTensors"]
+
+
+class _Entry:
+    """One parameter as it looks at rest."""
+
+    __slots__ = ("cells", "exposed", "gradient", "shape", "slot", "start", "stop", "wrap")
+
+    def __init__(self, group: ParameterGroup, index: int, mesh: DeviceMesh) -> None:
+        layout = group.buffer.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("a DTensor at rest needs a chunked layout")
+        slot = group.slots[index]
+        local = group.buffer.local(index)
+        self.slot: Slot = slot
+        self.shape = local.shape
+        self.start = layout.offsets[index]
+        self.stop = self.start + local.numel()
+        shard = Shard(layout.dims[index])
+        placements = [shard] if mesh.ndim == 1 else [Replicate(), shard]
+        whole = layout.shapes[index]
+        self.wrap = (mesh, placements, whole, _strides(whole))
+        self.exposed = nn.Parameter(
+            dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
+        )
+        self.exposed.__dict__.update(slot.original.__dict__)
+        self.cells: list[tuple[dict[str, Any], str]] = [
+            (module._parameters, name) for module, name in slot.places
+        ]
+
+
+class ExposedTensors:
+    """The exposure of `fully_shard`."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._entries: dict[int, list[_Entry]] = {}
+
+    def entries(self, group: ParameterGroup) -> list[_Entry]:
+        """The parameters of ``group`` as they look at rest; made when asked for the first time."""
+        found = self._entries.get(id(group))
+        if found is None:
+            found = [_Entry(group, index, self.mesh) for index in range(len(group.slots))]
+            self._entries[id(group)] = found
+        return found
+
+    def show_sharded(self, unit: Unit) -> None:
+        """Let modules hold the DTensors."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                for cells, name in entry.cells:
+                    cells[name] = entry.exposed
+
+    def show_full(self, unit: Unit) -> None:
+        """Let modules hold the whole parameters, trainable as the DTensors are now."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                full = entry.slot.full
+                if full.requires_grad is not entry.exposed.requires_grad:
+                    full.requires_grad_(entry.exposed.requires_grad)
+                for cells, name in entry.cells:
+                    cells[name] = full
+
+    @torch.no_grad()
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """Set ``.grad`` to a view of ``reduced``, or add to it."""
+        for entry, is_used in zip(self.entries(group), used, strict=True):
+            exposed = entry.exposed
+            if not is_used or not exposed.requires_grad:
+                continue
+            local = reduced[entry.start : entry.stop].view(entry.shape)
+            if exposed.grad is None:
+                exposed.grad = dtensor_at_rest(local, *entry.wrap)
+            else:
+                local_of(exposed.grad).add_(local)
+
+    @torch.no_grad()
+    def take_over(self, unit: Unit) -> None:
+        """Follow what modules hold now: other values, dtypes, devices or parameter objects."""
+        for group in unit.groups:
+            held = [_held(entry) for entry in self.entries(group)]
+            first = held[0]
+            kind = (first.dtype, local_of(first).device)
+            if kind != (group.types.master, group.buffer.shard.device):
+                group.convert(*kind)
+            for index, (entry, parameter) in enumerate(zip(self.entries(group), held, strict=True)):
+                mine = group.buffer.local(index)
+                _check_held(entry, parameter, mine)
+                theirs = local_of(parameter)
+                if theirs.data_ptr() != mine.data_ptr() and not theirs.is_meta:
+                    mine.copy_(theirs)
+                entry.exposed = parameter
+                # The parameter stays the object that optimizers know; its memory is the shard's.
+                parameter._local_tensor = mine.detach()
+
+
+def _held(entry: _Entry) -> Any:  # noqa: ANN401
+    cells, name = entry.cells[0]
+    return cells[name]
+
+
+def _check_held(entry: _Entry, held: torch.Tensor, mine: torch.Tensor) -> None:
+    if not is_dtensor(held) or local_of(held).shape != mine.shape or held.dtype != mine.dtype:
+        raise RuntimeError(
+            f"expected {entry.slot.name!r} to be a DTensor of {mine.dtype} with a local tensor of "
+            f"shape {tuple(mine.shape)}, found {type(held).__name__} of {held.dtype} and shape "
+            f"{tuple(local_of(held).shape)}. Put sharded tensors into sharded modules"
+        )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

@@ -1,0 +1,185 @@
+"""What the units of one root share in an iteration: order, gathers ahead, the backward's end.
+
+::
+
+    root's forward   begin_forward, record for each unit, end_forward
+    backward         begin_backward, start_reduction for each unit, end_backward (autograd calls it)
+
+An iteration that an exception has ended is given up when the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright import comm
+from meshwright.comm import Communicator
+from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
+from meshwright.data_parallel.unit import Unit
+
+if TYPE_CHECKING:
+    from meshwright.data_parallel.driver import Driver
+
+__all__ = ["Iteration"]
+
+IN_FLIGHT = 2
+"""Reductions that may be under way; the oldest is waited for before another one starts."""
+
+REMEMBERED = 8
+"""Forwards without a backward after which the oldest are forgotten."""
+
+
+class Iteration:
+    """Brings the units of ``drivers`` (the root's first) through iterations, one after another."""
+
+    def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
+        self.drivers = tuple(drivers)
+        self.sends_use_counts = True
+        """Whether ranks tell each other which parameters had a gradient; else all had one."""
+        self.finished: list[Driver] = []
+        """Units in the order in which their forward ended."""
+        self.in_flight: list[Unit] = []
+        """Units whose gradients are being reduced, the oldest first."""
+        self.is_in_backward = False
+        self.is_in_forward = False
+        self._numbers = {driver: number for number, driver in enumerate(drivers)}
+        self._expected: list[Driver] = []
+        self._order: list[Driver] = []
+        self._check = _order_check(self.drivers, options)
+
+    # --------------------------------------------------------------------------- forward
+
+    def begin_forward(self, *, training: bool) -> None:
+        """The root's forward begins; an iteration that raised is given up first."""
+        if self.is_in_backward or self.is_in_forward:
+            self.reset()
+        self.is_in_forward = True
+        if self._order:
+            self._expected, self._order = self._order, self._expected
+            self._order.clear()
+        if len(self.finished) > REMEMBERED * len(self.drivers):
+            self.finished.clear()
+        if self._check is not None:
+            self._check.begin(training=training)
+
+    def record(self, driver: Driver) -> Driver | None:
+        """``driver`` runs next; returns the one that came after it the last time, if any."""
+        if self._check is not None:
+            self._check.record(self._numbers[driver])
+        position = len(self._order)
+        self._order.append(driver)
+        expected = self._expected
+        if position + 1 < len(expected) and expected[position] is driver:
+            return expected[position + 1]
+        return None
+
+    def end_forward(self) -> None:
+        """The root's forward has ended."""
+        self.is_in_forward = False
+        if self._check is not None:
+            self._check.end_forward()
+
+    def reset(self) -> None:
+        """Give up an iteration that ended in an exception."""
+        for driver in self.drivers:
+            driver.drop()
+        for kept in (self._order, self.finished, self.in_flight):
+            kept.clear()
+        self.is_in_backward = self.is_in_forward = False
+
+    # -------------------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        """Ask autograd for a call at the end of this backward pass, once."""
+        if not self.is_in_backward:
+            self.is_in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def before(self, driver: Driver) -> Driver | None:
+        """The driver whose backward comes after that of ``driver``: it ran just before."""
+        for other in reversed(self.finished[: max(driver.position, 0)]):
+            if other.unit is not None and other.unit is not driver.unit:
+                return other
+        return None
+
+    def start_reduction(self, unit: Unit) -> None:
+        """Reduce the gradients of ``unit``, with at most so many reductions under way."""
+        if unit.is_reducing:
+            unit.finish_reduce()
+            self.in_flight.remove(unit)
+        unit.accumulate()
+        for other in self.in_flight:
+            other.reduce_further()
+        while len(self.in_flight) >= IN_FLIGHT:
+            self.in_flight.pop(0).finish_reduce()
+        unit.reduce()
+        self.in_flight.append(unit)
+
+    def end_backward(self) -> None:
+        """The backward pass has ended: reduce the rest, wait, set gradients, free everything."""
+        for driver in reversed(self.drivers):
+            driver.finish_backward(self)
+        for unit in self.in_flight:
+            unit.finish_reduce()
+        self.in_flight.clear()
+        if self._check is not None:
+            self._check.finish()
+        self._deliver()
+        self.finished.clear()
+        self.is_in_backward = False
+
+    def _deliver(self) -> None:
+        units = [d.unit for d in self.drivers if d.unit is not None and d.unit.has_mean]
+        if not units:
+            return
+        groups = [group for unit in units for group in unit.trainable_groups]
+        flags = [flag for group in groups for flag in group.used]
+        if self.sends_use_counts:
+            flags = _any_rank(flags, units[0].communicators)
+        at = 0
+        for unit in units:
+            used: list[list[bool]] = []
+            for group in unit.trainable_groups:
+                used.append(flags[at : at + len(group.slots)])
+                at += len(group.slots)
+            unit.deliver(used)
+
+
+def _order_check(drivers: Sequence[Driver], options: OrderOptions | None) -> OrderCheck | None:
+    """The check over all ranks that run these units; None for a single one."""
+    communicator = _widest([driver.unit for driver in drivers if driver.unit is not None])
+    if communicator is None or communicator.size == 1:
+        return None
+    ordered = [
+        OrderedUnit(
+            name=driver.name,
+            parameters=() if driver.unit is None else tuple(s.name for s in driver.unit.slots),
+        )
+        for driver in drivers
+    ]
+    return OrderCheck(communicator, ordered, options)
+
+
+def _widest(units: Sequence[Unit]) -> Communicator | None:
+    """The communicator with the most ranks that run the same units."""
+    axes = [axis for unit in units for axis in unit.communicators]
+    size = max((unit.groups[0].axes.size for unit in units), default=1)
+    found = max(axes, key=lambda axis: axis.size, default=None)
+    if found is None or found.size == size or not comm.is_connected():
+        return found
+    world = comm.communicator()
+    return world if world.size == size else found
+
+
+@torch.no_grad()
+def _any_rank(flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
+    """Which of ``flags`` are set on any rank of all ``communicators`` together."""
+    mine = torch.tensor(flags, dtype=torch.uint8)
+    for axis in communicators:
+        everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8, device=axis.device)
+        axis.all_gather_list(everyone, mine.to(axis.device), label="use counts").wait()
+        mine = everyone.amax(0)
+    return [bool(flag) for flag in mine.tolist()]

@@ -1,0 +1,47 @@
+"""What `fully_shard` is told about dtypes and about where shards live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.data_parallel.buffer import BufferTypes
+
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True, kw_only=False)
+class MixedPrecisionPolicy:
+    """The dtypes of the computation. Shards and optimizer keep the dtype of the parameters."""
+
+    param_dtype: torch.dtype | None = None
+    """Of gathered parameters, and of inputs; that of the parameters when None."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed over the ranks; ``param_dtype`` when None."""
+    output_dtype: torch.dtype | None = None
+    """Of floating-point outputs of the module; left as they are when None."""
+    cast_forward_inputs: bool = True
+    """Whether floating-point inputs are cast to ``param_dtype``."""
+
+    def types_for(self, master: torch.dtype) -> BufferTypes:
+        """The dtypes of the buffer of parameters whose own dtype is ``master``."""
+        if not master.is_floating_point:
+            return BufferTypes(master=master, compute=master, reduce=master)
+        compute = self.param_dtype or master
+        return BufferTypes(master=master, compute=compute, reduce=self.reduce_dtype or compute)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards stay on the device that computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer live on the CPU; parameters are on the device while needed.
+
+    ``pin_memory`` lets copies to a GPU run beside its work.
+    """
+
+    pin_memory: bool = True

@@ -1,0 +1,238 @@
+"""What the class of a module has beside its own members after `fully_shard`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.driver import Driver, driver_of
+from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.unit import Unit
+
+__all__ = ["FSDPModule", "UnshardHandle", "rebuild"]
+
+
+class UnshardHandle:
+    """A gather on its way. ``wait`` makes the whole parameters visible."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are there; nothing the second time."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.wait_unshard()
+
+
+class FSDPModule(nn.Module):
+    """A module whose parameters `fully_shard` has sharded.
+
+    Settings take hold from the next forward or backward pass on, in this module and, where there
+    is ``recurse``, in the sharded modules below it.
+    """
+
+    # ------------------------------------------------------------------------ parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters now; with ``async_op`` the handle waits for them."""
+        unit = _driver(self).unit
+        if unit is not None:
+            unit.unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's whole parameters now."""
+        unit = _driver(self).unit
+        if unit is not None:
+            unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Give up an iteration that raised. The next forward pass of the root does it too."""
+        iteration = _driver(self).iteration
+        if iteration is not None:
+            iteration.reset()
+
+    # ---------------------------------------------------------------------- accumulation
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward passes reduce. Without it whole gradients gather on this rank."""
+        self._set(recurse, synchronise=requires_gradient_sync)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in the block do not reduce; the next one outside reduces the sum."""
+        before = {unit: unit.settings.synchronise for unit in _units(self, recurse=True)}
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, synchronise in before.items():
+                unit.settings = replace(unit.settings, synchronise=synchronise)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether reductions also run over the replicating axis of a 2-D mesh."""
+        self._set(recurse, all_reduce=requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted; every backward pass leaves its gradients complete, so nothing depends on it."""
+
+    # --------------------------------------------------------------------------- freeing
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                "reshard_after_forward should be a bool, got "
+                f"{type(reshard_after_forward).__name__}. A group size goes to fully_shard"
+            )
+        for driver in _drivers(self, recurse=recurse):
+            driver.keeps_as_root = False
+        self._set(recurse, keep_full_after_forward=not reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed after the backward pass."""
+        self._set(recurse, keep_full_after_backward=not reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this module's backward pass needs its parameters; an embedding's does not."""
+        self._set(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` ahead, when this module's forward pass begins."""
+        _driver(self).forward_ahead = _prefetched(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` ahead, when this module's backward pass begins."""
+        _driver(self).backward_ahead = _prefetched(modules)
+
+    # ------------------------------------------------------------------------- reduction
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of by the number of ranks."""
+        self._set(False, divide_factor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: object = None
+    ) -> None:
+        """Call ``hook`` with each reduced gradient shard; it may change it in place."""
+        if not callable(hook):
+            raise ValueError(f"expected a callable hook, got {type(hook).__name__}")
+        self._set(False, shard_hook=hook)
+
+    # ------------------------------------------------- accepted, without effect on a CPU
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Accepted; our own gather is used."""
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Accepted; our own reduce-scatter is used."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted; gradients are always summed and scaled by us."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted; unused parameters always count as zeros."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Accepted once checked; two reductions are under way at most."""
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accepted; gathers and reductions of one axis share its group."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted; buffers come from torch's allocator."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Accepted; buffers come from torch's allocator."""
+
+    def set_post_optim_event(self, event: object) -> None:
+        """Accepted; on a CPU the optimizer has ended when the next forward begins."""
+
+    # --------------------------------------------------------------------------- private
+
+    def _set(self, recurse: bool, **changes: Any) -> None:
+        for unit in _units(self, recurse=recurse):
+            unit.settings = replace(unit.settings, **changes)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
+        """As for any module; whole parameters are freed first, and shards follow."""
+        units = list(_units(self, recurse=True))
+        for unit in units:
+            unit.reshard()
+        result = super()._apply(fn, recurse)
+        for unit in units:
+            rebuild(unit)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization. Copy the "
+            "module first, then call fully_shard on the copy"
+        )
+
+
+def rebuild(unit: Unit) -> None:
+    """Let the shard of ``unit`` follow what its modules hold now."""
+    if isinstance(unit.exposure, ExposedTensors):
+        unit.exposure.take_over(unit)
+
+
+def _driver(module: nn.Module) -> Driver:
+    driver = driver_of(module)
+    if driver is None:
+        raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")
+    return driver
+
+
+def _drivers(module: nn.Module, *, recurse: bool) -> Iterable[Driver]:
+    if not recurse:
+        return [_driver(module)]
+    found = (driver_of(part) for part in module.modules())
+    return list(dict.fromkeys(driver for driver in found if driver is not None))
+
+
+def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
+    units = (driver.unit for driver in _drivers(module, recurse=recurse))
+    return [unit for unit in units if unit is not None]
+
+
+def _prefetched(modules: Iterable[nn.Module]) -> list[Driver]:
+    drivers: list[Driver] = []
+    for module in modules:
+        driver = driver_of(module)
+        if driver is None:
+            raise ValueError(
+                f"Expects FSDPModule but got {type(module).__name__}. Call fully_shard on it first"
+            )
+        drivers.append(driver)
+    return drivers
