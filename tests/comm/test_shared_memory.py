@@ -276,10 +276,10 @@ def test_random_calls_equal_the_sums_in_rank_order(ranks: Ranks, seed: int, size
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([2, 3, 4]))
 def test_many_random_calls(ranks: Ranks, seed: int, size: int) -> None:
-    ranks(size, random_calls, seed, 300, connected=False)
+    ranks(size, random_calls, seed, 200, connected=False, timeout=120)
 
 
 def random_calls(seed: int, count: int) -> None:
@@ -338,3 +338,27 @@ def _finish(
     if work is not None:
         work.wait()
     assert torch.equal(out, expected), what
+
+
+def test_lives_are_looked_at_from_several_threads(ranks: Ranks) -> None:
+    def body() -> None:
+        world = join()
+        assert isinstance(world, shared_memory.SharedMemoryGroup)
+        peers, errors = world._meeting.peers, []
+
+        def look() -> None:
+            try:
+                for _ in range(20_000):
+                    assert not peers.lost()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        dist.barrier()
+
+    ranks(2, body, connected=False)

@@ -191,10 +191,11 @@ class SharedTensors:
         if pid == self._pid:
             start = next(s for s in self._segments() if s.words[1] == location.serial)
             return start.address + location.offset
-        segment = self._mapped.get((pid, location.serial))
-        if segment is None:
-            segment = self._map(pid, location)
-        return segment.address + location.offset
+        with self._lock:
+            segment = self._mapped.get((pid, location.serial))
+            if segment is None:
+                segment = self._map(pid, location)
+            return segment.address + location.offset
 
     def _segments(self) -> Iterator[Segment]:
         with self._lock:

@@ -188,9 +188,15 @@ class Background:
     """
 
     def __init__(
-        self, name: str, has_work: Callable[[], bool], advance: Callable[[], bool]
+        self,
+        name: str,
+        has_work: Callable[[], bool],
+        advance: Callable[[], bool],
+        fail: Callable[[Exception], None],
     ) -> None:
+        """``fail`` is told of an error that nothing in ``advance`` expected."""
         self._name = name
+        self._fail = fail
         self._has_work = has_work
         self._advance = advance
         self._bell = threading.Lock()
@@ -225,6 +231,12 @@ class Background:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
+        try:
+            self._look_again()
+        except Exception as error:  # without this thread others would wait for ever
+            self._fail(error)
+
+    def _look_again(self) -> None:
         idle, tick = 0, TICK
         while not self._closed:
             if idle > LINGER:
@@ -252,7 +264,9 @@ class OperationQueue:
         self._pending: deque[_Operation] = deque()
         self._ended: deque[_Operation] = deque()
         self._checked = 0.0
-        self._background = Background(name, lambda: bool(self._pending), self._look)
+        self._background = Background(
+            name, lambda: bool(self._pending), self._look, meeting.break_with
+        )
 
     def submit(
         self,

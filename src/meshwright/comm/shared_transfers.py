@@ -79,7 +79,9 @@ class Transfers:
         self._rings = 0
         self._drivers = 0
         self._ended: deque[Transfer] = deque()
-        self._background = Background(name, lambda: bool(self._open), self._look_behind)
+        self._background = Background(
+            name, lambda: bool(self._open), self._look_behind, self._break
+        )
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
         """Send ``tensor`` to rank ``peer`` of the group."""
@@ -108,7 +110,8 @@ class Transfers:
     def drive(self, transfer: Transfer, until: float | None, seconds: float) -> None:
         """Move messages until ``transfer`` has ended; raises at ``until``."""
         meeting = self._meeting
-        self._drivers += 1
+        with self._lock:
+            self._drivers += 1
         try:
             while not transfer.done:
                 heard = meeting.doorbell()
@@ -124,7 +127,8 @@ class Transfers:
                 meeting.listen(heard, max(1e-6, bound - now))
                 self._check(transfer)
         finally:
-            self._drivers -= 1
+            with self._lock:
+                self._drivers -= 1
 
     # ------------------------------------------------------------------ steps
 
@@ -183,6 +187,11 @@ class Transfers:
                 # What the peer posted before it left is still there to be taken.
                 if not self._move() and not transfer.done:
                     self._fail(error)
+        self._announce()
+
+    def _break(self, error: BaseException) -> None:
+        with self._lock:
+            self._fail(error)
         self._announce()
 
     def _awaited(self, transfer: Transfer) -> list[int]:

@@ -110,6 +110,7 @@ class Peers:
         self.pids = [pid for pid, _ in processes]
         self.ranks = tuple(ranks)
         self.me = me
+        self._looking = threading.Lock()
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
         self._lost: set[int] = set()
@@ -131,9 +132,13 @@ class Peers:
 
     def lost(self) -> set[int]:
         """Ranks whose process has ended."""
-        for descriptor, _ in self._poll.poll(0):
-            self._lost.add(self._rank_of[descriptor])
-        return self._lost
+        if self._looking.acquire(blocking=False):  # a poll object serves one thread at a time
+            try:
+                for descriptor, _ in self._poll.poll(0):
+                    self._lost.add(self._rank_of[descriptor])
+            finally:
+                self._looking.release()
+        return set(self._lost)
 
     def name(self, rank: int) -> str:
         """How messages call ``rank`` of the group: by its number in the world."""
@@ -142,10 +147,11 @@ class Peers:
 
     def close(self) -> None:
         """Close the descriptors."""
-        for descriptor in self._rank_of:
-            os.close(descriptor)
-        self._rank_of.clear()
-        self._poll = select.poll()
+        with self._looking:
+            for descriptor in self._rank_of:
+                os.close(descriptor)
+            self._rank_of.clear()
+            self._poll = select.poll()
 
 
 class Meeting:
