@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from meshwright import comm
-from meshwright.comm import Recorder, observe
-from meshwright.comm.registry import PROCESS
+from meshwright.comm import Recorder, observe, registry
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
-from meshwright.errors import CollectiveMismatchError, RankFailedError
+from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.testing import Ranks
 
 UNITS = [
@@ -24,7 +25,6 @@ UNITS = [
 ]
 FACADE = OrderOptions(action="warn")
 DETAIL = OrderOptions(action="warn", warn_at_once=True, exchange_first=True)
-STRICT = OrderOptions(exchange_first=True)
 
 
 class Root:
@@ -71,9 +71,12 @@ def test_options_are_checked() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_equal_orders_cost_one_small_gather_a_forward(ranks: Ranks, size: int) -> None:
+@pytest.mark.parametrize("options", [None, FACADE])
+def test_equal_orders_cost_one_small_gather_a_forward(
+    ranks: Ranks, size: int, options: OrderOptions | None
+) -> None:
     def body() -> None:
-        root = Root()
+        root = Root(options)
         recorder = Recorder()
         with observe(recorder):
             for _ in range(3):
@@ -87,10 +90,26 @@ def test_equal_orders_cost_one_small_gather_a_forward(ranks: Ranks, size: int) -
     ranks(size, body)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_first_forward_that_differs(ranks: Ranks, size: int) -> None:
+def test_one_rank_sends_nothing(ranks: Ranks) -> None:
     def body() -> None:
-        root = Root(STRICT)
+        recorder = Recorder()
+        with observe(recorder):
+            root = Root()
+            root.step([0, 1])
+            root.step([1, 0])
+        assert ("all_gather", "order") not in recorder.kinds()
+        assert root.check.reference == OrderRecord((1, 0))
+
+    ranks(1, body)
+
+
+# ------------------------------------------------------------------------ the first forward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_first_forward_that_differs_under_detail(ranks: Ranks, size: int) -> None:
+    def body() -> None:
+        root = Root(DETAIL)
         text = (
             r"Forward order differs across ranks: rank 0 is all-gathering parameters for "
             rf"\['layer1.weight'\] while rank {size - 1} is all-gathering parameters for "
@@ -99,7 +118,305 @@ def test_a_first_forward_that_differs(ranks: Ranks, size: int) -> None:
         with pytest.raises(RuntimeError, match=f"^{text}"):
             root.step(both([0, 1], [0, 2]))
         root.step([0, 1])
-        with pytest.raises(RuntimeError, match="^Forward order differs across ranks"):
-            Root(STRICT).step(both([0, 1], [0]))
+        recorder = Recorder()
+        with observe(recorder):
+            root.step([0, 1])
+        assert recorder.kinds().count(("all_gather", "order")) == 1
+        with pytest.raises(RuntimeError, match=rf"rank 0 is .* while rank {size - 1} ends its"):
+            Root(DETAIL).step(both([0, 1], [0]))
 
     ranks(size, body)
+
+
+CHANGES = {
+    "another": ([0, 1, 2], [0, 2, 1]),
+    "more": ([0, 1], [0, 1, 2]),
+    "fewer": ([0, 1, 2], [0, 1]),
+    "skipped": ([0, 1, 2], [0, 2]),
+}
+
+
+def caught(step: Callable[[], None]) -> str:
+    """The text of the error of our own tree that ``step`` raises, soon."""
+    begun = time.monotonic()
+    with pytest.raises(CommunicationError) as raised:
+        step()
+    assert time.monotonic() - begun < 5.0
+    assert isinstance(raised.value, CollectiveMismatchError | RankFailedError)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("forwards_before", [0, 4])
+def test_a_difference_is_an_error_before_anything_is_issued(
+    ranks: Ranks, size: int, change: str, forwards_before: int
+) -> None:
+    def body() -> str:
+        root = Root()
+        one, other = CHANGES[change]
+        for _ in range(forwards_before):
+            root.step(one)
+        text = caught(lambda: root.step(both(one, other)))
+        assert f"forward {forwards_before + 1} of Model" in text
+        assert "Every rank must run the same units in the same order" in text
+        return text
+
+    texts = ranks(size, body)
+    own = [text for text in texts if text.startswith("Forward order differs across ranks: rank")]
+    assert own
+    if forwards_before:
+        assert f"rank {size - 1} in forward 5" in own[-1]
+        assert "; in the forward before: root, layer1" in own[-1]
+    at, names = {
+        "another": (1, {"layer1", "layer2"}),
+        "more": (2, {"the end of the forward", "layer2"}),
+        "fewer": (2, {"the end of the forward", "layer2"}),
+        "skipped": (1, {"layer1", "layer2"}),
+    }[change]
+    for text in own:
+        assert f"position {at}: " in text
+        assert all(name in text for name in names)
+
+
+def test_training_goes_on_after_an_error_in_the_first_forward(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root()
+        caught(lambda: root.step(both([0, 1], [0, 2])))
+        time.sleep(1.0)  # until every rank has raised
+        for _ in range(2):
+            root.step([0, 1])
+
+    ranks(2, body)
+
+
+# --------------------------------------------------------------------- changes made together
+
+
+@pytest.mark.parametrize("options", [None, FACADE])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_change_made_together_is_silent(
+    ranks: Ranks, size: int, options: OrderOptions | None
+) -> None:
+    def body() -> None:
+        root = Root(options)
+        for order in ([0, 1], [0, 1], [0, 2, 1], [0, 2, 1], [0], [3, 2, 1, 0], [1], [2], [3, 3]):
+            root.step(order)
+            assert root.check.reference == OrderRecord(tuple(order))
+        monitor = registry.PROCESS.monitor
+        assert monitor is not None
+        root.world.barrier()
+        monitor.read()
+        assert monitor.said() == []
+
+    ranks(size, body)
+
+
+def test_a_change_made_together_on_the_second_unit_only(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root()
+        root.step([0, 1, 2, 3])
+        text = caught(lambda: root.step(both([1, 0, 2, 3], [1, 0, 3, 2])))
+        assert "position 2" in text
+
+    ranks(2, body)
+
+
+def test_what_is_not_recorded(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root()
+        root.step([0, 1])
+        recorder = Recorder()
+        with observe(recorder):
+            root.forward([1, 0], training=False)
+            with torch.no_grad():
+                root.forward(both([0, 2], [2, 0]))
+            root.check.record(3)
+            root.check.end_forward()
+            root.check.finish()
+        assert ("all_gather", "order") not in recorder.kinds()
+        assert root.check.iteration == 1
+        root.step([0, 1])
+        assert root.check.iteration == 2
+
+    ranks(2, body)
+
+
+def test_forwards_without_a_backward_and_several_before_one(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root()
+        for _ in range(20):
+            root.forward([0, 1])
+        root.check.finish()
+        root.forward([0, 1])
+        root.check.begin()
+        root.check.record(0)  # an exception ends this forward
+        root.forward([0, 1])
+        root.check.finish()
+
+    ranks(2, body)
+
+
+# ------------------------------------------------------------------------------- warnings
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_equal_size_swap_is_found_and_both_units_named(ranks: Ranks, size: int) -> None:
+    def body() -> None:
+        root = Root(FACADE)
+        for _ in range(4):
+            root.step([0, 1, 2])
+        root.forward(both([0, 1, 2], [0, 2, 1]))
+        text = (
+            rf"^Forward order differs across ranks in forward 5 of Model, position 1: layer1 on "
+            rf"rank 0, layer2 on rank {size - 1}. Order on rank 0: root, layer1, layer2; on rank "
+            rf"{size - 1}: root, layer2, layer1. Collectives are unchecked and may give incorrect"
+        )
+        with pytest.warns(UserWarning, match=text):
+            root.check.finish()
+        recorder = Recorder()
+        with observe(recorder):
+            for _ in range(2):
+                root.step(both([0, 1, 2], [0, 2, 1]))
+        assert ("all_gather", "order") not in recorder.kinds()
+        assert root.check.is_unchecked
+
+    ranks(size, body)
+
+
+def test_hash_comparisons_every_few_forwards_cover_all_since_the_last(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root(OrderOptions(action="warn", every=3))
+        recorder = Recorder()
+        with observe(recorder):
+            for _ in range(6):
+                root.step([0, 1])
+        assert recorder.kinds().count(("all_gather", "order")) == 2
+        root.step([0, 1])
+        root.step(both([0, 1], [1, 0]))
+        with pytest.warns(UserWarning, match="in forward 8 of Model, position 0: root on rank 0"):
+            root.step([0, 1])
+
+    ranks(2, body)
+
+
+BEFORE = (
+    r"^Forward order differs from that of the first iteration on rank 1\. Collectives are "
+    r"unchecked and may give incorrect results or hang\.\n"
+)
+
+
+@pytest.mark.parametrize("forwards_before", [1, 3])
+def test_later_forwards_warn_under_detail_and_train_on(ranks: Ranks, forwards_before: int) -> None:
+    def body() -> None:
+        root = Root(DETAIL)
+        for _ in range(forwards_before):
+            root.step([0, 1])
+        if root.world.rank == 1:
+            with pytest.warns(UserWarning, match=BEFORE) as found:
+                root.forward([0, 2, 3])
+            texts = [str(warning.message) for warning in found]
+            assert len(texts) == 2
+            assert re.search(
+                BEFORE + r"Expected to all-gather for \['layer1.weight'\] but trying to all-gather "
+                r"parameters for \['layer2.0.weight', 'layer2.2.weight'\]$",
+                texts[0],
+            )
+            assert re.search(
+                BEFORE
+                + r"Expected to not all-gather any more parameters in the forward but trying "
+                r"to all-gather parameters for \['layer3.weight'\]$",
+                texts[1],
+            )
+        else:
+            root.forward([0, 1, 3])
+        root.check.finish()
+        root.step(both([0, 1], [0, 2]))
+        assert root.check.is_unchecked
+
+    # The extra unit of rank 0 keeps the numbers of gathers equal; under detail it warns as well.
+    def quiet() -> None:
+        with warnings.catch_warnings():
+            if comm.communicator().rank == 0:
+                warnings.simplefilter("ignore")
+            body()
+
+    ranks(2, quiet)
+
+
+class Log(logging.Handler):
+    """Keeps what this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        logging.getLogger("meshwright").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+
+def test_ranks_that_stay_are_silent_under_detail(ranks: Ranks) -> None:
+    def body() -> None:
+        log = Log()
+        root = Root(DETAIL)
+        root.step([0, 1])
+        order = both([0, 1], [0, 2])
+        if root.world.rank == 1:
+            with pytest.warns(UserWarning, match="Forward order differs from that of the first"):
+                root.forward(order)
+        else:
+            root.forward(order)
+        root.check.finish()  # warnings are errors here
+        mine = f"rank {root.world.rank}: Forward order differs across ranks in forward 2"
+        assert mine in log.text
+        root.step(order)
+
+    ranks(2, body)
+
+
+def test_changes_made_together_warn_once_under_detail(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root(DETAIL)
+        root.step([0, 1])
+        with pytest.warns(UserWarning, match="Expected to all-gather for"):
+            root.step([0, 2])
+        root.step([0, 1])
+        root.step([0, 2])
+
+    ranks(2, body)
+
+
+def test_a_unit_that_the_check_was_not_told_of(ranks: Ranks) -> None:
+    def body() -> None:
+        root = Root(DETAIL)
+        root.step([0])
+        text = "parameters for a newly-added parameter since construction time"
+        with pytest.warns(UserWarning, match=text):
+            root.step([0, 9])
+
+    ranks(2, body)
+
+
+# -------------------------------------------------------------------------------- the board
+
+
+def test_a_hang_report_shows_who_left_its_order(ranks: Ranks) -> None:
+    def body() -> None:
+        log = Log()
+        root = Root(FACADE)
+        root.step([0, 1])
+        monitor = registry.PROCESS.monitor
+        assert monitor is not None
+        monitor.hang_after = 1.0
+        if root.world.rank == 1:
+            root.check.begin()
+            root.check.record(2)
+            time.sleep(4.0)
+            root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
+        else:
+            root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
+            text = "rank 1 had said: forward 2 of Model, position 0: expected root, got layer2"
+            assert text in log.text
+
+    ranks(2, body)

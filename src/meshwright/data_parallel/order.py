@@ -1,30 +1,29 @@
 """In which order the units of one root run: recorded, compared with before, and between ranks.
 
 Ranks must gather the same units in the same order, or their collectives mix up different tensors.
-Three checks, from the cheapest on::
+Checks, from the cheapest on::
 
     each unit       compare with the forward before             one integer, nothing is sent
     each forward    compare a hash of the order over the ranks  16 bytes a rank, asynchronous
-    first forward   exchange each unit before it is gathered    16 bytes a rank; on request
+    each unit of    ask the other ranks before it is gathered   through the board: where a
+    some forwards                                               difference is an error, in the first
+                                                                forward and once the order is left;
+                                                                by a collective: on request, in the
+                                                                first forward
 
-A rank that leaves its order says so on the board of `meshwright.comm.failure` before its next
-collective, so that ranks that wait for it can name what it did. Where deviations are errors it then
-asks the others, also through the store, whether they do the same: a change made by all ranks
-together is silent and becomes the order to compare with; a change made by some is an error before
-any collective of it is issued.
+The board is that of `meshwright.comm.failure`. A rank that leaves its order says so there before
+its next collective, so that ranks that wait for it can name what it did. A change that all ranks
+make together is silent and becomes the order to compare with.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
 import warnings
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -32,14 +31,18 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
+from meshwright.data_parallel.order_record import (
+    END,
+    Forward,
+    OrderedUnit,
+    OrderRecord,
+    UnitNames,
+)
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["OrderCheck", "OrderOptions", "OrderRecord", "OrderedUnit"]
 
 _log = logging.getLogger("meshwright")
-
-END = -1
-"""Stands for "the forward ends here" where a unit could come."""
 
 CONFIRMATIONS = 3
 """Changes in a row that ranks made together, after which they are not asked in advance any more."""
@@ -50,25 +53,10 @@ ON_THEIR_WAY = 8
 FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
 """Seconds until, and between, the questions to ranks that have not come."""
 
-AROUND = 4
-"""How many units a message shows before and after the one in question."""
-
-NEW = "a newly-added parameter since construction time"
-"""Stands for the names of a unit that the check was not told of."""
-
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
     "or zero-weighted input where there is nothing to do), or leave it out of the sharded units"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderedUnit:
-    """What messages call a unit."""
-
-    name: str
-    parameters: tuple[str, ...] = ()
-    """Qualified names of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,61 +75,6 @@ class OrderOptions:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"expected every >= 1, found {self.every}")
-
-
-@dataclass(frozen=True, slots=True)
-class OrderRecord:
-    """The units of one forward, in order."""
-
-    units: tuple[int, ...]
-
-    def digest(self, before: int = 0) -> int:
-        """63 bits of a hash chained to the digest ``before``: below `END`, unlike any unit."""
-        payload = array("q", [before, len(self.units), *self.units]).tobytes()
-        number = hashlib.blake2b(payload, digest_size=8).digest()
-        return END - 1 - (int.from_bytes(number, "little") >> 2)
-
-    def at(self, position: int) -> int:
-        """The unit at ``position``, or `END` behind the last."""
-        return self.units[position] if position < len(self.units) else END
-
-    def differs_at(self, other: OrderRecord) -> int | None:
-        """The first position where ``other`` has another unit, or has ended; None if none."""
-        pairs = zip_longest(self.units, other.units, fillvalue=END)
-        return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
-
-
-class _Forward:
-    """One forward as far as it has come."""
-
-    __slots__ = ("exchanges", "has_ended", "number", "order", "position", "reference")
-
-    def __init__(self, number: int, reference: OrderRecord | None, exchanges: bool) -> None:
-        self.number = number
-        self.reference = reference
-        self.position = 0
-        """Units so far."""
-        self.order: list[int] | None = None if reference is not None else []
-        """The units so far where they are not those of the reference; None while they are."""
-        self.exchanges = exchanges
-        """Whether all ranks exchange each unit before its gather."""
-        self.has_ended = False
-
-    def record(self) -> OrderRecord:
-        """The units so far."""
-        if self.order is not None:
-            return OrderRecord(tuple(self.order))
-        units = () if self.reference is None else self.reference.units
-        return OrderRecord(units[: self.position])
-
-    def expected(self, position: int) -> int:
-        """The unit that the reference has at ``position``."""
-        return END if self.reference is None else self.reference.at(position)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it differs from the reference."""
-        return self.reference is not None and self.order is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +109,21 @@ class OrderCheck:
     ) -> None:
         self._communicator = communicator
         self._rank = communicator.ranks[communicator.rank]
-        self._units = tuple(units)
+        self._names = UnitNames(units)
         self._options = OrderOptions() if options is None else options
         self._root = f" of {root}" if root else ""
         self.reference: OrderRecord | None = None
         """The order of the forward before, which the next one is compared with."""
         self.is_unchecked = False
         """Ranks were found to differ and were let go on: nothing is sent or compared any more."""
-        self._now = _Forward(0, None, exchanges=False)
+        self._now = Forward(0, None)
         self._is_active = False
         self._has_warned = False
         self._together = 0
-        """Changes in a row that all ranks made together."""
-        self._votes: str | None = None
+        """Forwards in a row that left the order of the one before."""
+        self._has_failed = False
+        self._votes: list[str] = []
+        """Keys on the board that all ranks have passed, to be deleted."""
         self._waiting: list[tuple[int, OrderRecord, bool]] = []
         """Forwards since the last comparison of hashes was issued."""
         self._comparisons: list[_Comparison] = []
@@ -208,8 +143,11 @@ class OrderCheck:
             return
         while len(self._comparisons) >= ON_THEIR_WAY:
             self._compare(self._comparisons.pop(0))
-        exchanges = self.reference is None and self._options.exchange_first
-        self._now = _Forward(self._now.number + 1, self.reference, exchanges and not self._is_alone)
+        if self._has_failed and PROCESS.monitor is not None:
+            PROCESS.monitor.retract()
+        self._has_failed = False
+        asks = self.reference is None and (self._is_error or self._options.exchange_first)
+        self._now = Forward(self._now.number + 1, self.reference, asks)
         self._is_active = True
 
     def record(self, unit: int) -> None:
@@ -228,8 +166,8 @@ class OrderCheck:
             now.order = [*reference.units[:position], unit]
             self._leave(position, unit)
         now.position = position + 1
-        if now.exchanges:
-            self._exchange(unit)
+        if now.asks:
+            self._ask(position, unit)
         elif self._options.warn_at_once and not self._has_warned and now.has_left:
             self._warn(position, unit)
 
@@ -246,12 +184,11 @@ class OrderCheck:
             else:
                 now.order = list(record.units)
                 self._leave(now.position, END)
-        if now.exchanges:
-            self._exchange(END)
+        if now.asks:
+            self._ask(now.position, END)
         self._is_active = False
         self._has_warned |= now.has_left and self._options.warn_at_once
-        if not now.has_left:
-            self._together = 0
+        self._together = self._together + 1 if now.has_left else 0
         self.reference = record
         if self._is_alone or self.is_unchecked:
             return
@@ -272,8 +209,10 @@ class OrderCheck:
         """Where this rank is, for peers that ask; called from the monitor's thread."""
         now = self._now
         has_ended = now.has_ended  # first: it is set behind the last unit
-        units = now.record().units
-        return {"iteration": now.number, "units": units, "has_ended": has_ended}
+        found = {"iteration": now.number, "units": now.record().units, "has_ended": has_ended}
+        if now.reference is not None:
+            found["before"] = now.reference.units
+        return found
 
     # ------------------------------------------------------------------ this rank's own order
 
@@ -281,29 +220,48 @@ class OrderCheck:
     def _is_alone(self) -> bool:
         return self._communicator.size == 1
 
+    @property
+    def _is_error(self) -> bool:
+        return self._options.action == "raise"
+
     def _leave(self, position: int, unit: int) -> None:
         """This rank is about to leave its order: say so, and ask the others if that is an error."""
-        monitor = PROCESS.monitor
-        if self._is_alone or self.is_unchecked or monitor is None:
+        if self._is_alone or self.is_unchecked or PROCESS.monitor is None:
             return
-        monitor.deviate(self._deviation(position, unit))
-        if self._options.action == "raise" and self._together < CONFIRMATIONS:
-            self._ask(monitor, position, unit)
+        PROCESS.monitor.deviate(self._deviation(position, unit))
+        self._now.asks = self._is_error and self._together < CONFIRMATIONS
+
+    def _ask(self, position: int, unit: int) -> None:
+        """Compare the next unit with the other ranks'; raise before it is gathered if they differ.
+
+        In a first forward this can be a collective, on request. Else it goes through the board,
+        because ranks that have not left their order do not take part.
+        """
+        if self._is_alone:
+            return
+        monitor = PROCESS.monitor
+        if self._options.exchange_first and self._now.reference is None:
+            self._exchange(unit)
+        elif monitor is not None:
+            self._vote(monitor, position, unit)
 
     def _deviation(self, position: int, unit: int) -> str:
+        expected = ""
+        if self._now.reference is not None:
+            expected = f"expected {self._names.of(self._now.expected(position))}, "
         return (
-            f"forward {self._now.number}{self._root}, position {position}: expected "
-            f"{self._called(self._now.expected(position))}, got {self._called(unit)}"
+            f"forward {self._now.number}{self._root}, position {position}: {expected}got "
+            f"{self._names.of(unit)}"
         )
 
     def _warn(self, position: int, unit: int) -> None:
         before = self._now.expected(position)
         if before == unit:
             return
-        got = f"trying to all-gather parameters for {self._parameters(unit)}"
+        got = f"trying to all-gather parameters for {self._names.parameters(unit)}"
         change = f"Expected to not all-gather any more parameters in the forward but {got}"
         if before != END:
-            change = f"Expected to all-gather for {self._parameters(before)} but {got}"
+            change = f"Expected to all-gather for {self._names.parameters(before)} but {got}"
         warnings.warn(
             "Forward order differs from that of the first iteration on rank "
             f"{self._rank}. Collectives are unchecked and may give incorrect results or "
@@ -324,28 +282,30 @@ class OrderCheck:
         monitor.describers[key] = self
         return key
 
-    def _ask(self, monitor: FailureMonitor, position: int, unit: int) -> None:
+    def _vote(self, monitor: FailureMonitor, position: int, unit: int) -> None:
         """Wait until every rank has come to ``position``; raise when one has another unit there.
 
         This wait keeps nobody from coming: what the others need of this rank up to here has been
-        issued. When all make the same change, they exchange the rest of this forward's units.
+        issued. After the communicator's timeout the collective's own wait says who is missing.
         """
-        self._votes = f"{self._key}/{self._now.number}/{position}/{unit}"
-        arrived = monitor.board.add(self._votes, 1)
+        votes = f"{self._key}/{self._now.number}/{position}/{unit}"
+        self._votes.append(votes)
+        arrived = monitor.board.add(votes, 1)
         begun = time.monotonic()
         next_roll_call = begun + FIRST_ROLL_CALL
+        pause = 0.0002
         while arrived < self._communicator.size:
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
             monitor.check()
-            waited = time.monotonic() - begun
-            if waited > self._communicator.timeout:
-                self._fail(monitor, position, f"some ranks did not come there in {waited:.0f} s")
-            if time.monotonic() > next_roll_call:
+            now = time.monotonic()
+            if now > next_roll_call:
                 self._look_at_others(monitor, position, unit)
                 next_roll_call = time.monotonic() + NEXT_ROLL_CALL
-            arrived = monitor.board.add(self._votes, 0)
-        self._together += 1
-        self._now.exchanges = True
+            if now > begun + self._communicator.timeout:
+                self._now.asks = False
+                return
+            arrived = monitor.board.add(votes, 0)
 
     def _look_at_others(self, monitor: FailureMonitor, position: int, unit: int) -> None:
         """Ask every rank where it is; raise when one has another unit at ``position``."""
@@ -353,25 +313,30 @@ class OrderCheck:
         others: list[str] = []
         for rank in self._communicator.ranks:
             theirs = answers.get(rank, {}).get("described", {}).get(self._key)
-            if rank == self._rank or theirs is None or theirs["iteration"] != self._now.number:
+            if rank == self._rank or theirs is None:
                 continue
-            record = OrderRecord(tuple(theirs["units"]))
-            has_come = theirs["has_ended"] or position < len(record.units)
+            ahead = theirs["iteration"] - self._now.number
+            if ahead not in (0, 1):
+                continue
+            record = OrderRecord(tuple(theirs["before" if ahead else "units"]))
+            has_come = ahead or theirs["has_ended"] or position < len(record.units)
             if has_come and record.at(position) != unit:
-                others.append(f"rank {rank} has {self._called(record.at(position))}")
+                others.append(f"rank {rank} has {self._names.of(record.at(position))}")
         if others:
             self._fail(monitor, position, "; ".join(others))
 
     def _fail(self, monitor: FailureMonitor, position: int, others: str) -> NoReturn:
         now = self._now
         record = now.record()
-        before = "" if now.reference is None else self._drawn(now.reference, position)
+        here = f"{self._deviation(position, record.at(position))}, while {others}"
+        orders = f"Order on rank {self._rank}: {self._names.drawn(record, position)}"
+        if now.reference is not None:
+            orders += f"; in the forward before: {self._names.drawn(now.reference, position)}"
         error = CollectiveMismatchError(
-            f"rank {self._rank} leaves the order of units in "
-            f"{self._deviation(position, record.at(position))}, where {others}. Order before: "
-            f"{before}; on rank {self._rank} now: {self._drawn(record, position)}. {REMEDY}"
+            f"Forward order differs across ranks: rank {self._rank} in {here}. {orders}. {REMEDY}"
         )
         self._is_active = False
+        self._has_failed = True
         monitor.publish(error, is_cause=True)
         raise error
 
@@ -381,7 +346,7 @@ class OrderCheck:
         """Compare the next unit with the other ranks', before its gather."""
         pending, rows = self._gather(unit, self._now.position)
         pending.wait()
-        found = rows[:, 0].tolist()
+        found = [int(number) for number in rows[:, 0].tolist()]
         other = next((at for at, theirs in enumerate(found) if theirs != found[0]), None)
         if other is None:
             return
@@ -390,7 +355,7 @@ class OrderCheck:
         texts = [
             f"rank {self._communicator.ranks[at]} "
             + (
-                f"is all-gathering parameters for {self._parameters(found[at])}"
+                f"is all-gathering parameters for {self._names.parameters(found[at])}"
                 if found[at] > END
                 else "ends its forward"
             )
@@ -448,12 +413,14 @@ class OrderCheck:
 
     def _agreed(self, comparison: _Comparison) -> None:
         monitor = PROCESS.monitor
-        if not comparison.has_left or monitor is None:
+        if monitor is None:
             return
-        monitor.deviate("")
-        votes, self._votes = self._votes, None
-        if votes is not None and self._communicator.rank == 0:
-            monitor.board.delete_key(votes)
+        if comparison.has_left:
+            monitor.deviate("")
+        if self._communicator.rank == 0:
+            for votes in self._votes:
+                monitor.board.delete_key(votes)
+        self._votes.clear()
 
     def _difference(self, comparison: _Comparison) -> str:
         """Which units differ first and between which ranks; every rank takes part."""
@@ -470,31 +437,13 @@ class OrderCheck:
                 if at is not None:
                     return (
                         f"Forward order differs across ranks in forward {number}{self._root}, "
-                        f"position {at}: {self._called(first.at(at))} on rank {ranks[0]}, "
-                        f"{self._called(record.at(at))} on rank {ranks[other]}. Order on rank "
-                        f"{ranks[0]}: {self._drawn(first, at)}; on rank {ranks[other]}: "
-                        f"{self._drawn(record, at)}"
+                        f"position {at}: {self._names.of(first.at(at))} on rank {ranks[0]}, "
+                        f"{self._names.of(record.at(at))} on rank {ranks[other]}. Order on rank "
+                        f"{ranks[0]}: {self._names.drawn(first, at)}; on rank {ranks[other]}: "
+                        f"{self._names.drawn(record, at)}"
                     )
         counts = [len(forwards) for forwards in everyone]
         return (
             f"Forward order differs across ranks{self._root}: ranks {list(ranks)} ran {counts} "
             "forwards since the last comparison"
         )
-
-    # ------------------------------------------------------------------ names
-
-    def _called(self, unit: int) -> str:
-        if unit == END:
-            return "the end of the forward"
-        return self._units[unit].name if unit < len(self._units) else NEW
-
-    def _parameters(self, unit: int) -> str:
-        return str(list(self._units[unit].parameters)) if unit < len(self._units) else NEW
-
-    def _drawn(self, record: OrderRecord, position: int) -> str:
-        """The units around ``position``."""
-        first = max(position - AROUND, 0)
-        names = [self._called(unit) for unit in record.units[first : position + AROUND + 1]]
-        before = ["..."] if first else []
-        after = ["..."] if position + AROUND + 1 < len(record.units) else []
-        return ", ".join([*before, *names, *after]) or "nothing"

@@ -1,0 +1,109 @@
+"""Values of the order of units: one forward's record, a forward under way, what messages say."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+__all__ = ["END", "Forward", "OrderRecord", "OrderedUnit", "UnitNames"]
+
+END = -1
+"""Stands for "the forward ends here" where a unit could come."""
+
+AROUND = 4
+"""How many units a message shows before and after the one in question."""
+
+NEW = "a newly-added parameter since construction time"
+"""Stands for the names of a unit that the check was not told of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderedUnit:
+    """What messages call a unit."""
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    """Qualified names of its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderRecord:
+    """The units of one forward, in order."""
+
+    units: tuple[int, ...]
+
+    def digest(self, before: int = 0) -> int:
+        """63 bits of a hash chained to the digest ``before``: below `END`, unlike any unit."""
+        payload = array("q", [before, len(self.units), *self.units]).tobytes()
+        number = hashlib.blake2b(payload, digest_size=8).digest()
+        return END - 1 - (int.from_bytes(number, "little") >> 2)
+
+    def at(self, position: int) -> int:
+        """The unit at ``position``, or `END` behind the last."""
+        return self.units[position] if position < len(self.units) else END
+
+    def differs_at(self, other: OrderRecord) -> int | None:
+        """The first position where ``other`` has another unit, or has ended; None if none."""
+        pairs = zip_longest(self.units, other.units, fillvalue=END)
+        return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
+
+
+class Forward:
+    """One forward as far as it has come."""
+
+    __slots__ = ("asks", "has_ended", "number", "order", "position", "reference")
+
+    def __init__(self, number: int, reference: OrderRecord | None, asks: bool = False) -> None:
+        self.number = number
+        self.reference = reference
+        self.position = 0
+        """Units so far."""
+        self.order: list[int] | None = None if reference is not None else []
+        """The units so far where they are not those of the reference; None while they are."""
+        self.asks = asks
+        """Whether the other ranks are asked before each unit."""
+        self.has_ended = False
+
+    def record(self) -> OrderRecord:
+        """The units so far."""
+        if self.order is not None:
+            return OrderRecord(tuple(self.order))
+        units = () if self.reference is None else self.reference.units
+        return OrderRecord(units[: self.position])
+
+    def expected(self, position: int) -> int:
+        """The unit that the reference has at ``position``."""
+        return END if self.reference is None else self.reference.at(position)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it differs from the reference."""
+        return self.reference is not None and self.order is not None
+
+
+class UnitNames:
+    """How messages name units and orders."""
+
+    def __init__(self, units: Sequence[OrderedUnit]) -> None:
+        self._units = tuple(units)
+
+    def of(self, unit: int) -> str:
+        """The unit's own name, or that the forward ends."""
+        if unit == END:
+            return "the end of the forward"
+        return self._units[unit].name if unit < len(self._units) else NEW
+
+    def parameters(self, unit: int) -> str:
+        """The names of its parameters."""
+        return str(list(self._units[unit].parameters)) if unit < len(self._units) else NEW
+
+    def drawn(self, record: OrderRecord, position: int) -> str:
+        """The units around ``position``."""
+        first = max(position - AROUND, 0)
+        names = [self.of(unit) for unit in record.units[first : position + AROUND + 1]]
+        before = ["..."] if first else []
+        after = ["..."] if position + AROUND + 1 < len(record.units) else []
+        return ", ".join([*before, *names, *after]) or "nothing"
