@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import gc
 import json
@@ -127,13 +128,15 @@ def disconnect() -> None:
 
 def communicator(
     group: dist.ProcessGroup | None = None,
-    axis: str = "world",
+    axis: str | None = None,
     *,
     timeout: float | None = None,
 ) -> Communicator:
     """The communicator of ``group`` (all ranks when None); one for each group.
 
-    ``axis`` names a group that is asked for the first time; ``timeout`` is in seconds.
+    ``axis`` is what the caller's operations are recorded and reported under: a group that serves
+    two axes counts its operations once and names each by its own. Without it the group's first
+    name holds, "world" when it has none. ``timeout`` is in seconds.
     """
     if not dist.is_initialized():
         raise CommunicationError(
@@ -145,9 +148,14 @@ def communicator(
     found = PROCESS.communicators.get(group)
     if found is None:
         bound = timeout or _timeout_of_world() or DEFAULT_TIMEOUT
-        found = Communicator(group, axis, _device_of(group), bound)
+        found = Communicator(group, axis or "world", _device_of(group), bound)
         PROCESS.communicators[group] = found
-    return found
+    if axis is None or axis == found.axis:
+        return found
+    # A shallow copy shares the counts of operations and what is remembered of them.
+    named = copy.copy(found)
+    named.axis = axis
+    return named
 
 
 def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:

@@ -1,9 +1,12 @@
-"""Gradient buckets: fixed by parameter index, one contiguous buffer each, reduced in one call.
+"""Gradient buckets: several gradients in one contiguous buffer, reduced in one call.
 
 A bucket's buffer holds the gradients of its parameters one after another and behind them one use
 count for each: how many ranks had a gradient::
 
     | gradient of p7 | gradient of p6 | gradient of p5 | n7 n6 n5 |
+
+A large gradient is reduced alone, in its own memory (`in_place`), and its use count rides in the
+last bucket. With a communication hook the buffer is what the hook sees, and counts go beside it.
 
 What a rank puts in is its ``.grad`` as it stands, so a backward pass after another one without
 zeroing gives what one backward pass on the sum would give: the part that was reduced before is
@@ -13,103 +16,19 @@ equal on all ranks, and a mean leaves it as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
+from meshwright.data_parallel.slots import BucketLayout, sparse_gradient
 from meshwright.errors import InternalError
-from meshwright.layout import FlatLayout
 
-__all__ = ["Bucket", "BucketLayout", "GradientSlot", "plan_buckets"]
+__all__ = ["Bucket"]
 
 BATCHED_NUMEL = 16384
 """Gradients up to this size are copied together; larger ones are scaled while they are copied."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientSlot:
-    """One trainable parameter as a bucket sees it. ``dtype`` is that of the reduction."""
-
-    index: int
-    """Position among all parameters, in registration order."""
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the gradient while it is reduced."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketLayout:
-    """Which parameters one bucket holds, and where their gradients lie in its buffer."""
-
-    index: int
-    """Position in the order of the launches."""
-    slots: tuple[GradientSlot, ...]
-    dtype: torch.dtype
-    flat: FlatLayout
-
-    @property
-    def label(self) -> str:
-        """What the reduction is called in records and reports."""
-        return f"reduce bucket {self.index}"
-
-    @property
-    def numel(self) -> int:
-        """Elements of the buffer: the gradients and one use count a parameter."""
-        return self.flat.numel + len(self.slots)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that one reduction moves on this rank."""
-        return self.numel * self.dtype.itemsize
-
-
-def plan_buckets(
-    slots: Sequence[GradientSlot], *, first_bytes: int, cap_bytes: int
-) -> tuple[BucketLayout, ...]:
-    """Put ``slots`` into buckets, last registered parameter first.
-
-    The last layers' gradients come first in a backward pass. The first bucket of a dtype is small
-    (``first_bytes``), so that communication starts early; a bucket is closed once it has reached
-    its size, and a larger gradient has a bucket to itself. The result depends on nothing but the
-    arguments, so it is the same on every rank and in every run.
-
-    Alternatives considered: an order by arrival, measured in the first iteration, overlaps a
-    little better for models that are registered out of order, but changes the last bits of Gloo's
-    sums between the first and the second iteration, and a resumed run would differ.
-    """
-    gathered: list[list[GradientSlot]] = []
-    open_by_dtype: dict[torch.dtype, list[GradientSlot]] = {}
-    limits: dict[torch.dtype, int] = {}
-    for slot in sorted(slots, key=lambda slot: slot.index, reverse=True):
-        if slot.dtype not in open_by_dtype:
-            open_by_dtype[slot.dtype] = []
-            gathered.append(open_by_dtype[slot.dtype])
-        current = open_by_dtype[slot.dtype]
-        current.append(slot)
-        if sum(member.bytes for member in current) >= limits.get(slot.dtype, first_bytes):
-            limits[slot.dtype] = cap_bytes
-            del open_by_dtype[slot.dtype]
-    return tuple(
-        BucketLayout(
-            index=index,
-            slots=tuple(members),
-            dtype=members[0].dtype,
-            flat=FlatLayout.pack(
-                [slot.name for slot in members],
-                [slot.shape for slot in members],
-                str(members[0].dtype).removeprefix("torch."),
-                1,
-            ),
-        )
-        for index, members in enumerate(gathered)
-    )
 
 
 class Bucket:
@@ -126,6 +45,7 @@ class Bucket:
         buffer: torch.Tensor,
         *,
         is_gradient_view: bool,
+        riders: Sequence[InPlaceGradient] = (),
     ) -> None:
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -134,7 +54,15 @@ class Bucket:
         """Whether ``.grad`` is a view of the buffer after the backward pass."""
         numel = layout.flat.numel
         self.gradients = buffer[:numel]
-        self.counts = buffer[numel:]
+        self.riders = tuple(riders)
+        """The gradients that are reduced alone, when this is the last bucket."""
+        held = len(self.parameters) + len(self.riders)
+        self.counts = buffer[numel : numel + held]
+        """Use counts: of this bucket's parameters, then of the riders."""
+        self.notes = buffer[numel:]
+        """All numbers behind the gradients."""
+        self.extra = buffer[numel + held :]
+        """More numbers that are summed over the ranks, see `plan_buckets`."""
         self.views: list[torch.Tensor] = [
             _gradient_view(buffer, offset, parameter)
             for offset, parameter in zip(layout.flat.offsets, self.parameters, strict=True)
@@ -145,6 +73,7 @@ class Bucket:
         self._taken = bytearray(len(self.parameters))
         self._absent: list[int] = []
         self._pending: Pending | None = None
+        self._future: torch.futures.Future[torch.Tensor] | None = None
         # Into a narrower dtype one scales before the cast, or a sum could overflow on the way.
         self._single = [
             p.numel() > BATCHED_NUMEL or p.dtype.itemsize > layout.dtype.itemsize
@@ -189,6 +118,7 @@ class Bucket:
         for slot in self._absent:
             self.views[slot].zero_()
             self.counts[slot] = 0
+        self._count_riders()
         try:
             self._copy_in(gradients, scale)
         except RuntimeError as error:
@@ -201,6 +131,12 @@ class Bucket:
                 if gradient is not None and gradient is not view:
                     parameter.grad = view
 
+    def fill_absent(self) -> None:
+        """Take part without a gradient: zeros, used by nobody here."""
+        self.buffer.zero_()
+        self._absent = list(range(len(self.parameters)))
+        self._count_riders()
+
     def fill_void(self) -> None:
         """Make the reduction visibly void: this rank gave up its backward pass."""
         self.buffer.fill_(math.nan)
@@ -210,8 +146,33 @@ class Bucket:
         """Start the reduction; `finish` waits for it."""
         self._pending = communicator.all_reduce(self.buffer, label=self.layout.label)
 
+    def launch_by(self, run: Callable[[Bucket], torch.futures.Future[torch.Tensor]]) -> None:
+        """Let a communication hook reduce the gradients; counts are the caller's."""
+        self._future = run(self)
+
+    def await_hook(self, *, unless: type | None = None) -> None:
+        """Wait for the communication hook, ``unless`` its future is of that type.
+
+        Its result is in the buffer then.
+        """
+        if self._future is None or (unless is not None and isinstance(self._future, unless)):
+            return
+        future, self._future = self._future, None
+        found: object = future.wait()
+        # Works of c10d have lists for results.
+        result = found[0] if isinstance(found, list) else found
+        if not isinstance(result, torch.Tensor) or result.numel() != self.gradients.numel():
+            raise TypeError(
+                f"{self.layout.label}: expected a communication hook whose future holds one tensor "
+                f"of {self.gradients.numel()} elements, found "
+                f"{tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)}"
+            )
+        if result.data_ptr() != self.gradients.data_ptr() or result.dtype != self.gradients.dtype:
+            self.gradients.copy_(result.view(-1))
+
     def drop(self) -> None:
         """Wait for a reduction whose result nobody wants."""
+        self.await_hook()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
@@ -225,7 +186,11 @@ class Bucket:
         if pending is None:
             raise InternalError(f"{self.layout.label} was not launched")
         pending.wait()
-        if self._absent:
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Make what the buffer holds the parameters' gradients."""
+        if self._absent or any(rider.is_absent for rider in self.riders):
             self._adopt_absent()
         if not self.is_gradient_view:
             self._copy_out()
@@ -277,6 +242,11 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def _count_riders(self) -> None:
+        first = len(self.parameters)
+        for place, rider in enumerate(self.riders, first):
+            self.counts[place] = 0 if rider.is_absent else 1
+
     def _adopt_absent(self) -> None:
         counts = (self.counts.real if self.counts.is_complex() else self.counts).tolist()
         for slot in self._absent:
@@ -285,15 +255,13 @@ class Bucket:
                 continue
             parameter, view = self.parameters[slot], self.views[slot]
             parameter.grad = view if self.is_gradient_view else torch.empty_like(parameter)
+        for count, rider in zip(counts[len(self.parameters) :], self.riders, strict=True):
+            rider.adopt(count)
 
     def _explain(self, gradients: Sequence[torch.Tensor | None], error: RuntimeError) -> None:
         for slot, gradient in zip(self.layout.slots, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), which "
-                    "replicate does not reduce: build its embedding with sparse=False, or put the "
-                    "module into ignored_modules"
-                ) from error
+                raise sparse_gradient(slot, gradient) from error
 
 
 def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
@@ -308,10 +276,6 @@ def _gradient_view(
     buffer: torch.Tensor, offset: int, parameter: torch.nn.Parameter
 ) -> torch.Tensor:
     """The parameter's place in ``buffer``, with its strides when they leave no holes."""
-    dense = sorted(zip(parameter.stride(), parameter.shape, strict=True))
-    expected = 1
-    for stride, size in dense:
-        if size != 1 and stride != expected:
-            return buffer[offset : offset + parameter.numel()].view(parameter.shape)
-        expected *= size
+    if not is_dense(parameter):
+        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
     return buffer.as_strided(parameter.shape, parameter.stride(), offset)

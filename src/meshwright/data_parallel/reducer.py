@@ -26,8 +26,12 @@ from functools import partial
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.buckets import Bucket, BucketLayout, GradientSlot, plan_buckets
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
+from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
+from meshwright.data_parallel.slots import BucketLayout, GradientSlot, plan_buckets
 from meshwright.data_parallel.starting_state import compare_parameters
+from meshwright.data_parallel.static_graph import StaticGraph
 
 __all__ = ["GradientReducer", "ReductionPhase", "ReductionSettings"]
 
@@ -53,6 +57,14 @@ class ReductionSettings:
     """The dtype in which gradients are summed; that of each parameter when None."""
     is_watched: bool = False
     """Look for values that are not finite before they are mixed with those of other ranks."""
+    listed_bytes: tuple[int, ...] = ()
+    """The buckets' sizes one by one, instead of first and cap."""
+    alone_bytes: int = 4 * 2**20
+    """A gradient of this size or more is reduced in its own memory, unless it is a view."""
+    delayed: frozenset[str] = frozenset()
+    """Names of parameters that are reduced after all others."""
+    is_static: bool = False
+    """Every iteration uses the same parameters: checked, see `StaticGraph`."""
 
 
 class GradientReducer:
@@ -82,12 +94,17 @@ class GradientReducer:
         self._parameters = tuple(parameter for _, parameter in named)
         self._mean = 1.0 / communicator.size
         self._scale: Callable[[], float] | None = None
+        self.on_reduction: Callable[[], float | None] | None = None
+        """Called before the first bucket of a pass; may return the factor of the mean."""
+        self._registered: RegisteredHook | None = None
+        self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
         self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
         self._trainable: list[bool] = []
-        self.buckets: tuple[Bucket, ...] = ()
-        self._homes: list[tuple[Bucket, int] | None] = []
+        self.buckets: tuple[Bucket | InPlaceGradient, ...] = ()
+        self._alone: tuple[InPlaceGradient, ...] = ()
+        self._homes: list[tuple[Bucket | InPlaceGradient, int] | None] = []
         self._arrange()
 
     @property
@@ -99,7 +116,7 @@ class GradientReducer:
         """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view."""
         found: list[torch.Tensor] = []
         for bucket in self.buckets:
-            if bucket.is_gradient_view:
+            if isinstance(bucket, Bucket) and bucket.is_gradient_view:
                 found.append(bucket.gradients)
             else:
                 found.extend(p.grad for p in bucket.parameters if p.grad is not None)
@@ -111,6 +128,21 @@ class GradientReducer:
         It is called once for each backward pass that reduces, just before the first bucket.
         """
         self._scale = scale
+
+    def register_hook(self, state: object, hook: CommunicationHook) -> None:
+        """Let ``hook`` reduce the buckets from now on, see `GradBucket`. It makes the mean itself.
+
+        Raises RuntimeError when there is one already, or in a backward pass.
+        """
+        if self._registered is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                "Combine the hooks into one function"
+            )
+        if self.phase is not ReductionPhase.IDLE:
+            raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
+        self._registered = RegisteredHook(hook=hook, state=state)
+        self._arrange()
 
     def begin_forward(self) -> None:
         """Get ready for the gradients of a forward pass that has just begun."""
@@ -127,6 +159,8 @@ class GradientReducer:
             return
         self.phase = ReductionPhase.BACKWARD
         self.found_non_finite = []
+        for bucket in self._alone:
+            bucket.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def abandon(self) -> None:
@@ -137,12 +171,25 @@ class GradientReducer:
         that lacks a rank.
         """
         with torch.no_grad():
-            for bucket in self.buckets[self._next :]:
-                bucket.fill_void()
-                bucket.launch(self.communicator)
+            while self._next < len(self.buckets):
+                self.buckets[self._next].fill_void()
+                self._launch()
+            for bucket in self.buckets:
+                bucket.drop()
+            self._share_counts()
+        self._reset()
+
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Take part in the reductions of a backward pass that this rank does not have."""
+        for bucket in self.buckets:
+            bucket.fill_absent()
+            self._launch()
         for bucket in self.buckets:
             bucket.drop()
-        self._reset()
+        self._share_counts()
+        self._next = 0
+        self._refuse_deviation()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,20 +203,17 @@ class GradientReducer:
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
-        slots = [
-            GradientSlot(
-                index=index,
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=self.settings.reduce_dtype or parameter.dtype,
-            )
-            for index, (name, parameter) in enumerate(self.named)
-            if parameter.requires_grad
-        ]
+        slots = [self._slot(index) for index, wanted in enumerate(self._trainable) if wanted]
+        settings = self.settings
         layouts = plan_buckets(
-            slots, first_bytes=self.settings.first_bytes, cap_bytes=self.settings.cap_bytes
+            slots,
+            first_bytes=settings.first_bytes,
+            cap_bytes=settings.cap_bytes,
+            listed_bytes=settings.listed_bytes,
+            extra_notes=1 if settings.is_static else 0,
         )
-        self.buckets = tuple(self._build(layout) for layout in layouts)
+        self.buckets = self._build(layouts)
+        self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
         self._homes = [None] * len(self._parameters)
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.layout.slots):
@@ -181,13 +225,41 @@ class GradientReducer:
                     partial(self._arrived, slot.index)
                 )
 
-    def _build(self, layout: BucketLayout) -> Bucket:
-        parameters = [self._parameters[slot.index] for slot in layout.slots]
-        is_view = self.settings.is_gradient_view and all(
-            parameter.dtype == layout.dtype for parameter in parameters
+    def _slot(self, index: int) -> GradientSlot:
+        name, parameter = self.named[index]
+        settings = self.settings
+        dtype = settings.reduce_dtype or parameter.dtype
+        may_be_alone = not settings.is_gradient_view and self._registered is None
+        return GradientSlot(
+            index=index,
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype,
+            is_alone=may_be_alone
+            and parameter.nbytes >= settings.alone_bytes
+            and parameter.dtype == dtype
+            and is_dense(parameter),
+            is_delayed=name in settings.delayed,
         )
-        buffer = self.communicator.empty_shared(layout.numel, layout.dtype)
-        return Bucket(layout, parameters, buffer, is_gradient_view=is_view)
+
+    def _build(self, layouts: Sequence[BucketLayout]) -> tuple[Bucket | InPlaceGradient, ...]:
+        built: list[Bucket | InPlaceGradient] = []
+        alone: list[InPlaceGradient] = []
+        for layout in layouts:
+            parameters = [self._parameters[slot.index] for slot in layout.slots]
+            if layout.is_alone:
+                alone.append(InPlaceGradient(layout, parameters[0], self.communicator.empty_shared))
+                built.append(alone[-1])
+                continue
+            is_view = self.settings.is_gradient_view and all(
+                parameter.dtype == layout.dtype for parameter in parameters
+            )
+            buffer = self.communicator.empty_shared(layout.numel, layout.dtype)
+            riders = alone if layout is layouts[-1] else ()
+            built.append(
+                Bucket(layout, parameters, buffer, is_gradient_view=is_view, riders=riders)
+            )
+        return tuple(built)
 
     def _arrived(self, index: int, _: torch.Tensor) -> None:
         """One gradient is complete on this rank. Called for every parameter: keep it short."""
@@ -197,6 +269,8 @@ class GradientReducer:
         if self.phase is not ReductionPhase.BACKWARD:
             self.begin_backward()
         bucket, place = home
+        if self._static is not None and not self._static.arrived(index):
+            return
         if bucket.arrived[place]:
             if bucket.layout.index < self._next or bucket.is_taken(place):
                 self._refuse_late(bucket, place)
@@ -213,40 +287,100 @@ class GradientReducer:
             self._launch_next()
 
     @torch.no_grad()
-    def _take(self, bucket: Bucket, place: int) -> None:
+    def _take(self, bucket: Bucket | InPlaceGradient, place: int) -> None:
         bucket.take(place, self._current_factor())
 
     def _current_factor(self) -> float:
         """What gradients are multiplied by in this backward pass."""
         if self._factor is None:
-            self._factor = self._mean if self._scale is None else self._scale()
+            mean = self._mean
+            if self.on_reduction is not None:
+                mean = self.on_reduction() or mean
+            self._factor = mean if self._scale is None else self._scale()
+            if self._registered is not None:
+                self._factor *= self.communicator.size
         return self._factor
 
     @torch.no_grad()
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         bucket.fill(self._current_factor())
+        if self._static is not None and isinstance(bucket, Bucket) and len(bucket.extra):
+            bucket.extra.fill_(1 if self._static.deviates() else 0)
         if self.settings.is_watched:
             self.found_non_finite.extend(bucket.non_finite())
-        bucket.launch(self.communicator)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Start the next reduction, whose bucket has been filled."""
+        bucket = self.buckets[self._next]
+        registered = self._registered
+        if registered is None or isinstance(bucket, InPlaceGradient):
+            bucket.launch(self.communicator)
+        elif bucket.parameters:
+            before = self.buckets[self._next - 1] if self._next else None
+            if isinstance(before, Bucket) and self.communicator.device.type == "cpu":
+                # Its collectives may go on in c10d's threads, in an order of their own.
+                before.await_hook(unless=Deferred)
+            is_last = self._next == len(self.buckets) - 1
+            bucket.launch_by(
+                partial(registered.run, communicator=self.communicator, is_last=is_last)
+            )
         self._next += 1
 
     @torch.no_grad()
     def _finish(self) -> None:
         while self._next < len(self.buckets):
             self._launch_next()
-        for bucket in self.buckets:
-            bucket.finish()
+        if self._registered is None:
+            for bucket in self.buckets:
+                bucket.finish()
+        else:
+            held = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
+            for bucket in held:
+                bucket.await_hook()
+            self._share_counts()
+            for bucket in held:
+                bucket.adopt()
+        self._refuse_deviation()
+        if self._static is not None:
+            self._static.end()
         self._reset()
+
+    def _share_counts(self) -> None:
+        """Sum the use counts over the ranks when a communication hook has reduced without them."""
+        registered = self._registered
+        if registered is None or getattr(registered.hook, "is_local", False):
+            return
+        notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
+        mine = torch.cat([note.real if note.is_complex() else note for note in notes])
+        mine = mine.nan_to_num(0.0).to(torch.float32)
+        everyone = mine.new_empty(self.communicator.size * mine.numel())
+        self.communicator.all_gather(everyone, mine, label="use counts").wait()
+        total = everyone.view(self.communicator.size, -1).sum(0)
+        for note, part in zip(notes, total.split([len(note) for note in notes]), strict=True):
+            note.copy_(part)
+
+    def _refuse_deviation(self) -> None:
+        """Raise on every rank when one of them did not do what it did in its first pass."""
+        last = self.buckets[-1] if self.buckets else None
+        if self._static is None or not isinstance(last, Bucket) or not len(last.extra):
+            return
+        if last.extra.real.sum().item() > 0:
+            error = self._static.refuse(self.communicator)
+            self._reset()
+            raise error
 
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
         self._next = 0
         self._factor = None
+        if self._static is not None:
+            self._static.reset()
         self.phase = ReductionPhase.IDLE
 
-    def _refuse_late(self, bucket: Bucket, place: int) -> None:
+    def _refuse_late(self, bucket: Bucket | InPlaceGradient, place: int) -> None:
         name = bucket.layout.slots[place].name
         raise RuntimeError(
             f"Expected to mark a variable ready only once. Rank {self.communicator.rank}: "

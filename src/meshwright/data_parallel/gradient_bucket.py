@@ -1,0 +1,171 @@
+"""What a communication hook sees of a bucket, in torch's words, and what it returns.
+
+A hook is ``hook(state, bucket) -> Future[Tensor]``. The bucket's buffer holds this rank's gradients
+without the factor of the mean; the future's tensor is what they become.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.buckets import Bucket
+
+__all__ = ["CommunicationHook", "Deferred", "GradBucket", "RegisteredHook", "check_hook"]
+
+T = TypeVar("T")
+
+
+class CommunicationHook(Protocol):
+    """Reduces one bucket; every rank's hook is called for the same buckets in the same order."""
+
+    def __call__(
+        self,
+        state: Any,  # noqa: ANN401 - whatever the hook was registered with
+        bucket: Any,  # noqa: ANN401 - a GradBucket; hooks for torch name torch's
+        /,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the reduction of ``bucket`` and return what it will become."""
+        ...
+
+
+class GradBucket:
+    """One bucket of gradients, as hooks that were written for torch's protocol expect it."""
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, *, is_last: bool) -> None:
+        self.communicator = communicator
+        """The axis over which the gradients are to be reduced."""
+        self._bucket = bucket
+        self._buffer = bucket.gradients
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Its position in the order of the launches."""
+        return self._bucket.layout.index
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this backward pass."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, 1-D."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let later readers of this bucket see another tensor of as many elements."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients one by one: contiguous views of the buffer in the parameters' shapes."""
+        layout = self._bucket.layout
+        return [
+            self._buffer[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(layout.flat.offsets, self.parameters(), strict=True)
+        ]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that the gradients belong to."""
+        return list(self._bucket.parameters)
+
+
+class Deferred(torch.futures.Future[T]):
+    """A future whose value is made by the thread that waits for it.
+
+    So a chain of collectives runs in the same order on all ranks, and a wait that does not end
+    names the ranks that are missing.
+    """
+
+    def __init__(self, produce: Callable[[], T]) -> None:
+        super().__init__()
+        self._produce: Callable[[], T] | None = produce
+        self._made: list[T] = []
+
+    def wait(self) -> T:
+        """The value, made now when it was not asked for before."""
+        if self._produce is not None:
+            produce, self._produce = self._produce, None
+            self._made.append(produce())
+            self.set_result(self._made[0])
+        return self._made[0]
+
+    def value(self) -> T:
+        """As `wait`."""
+        return self.wait()
+
+    def done(self) -> bool:
+        """Whether the value has been made."""
+        return self._produce is None
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> Deferred[Any]:
+        """What ``callback`` makes of this future, when somebody waits for that."""
+
+        def chained() -> object:
+            self.wait()
+            return callback(self)
+
+        return Deferred(chained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredHook:
+    """A communication hook with its state."""
+
+    hook: CommunicationHook
+    state: Any
+
+    def run(
+        self, bucket: Bucket, communicator: Communicator, *, is_last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Call the hook. Raises TypeError when it returns anything but a future."""
+        future = self.hook(self.state, GradBucket(bucket, communicator, is_last=is_last))
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(
+                f"expected the communication hook {_name(self.hook)} to return a "
+                f"torch.futures.Future, found {type(future).__name__}: wrap a tensor that is ready "
+                "with torch.futures.Future().set_result"
+            )
+        return cast("torch.futures.Future[torch.Tensor]", future)
+
+
+def check_hook(hook: object) -> CommunicationHook:
+    """``hook`` when it can be one.
+
+    Raises TypeError when it cannot be called, ValueError when its annotations are of another
+    protocol.
+    """
+    if not callable(hook):
+        raise TypeError(
+            f"Communication hook must be callable. Found {type(hook).__name__}: pass a function of "
+            "(state, bucket)"
+        )
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation is not inspect.Parameter.empty:
+        name = getattr(bucket.annotation, "__name__", str(bucket.annotation))
+        if name.split(".")[-1] != "GradBucket":
+            raise ValueError(
+                "Communication hook: bucket annotation should be dist.GradBucket. "
+                f"Found {bucket.annotation!r} in {_name(hook)}"
+            )
+    returned = signature.return_annotation
+    if returned is not inspect.Signature.empty and not _is_future_of_tensor(returned):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"Found {returned!r} in {_name(hook)}"
+        )
+    return cast("CommunicationHook", hook)
+
+
+def _is_future_of_tensor(annotation: object) -> bool:
+    if isinstance(annotation, str):
+        return annotation.replace("torch.futures.", "").replace("torch.", "") == "Future[Tensor]"
+    return annotation == torch.futures.Future[torch.Tensor]
+
+
+def _name(hook: object) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)

@@ -1,0 +1,72 @@
+"""Whether every backward pass uses what the first one used, for models that promise it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from meshwright.comm import Communicator
+
+__all__ = ["StaticGraph"]
+
+
+class StaticGraph:
+    """How often each parameter's gradient arrives in the first backward pass, and since.
+
+    From the second pass on a gradient is complete when it has arrived as often as in the first:
+    a reentrant activation checkpoint around a module that is used twice works then.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._expected: list[int] | None = None
+        self._seen = [0] * len(names)
+
+    def arrived(self, index: int) -> bool:
+        """Count an arrival; whether the gradient is complete. In the first pass nobody knows."""
+        self._seen[index] += 1
+        return self._expected is not None and self._seen[index] == self._expected[index]
+
+    def deviates(self) -> bool:
+        """Whether this pass used something else than the first, as far as it has come."""
+        return self._expected is not None and self._seen != self._expected
+
+    def end(self) -> None:
+        """A pass has ended well: the first one is what the others are held against."""
+        if self._expected is None:
+            self._expected = self._seen
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the arrivals of this pass."""
+        self._seen = [0] * len(self._names)
+
+    def differences(self) -> dict[str, list[str]]:
+        """Names of parameters with a gradient in only one of the two passes."""
+        expected = self._expected or self._seen
+        rows = list(zip(self._names, expected, self._seen, strict=True))
+        return {
+            "did not use": [name for name, before, now in rows if now < before],
+            "used": [name for name, before, now in rows if now > before],
+        }
+
+    def refuse(self, communicator: Communicator) -> RuntimeError:
+        """The error that every rank raises when one deviates; collective."""
+        payload = json.dumps(self.differences()).encode()
+        rows = communicator.gather_bytes(payload, label="static graph: what differs")
+        sentences: list[str] = []
+        for rank, row in zip(communicator.ranks, rows, strict=True):
+            for verb, names in json.loads(row).items():
+                if names:
+                    sentences.append(f"rank {rank} {verb} {_listed(names)}")
+        return RuntimeError(
+            "static_graph=True expects every iteration to use the parameters of the first, but "
+            f"{'; '.join(sentences)}. Leave static_graph out, or make forward take the same path "
+            "each time"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The parameters, and the modules that they belong to."""
+    modules = sorted({name.rpartition(".")[0] or "the module itself" for name in names})
+    return f"parameters {', '.join(names)} (of {', '.join(modules)})"
