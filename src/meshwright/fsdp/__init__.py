@@ -1,0 +1,78 @@
+"""`FullyShardedDataParallel`, with the API of torch's class of that name, on our engine.
+
+Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
+`checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
+`building` (from module to unit), `auto_wrap`, `full_parameters`, `unit_wrapper` (one wrapper as a
+module), `wrapper` (the public class).
+"""
+
+from __future__ import annotations
+
+from meshwright.fsdp.exposure import FlatParameter
+from meshwright.fsdp.groups import hybrid_process_groups
+from meshwright.fsdp.options import (
+    HYBRID_SHARDING_STRATEGIES,
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    TrainingState,
+)
+from meshwright.fsdp.unit_wrapper import fsdp_units
+from meshwright.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from meshwright.fsdp.wrapper import FullyShardedDataParallel
+
+__all__ = [
+    "HYBRID_SHARDING_STRATEGIES",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+    "always_wrap_policy",
+    "enable_wrap",
+    "fsdp_units",
+    "hybrid_process_groups",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]
+
+# The names under which torch's own tests look for these.
+_init_intra_and_inter_node_groups = hybrid_process_groups
+_get_fsdp_handles = fsdp_units
+_get_fsdp_states = FullyShardedDataParallel.fsdp_modules

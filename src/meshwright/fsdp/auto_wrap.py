@@ -1,0 +1,121 @@
+"""Wrapping the modules that a policy chose, and finding where shared parameters go."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from meshwright.fsdp.checks import Ignored, check_frozen_mix
+from meshwright.fsdp.options import MixedPrecision
+from meshwright.fsdp.wrap import Targets, WrapPolicy, find_targets
+
+__all__ = ["choose_targets", "deferred_parameters", "wrap_targets"]
+
+Wrapper = Callable[[nn.Module, dict[str, Any], frozenset[nn.Parameter]], nn.Module]
+
+
+def choose_targets(
+    root: nn.Module,
+    policy: WrapPolicy,
+    ignored: Ignored,
+    precision: MixedPrecision | None,
+    wrapper: type[nn.Module],
+) -> Targets:
+    """The modules below ``root`` that become units, with their own arguments."""
+    for name, module in root.named_modules():
+        if isinstance(module, wrapper):
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name or 'the module itself'}. Wrap by hand or by policy, not both"
+            )
+    targets = find_targets(root, policy, ignored.modules, ignored.parameters)
+    if precision is None:
+        return targets
+    classes = tuple(precision._module_classes_to_ignore)
+    plain = [m for m in root.modules() if isinstance(m, classes) and m not in ignored.modules]
+    if not plain:
+        return targets
+    warnings.warn(
+        "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped "
+        f"module has submodules of type: {sorted({type(m).__name__ for m in plain})}. These are "
+        "wrapped as units of their own without mixed precision",
+        UserWarning,
+        stacklevel=4,
+    )
+    ordered: Targets = {}
+    for module in _post_order(root, set()):
+        if module in plain:
+            ordered[module] = {"mixed_precision": None}
+        elif module in targets:
+            ordered[module] = targets[module]
+    ordered.pop(root, None)
+    return ordered
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
+    if module in seen:
+        return []
+    seen.add(module)
+    below = [m for child in module.children() for m in _post_order(child, seen)]
+    return [*below, module]
+
+
+def deferred_parameters(
+    root: nn.Module, targets: Collection[nn.Module]
+) -> dict[nn.Module, frozenset[nn.Parameter]]:
+    """For each target the parameters below it that belong to a unit above: shared between units.
+
+    A shared parameter goes to the lowest unit that holds all its places.
+    """
+    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    _collect_chains(root, (root,), set(targets), chains)
+    deferred: dict[nn.Module, set[nn.Parameter]] = {target: set() for target in targets}
+    for parameter, found in chains.items():
+        for chain in found:
+            for depth, target in enumerate(chain):
+                is_common = all(other[: depth + 1] == chain[: depth + 1] for other in found)
+                if not is_common and target in deferred:
+                    deferred[target].add(parameter)
+    return {target: frozenset(parameters) for target, parameters in deferred.items()}
+
+
+def _collect_chains(
+    module: nn.Module,
+    chain: tuple[nn.Module, ...],
+    targets: set[nn.Module],
+    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]],
+) -> None:
+    """For each parameter the units around each of its places, outermost first."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            chains.setdefault(parameter, []).append(chain)
+    for child in module._modules.values():
+        if child is not None:
+            below = (*chain, child) if child in targets else chain
+            _collect_chains(child, below, targets, chains)
+
+
+def wrap_targets(
+    root: nn.Module,
+    targets: Targets,
+    ignored: Ignored,
+    wrapper: Wrapper,
+    *,
+    allows_frozen_mix: bool,
+) -> None:
+    """Put a wrapper in place of every target, in every module that holds it."""
+    deferred = deferred_parameters(root, targets)
+    names = {module: name for name, module in root.named_modules()}
+    for module, own in targets.items():
+        if "use_orig_params" not in own:
+            check_frozen_mix(module, names[module], ignored, is_allowed=allows_frozen_mix)
+        wrapped = wrapper(module, own, deferred[module])
+        for parent in list(root.modules()):
+            if parent is wrapped:
+                continue
+            for name, child in parent._modules.items():
+                if child is module:
+                    parent._modules[name] = wrapped

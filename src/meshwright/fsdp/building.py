@@ -1,0 +1,178 @@
+"""From a module to a unit: materialised, moved, made equal on all ranks, and cut into shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.buffer import BufferTypes
+from meshwright.data_parallel.starting_state import broadcast_tensors
+from meshwright.data_parallel.unit import (
+    ParameterGroup,
+    Slot,
+    Unit,
+    UnitSettings,
+    collect_slots,
+    group_slots,
+)
+from meshwright.fsdp.checks import Ignored
+from meshwright.fsdp.exposure import FlatExposure, OriginalExposure
+from meshwright.fsdp.groups import Groups
+from meshwright.fsdp.options import MixedPrecision
+from meshwright.fsdp.traversal import clean_name
+from meshwright.layout import FlatLayout
+
+__all__ = [
+    "TAKEN",
+    "UnitPlan",
+    "build_unit",
+    "materialise",
+    "named_unmanaged",
+    "resolve_device_id",
+    "synchronise",
+]
+
+TAKEN = "_meshwright_unit_name"
+"""An attribute of parameters that a unit has taken over."""
+
+ALIGNMENT = 16
+"""Bytes: where parameters begin that keep their identity, as in torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """Everything that decides how one unit is built."""
+
+    groups: Groups
+    precision: MixedPrecision
+    settings: UnitSettings
+    device: torch.device
+    use_orig_params: bool
+
+
+def named_unmanaged(
+    root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters below ``root`` that belong to it: neither ignored nor taken nor deferred."""
+    return [
+        (clean_name(name), parameter)
+        for name, parameter in root.named_parameters()
+        if parameter not in ignored.parameters
+        and parameter not in deferred
+        and not hasattr(parameter, TAKEN)
+    ]
+
+
+def resolve_device_id(device_id: int | torch.device | None) -> torch.device | None:
+    """``device_id`` as a device; CUDA without a number is the current one, with a warning."""
+    if device_id is None or (isinstance(device_id, torch.device) and device_id.type == "cpu"):
+        return device_id
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    if device.index is None:
+        current = torch.device(device.type, torch.cuda.current_device())
+        warnings.warn(
+            f"FSDP got the argument `device_id` {device}, which has no index, and uses {current}. "
+            "Call torch.cuda.set_device before, or pass the number",
+            UserWarning,
+            stacklevel=5,
+        )
+        return current
+    return device
+
+
+def materialise(
+    root: nn.Module,
+    named: Sequence[tuple[str, nn.Parameter]],
+    device: torch.device,
+    init: Callable[[nn.Module], object] | None,
+) -> bool:
+    """Give meta parameters memory and values, module by module; whether there were any."""
+    if init is not None and not callable(init):
+        raise ValueError(f"Expected {init} to be callable but got {type(init).__name__}")
+    own = {id(p) for _, p in named if p.device.type == "meta"}
+    if not own:
+        return False
+    for module in list(root.modules()):
+        held = [p for p in module.parameters(recurse=False) if id(p) in own]
+        if not held:
+            continue
+        if init is not None:
+            init(module)
+            continue
+        module.to_empty(device=device, recurse=False)
+        reset = getattr(module, "reset_parameters", None)
+        try:
+            with torch.no_grad():
+                reset()  # pyrefly: ignore[not-callable]
+        except BaseException as error:
+            warnings.warn(
+                "Unable to call `reset_parameters()` for module on meta device with error "
+                f"{error}. Please ensure that your module of type {type(module).__name__} "
+                "implements a `reset_parameters()` method, or pass param_init_fn",
+                UserWarning,
+                stacklevel=5,
+            )
+            raise
+    return True
+
+
+def synchronise(tensors: Sequence[torch.Tensor], groups: Groups, device: torch.device) -> None:
+    """Give all ranks the values of the first; over ``replicate`` first, so that nodes agree."""
+    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors)
+    if on_cpu and groups.shard.device.type != "cpu":
+        raise ValueError(
+            "The module has CPU parameters or buffers when `sync_module_states=True`, but its "
+            f"group communicates on {groups.shard.device}. Pass device_id"
+        )
+    axes = (groups.replicate, groups.shard)
+    for axis in axes:
+        if axis is not None and axis.size > 1:
+            broadcast_tensors(axis, tensors, label="sync module states")
+
+
+def build_unit(
+    root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
+) -> Unit | None:
+    """The unit of all parameters below ``root`` that no other unit has; None without any."""
+    slots = list(_slots(root, ignored, deferred))
+    if not slots:
+        return None
+    name = type(root).__name__
+    cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
+    groups = [_group(members, plan) for members in cut]
+    exposure = OriginalExposure() if plan.use_orig_params else FlatExposure(root)
+    for slot in slots:
+        setattr(slot.original, TAKEN, name)
+    return Unit(name, groups, exposure, plan.settings)
+
+
+def _slots(root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]) -> Iterator[Slot]:
+    modules = [
+        (clean_name(name), module)
+        for name, module in root.named_modules()
+        if module not in ignored.modules
+    ]
+    skipped = [*ignored.parameters, *deferred]
+    for slot in collect_slots(modules, skipped):
+        if not hasattr(slot.original, TAKEN):
+            yield slot
+
+
+def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:
+    master = slots[0].original.dtype
+    compute = plan.precision.param_dtype or master
+    reduce = plan.precision.reduce_dtype or compute
+    axes = plan.groups.axes
+    layout = FlatLayout.pack(
+        [slot.name for slot in slots],
+        [slot.original.shape for slot in slots],
+        str(master).removeprefix("torch."),
+        axes.parts,
+        tensor_alignment=ALIGNMENT // master.itemsize if plan.use_orig_params else 1,
+    )
+    types = BufferTypes(master=master, compute=compute, reduce=reduce)
+    return ParameterGroup(slots, layout, axes, types, plan.device)

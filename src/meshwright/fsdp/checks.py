@@ -1,0 +1,204 @@
+"""What a module must be to become a unit, and which of its parameters are left out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "Ignored",
+    "check_containers",
+    "check_devices",
+    "check_frozen_mix",
+    "check_parameters",
+    "choose_device",
+    "find_ignored",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What a unit and those below it do not manage."""
+
+    modules: frozenset[nn.Module] = frozenset()
+    """With everything below them."""
+    parameters: frozenset[nn.Parameter] = frozenset()
+    """Those of the modules included."""
+
+
+def find_ignored(
+    root: nn.Module,
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    wrapper: type[nn.Module],
+) -> Ignored:
+    """What the arguments ``ignored_modules`` and ``ignored_states`` name, checked."""
+    if modules is not None and states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Pass "
+            "ignored_states alone"
+        )
+    parameters: list[nn.Parameter] = []
+    if states is not None:
+        listed: list[Any] = list(states)
+        if all(isinstance(state, nn.Parameter) for state in listed):
+            parameters = listed
+        elif all(isinstance(state, nn.Module) for state in listed):
+            modules = listed
+        else:
+            raise ValueError(
+                "ignored_states expects all nn.Parameter or all nn.Module list elements but got "
+                f"types {sorted({type(state).__name__ for state in listed})}"
+            )
+    tops = _ignored_modules(root, modules, wrapper)
+    everything = frozenset(part for module in tops for part in module.modules())
+    inside = (parameter for module in tops for parameter in module.parameters())
+    return Ignored(everything, frozenset([*parameters, *inside]))
+
+
+def _ignored_modules(
+    root: nn.Module, modules: Iterable[nn.Module] | None, wrapper: type[nn.Module]
+) -> list[nn.Module]:
+    if modules is None:
+        return []
+    try:
+        listed = list(modules)
+    except TypeError:
+        raise TypeError(
+            "`ignored_modules` should be an iterable of `torch.nn.Module`s but got "
+            f"{type(modules).__name__}"
+        ) from None
+    for module in listed:
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                "ignored_modules expects nn.Module list elements but got types "
+                f"{sorted({type(module).__name__ for module in listed})}"
+            )
+        if isinstance(module, wrapper):
+            raise ValueError(
+                "`ignored_modules` should not include FSDP modules. Leave a module out before it "
+                "is wrapped"
+            )
+    if root in listed:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            "result in all parameters being ignored and is not well-supported: "
+            f"{type(root).__name__}",
+            UserWarning,
+            stacklevel=5,
+        )
+    return listed
+
+
+def check_containers(module: nn.Module) -> None:
+    """Warn about a container that is never called itself, so that nothing gathers its unit."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"{type(module).__name__}. Wrap what it holds instead",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def check_parameters(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: bool) -> None:
+    """Raise ValueError for parameters that cannot lie in one line of elements together."""
+    for name, parameter in named:
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel "
+                "equal to 1."
+            )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ValueError(
+                f"Cannot flatten integer dtype tensors: {name} is {parameter.dtype}. Make it a "
+                "buffer, or ignore it"
+            )
+    if not named:
+        return
+    (first_name, first), *others = named
+    for name, parameter in others:
+        if parameter.device != first.device:
+            raise ValueError(
+                f"Must flatten tensors on the same device but got both {first.device} "
+                f"({first_name}) and {parameter.device} ({name})"
+            )
+        if use_orig_params:
+            continue
+        if parameter.dtype != first.dtype:
+            raise ValueError(
+                f"Must flatten tensors with uniform dtype but got {first.dtype} ({first_name}) and "
+                f"{parameter.dtype} ({name}). Wrap them apart, or set use_orig_params=True"
+            )
+        if parameter.requires_grad != first.requires_grad:
+            raise ValueError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+                f"{first_name} has {first.requires_grad} and {name} {parameter.requires_grad}. "
+                "Wrap them apart, or set use_orig_params=True"
+            )
+
+
+def check_frozen_mix(module: nn.Module, name: str, ignored: Ignored, *, is_allowed: bool) -> None:
+    """Refuse, or warn about, a module to be wrapped in which only some parameters are frozen."""
+    named = [(n, p) for n, p in module.named_parameters() if p not in ignored.parameters]
+    if len({parameter.requires_grad for _, parameter in named}) < 2:
+        return
+    frozen = [n for n, parameter in named if not parameter.requires_grad]
+    text = (
+        f"{name} has both parameters with requires_grad=True and False. We do not recommend "
+        f"wrapping such modules: frozen parameters ({', '.join(frozen[:3])}, {len(frozen)} in all) "
+        "lie in one buffer with the others, and gradients of all are reduced"
+    )
+    if not is_allowed:
+        raise ValueError(f"{text}. Wrap the frozen modules apart, or set use_orig_params=True")
+    warnings.warn(text, UserWarning, stacklevel=5)
+
+
+def check_devices(devices: Iterable[torch.device], device_id: torch.device | None) -> None:
+    """Raise RuntimeError where a module's parameters are on devices that one unit cannot span."""
+    found = {device for device in devices if device.type != "meta"}
+    types = {device.type for device in found}
+    drawn = ", ".join(sorted(map(str, found)))
+    if len(types) > 1:
+        if types == {"cpu", "cuda"}:
+            if device_id is None:
+                raise RuntimeError(
+                    "To support a module with both CPU and GPU params, please pass in device_id "
+                    f"argument. Found parameters on {drawn}"
+                )
+            return
+        raise RuntimeError(
+            f"FSDP does not support modules with different device types but got params on {drawn}"
+        )
+    if len(found) > 1:
+        raise RuntimeError(f"FSDP only supports single device modules but got params on {drawn}")
+
+
+def choose_device(
+    devices: Iterable[torch.device], device_id: torch.device | None, group: torch.device, rank: int
+) -> torch.device:
+    """Where a unit computes. ``group`` is the device that its process group communicates on."""
+    found = {device for device in devices if device.type not in ("cpu", "meta")}
+    if device_id is not None:
+        other = next((device for device in found if device != device_id), None)
+        if other is not None:
+            raise ValueError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {other} vs "
+                f"{device_id}. Move the module to {device_id}, or leave device_id out"
+            )
+        return device_id
+    if found:
+        return next(iter(found))
+    if group.type != "cpu":
+        warnings.warn(
+            "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
+            f"run on CPU. Pass device_id={group} to move it first",
+            UserWarning,
+            stacklevel=5,
+        )
+    return group

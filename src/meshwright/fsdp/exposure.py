@@ -1,0 +1,271 @@
+"""How the parameters of a unit look from outside: one flat shard, or the original parameters.
+
+While a unit is gathered its whole parameters are plain attributes of the modules, which Python
+finds before the registered ones. So ``parameters()`` lists the same objects at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
+from meshwright.errors import InternalError
+from meshwright.layout import FlatLayout, Piece
+
+__all__ = [
+    "FLAT",
+    "Exposed",
+    "FlatExposure",
+    "FlatParameter",
+    "OriginalExposure",
+    "flat_layout",
+    "hide_full",
+    "own_pieces",
+]
+
+FLAT = "_flat_param"
+"""The name under which a unit's flat parameter is registered."""
+
+
+class FlatParameter(nn.Parameter):
+    """All parameters of one unit in one line, of which this rank holds its shard."""
+
+    _meshwright_unit_name = FLAT
+    """It belongs to a unit, so no other unit takes it over."""
+
+
+class Exposed(Exposure, Protocol):
+    """An exposure whose tensors an optimizer may hold."""
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """What the optimizer sees of ``unit``."""
+        ...
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over what the user has put into the exposed tensors, before they are gathered."""
+        ...
+
+    def convert(self, unit: Unit) -> None:
+        """Rebuild buffers from exposed tensors that ``.to`` or ``.half`` has replaced."""
+        ...
+
+
+def flat_layout(group: ParameterGroup) -> FlatLayout:
+    """The layout of a unit of the facade: it is always packed."""
+    layout = group.buffer.layout
+    if not isinstance(layout, FlatLayout):
+        raise InternalError("a unit of the facade must be packed at any element")
+    return layout
+
+
+def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
+    """This rank's piece of each parameter that it has one of, by the parameter's index."""
+    return {piece.index: piece for piece in flat_layout(group).owned(group.axes.part)}
+
+
+def hide_full(slots: Sequence[Slot]) -> None:
+    """Take whole parameters out of the modules."""
+    for slot in slots:
+        for module, name in slot.places:
+            module.__dict__.pop(name, None)
+
+
+def _show_full(slot: Slot, requires_grad: bool) -> None:
+    full = slot.full
+    if full.requires_grad != requires_grad:
+        full.requires_grad_(requires_grad)
+    for module, name in slot.places:
+        module.__dict__[name] = full
+
+
+class FlatExposure:
+    """One flat parameter on the wrapped module; the modules have none while sharded."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        """The module that holds the flat parameter."""
+        self._flat: FlatParameter | None = None
+
+    def _only_group(self, unit: Unit) -> ParameterGroup:
+        (group,) = unit.groups
+        return group
+
+    def _take_over(self, unit: Unit) -> FlatParameter:
+        group = self._only_group(unit)
+        trains = group.slots[0].original.requires_grad
+        flat = FlatParameter(group.buffer.shard, requires_grad=trains)
+        for slot in group.slots:
+            for module, name in slot.places:
+                module._parameters.pop(name, None)
+        self.owner.register_parameter(FLAT, flat)
+        return flat
+
+    @property
+    def flat(self) -> FlatParameter:
+        """The exposed parameter."""
+        if self._flat is None:
+            raise InternalError("a flat parameter was asked for before its unit was built")
+        return self._flat
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """The flat parameter."""
+        return [self.flat]
+
+    def show_sharded(self, unit: Unit) -> None:
+        """See `Exposure`."""
+        if self._flat is None:
+            self._flat = self._take_over(unit)
+        hide_full(unit.slots)
+
+    def show_full(self, unit: Unit) -> None:
+        """See `Exposure`."""
+        for slot in unit.slots:
+            _show_full(slot, self.flat.requires_grad)
+
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """See `Exposure`. What had no gradient anywhere gets zeros: there is only one ``.grad``."""
+        flat = self.flat
+        if flat.grad is None:
+            flat.grad = reduced
+        else:
+            flat.grad.add_(reduced)
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over a line that the user has set with ``.data``."""
+        flat, shard = self.flat, self._only_group(unit).buffer.shard
+        if flat.data_ptr() != shard.data_ptr():
+            _write_back(flat, shard, FLAT)
+
+    def convert(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        flat, group = self.flat, self._only_group(unit)
+        shard = group.buffer.shard
+        if flat.dtype != shard.dtype or flat.device != shard.device:
+            group.convert(flat.dtype, flat.device)
+            shard = group.buffer.shard
+        if flat.data_ptr() != shard.data_ptr():
+            shard.copy_(flat.data)
+            flat.data = shard
+
+
+class OriginalExposure:
+    """The original parameter objects, each holding this rank's piece as a 1-D tensor.
+
+    Where nothing is sharded they keep their shapes.
+    """
+
+    def __init__(self) -> None:
+        self._targets: list[tuple[Slot, torch.Tensor]] = []
+        """Each parameter, and its place in the shard."""
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """The original parameters."""
+        return [slot.original for slot in unit.slots]
+
+    def show_sharded(self, unit: Unit) -> None:
+        """See `Exposure`."""
+        if not self._targets:
+            self._point(unit)
+        hide_full(unit.slots)
+
+    def show_full(self, unit: Unit) -> None:
+        """See `Exposure`."""
+        for slot in unit.slots:
+            _show_full(slot, slot.original.requires_grad)
+
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """See `Exposure`. A parameter without elements here, or used nowhere, gets none."""
+        pieces = own_pieces(group)
+        for index, slot in enumerate(group.slots):
+            piece, original = pieces.get(index), slot.original
+            if piece is None or not used[index] or not original.requires_grad:
+                continue
+            part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
+            if original.grad is None:
+                original.grad = part
+            else:
+                original.grad.add_(part)
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
+        for slot, target in self._targets:
+            module, name = slot.places[0]
+            held = module._parameters.get(name)
+            if held is not None and held is not slot.original:
+                if held.shape == target.shape:
+                    slot.original.data = held.data
+                    self._hold(slot)
+                else:
+                    _write_back(held, target, slot.name)
+            if slot.original.data_ptr() != target.data_ptr() or slot.original.shape != target.shape:
+                _write_back(slot.original, target, slot.name)
+
+    def convert(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        if all(_is_same(slot.original, target) for slot, target in self._targets):
+            return
+        for group in unit.groups:
+            first, shard = group.slots[0].original, group.buffer.shard
+            if first.dtype != shard.dtype or first.device != shard.device:
+                group.convert(first.dtype, first.device)
+        self._point(unit, keep=True)
+
+    def _hold(self, slot: Slot) -> None:
+        for module, name in slot.places:
+            module._parameters[name] = slot.original  # pyrefly: ignore[unsupported-operation]
+
+    @torch.no_grad()
+    def _point(self, unit: Unit, *, keep: bool = False) -> None:
+        """Let each original look into the shard; ``keep`` what it holds now."""
+        self._targets = []
+        for slot, target in _places_in_shards(unit.groups):
+            if keep:
+                target.copy_(slot.original.data)
+            slot.original.data = target
+            self._targets.append((slot, target))
+
+
+def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
+    return parameter.data_ptr() == target.data_ptr() and parameter.dtype == target.dtype
+
+
+def _places_in_shards(
+    groups: Sequence[ParameterGroup],
+) -> Iterator[tuple[Slot, torch.Tensor]]:
+    for group in groups:
+        pieces, shard = own_pieces(group), group.buffer.shard
+        for index, slot in enumerate(group.slots):
+            piece = pieces.get(index)
+            if piece is None:
+                yield slot, shard[:0]
+                continue
+            line = shard[piece.offset : piece.offset + piece.numel]
+            shape = flat_layout(group).shapes[index]
+            yield slot, line if group.axes.shard is not None else line.view(shape)
+
+
+@torch.no_grad()
+def _write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
+    """Copy what the user has put into an exposed parameter to the shard, and look there again."""
+    if parameter.shape != target.shape:
+        raise RuntimeError(
+            "Cannot writeback when the parameter shape changes: this rank's part has shape "
+            f"{tuple(target.shape)}, found {tuple(parameter.shape)} for {name}. "
+            "Change parameters inside summon_full_params"
+        )
+    gradient = parameter.grad
+    if gradient is not None and gradient.shape != target.shape:
+        raise RuntimeError(
+            f"Cannot writeback when the gradient shape changes: expected {tuple(target.shape)}, "
+            f"found {tuple(gradient.shape)} for {name}"
+        )
+    target.copy_(parameter.data)
+    parameter.data = target

@@ -1,0 +1,242 @@
+"""Whole parameters outside of forward and backward: gathered, shown, and written back.
+
+They are gathered into memory of their own and in the optimizer's dtype, whatever the computation
+uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.unit import ParameterGroup, Unit
+from meshwright.errors import InternalError
+from meshwright.fsdp.exposure import (
+    FLAT,
+    FlatExposure,
+    OriginalExposure,
+    flat_layout,
+    hide_full,
+    own_pieces,
+)
+from meshwright.fsdp.options import TrainingState
+
+if TYPE_CHECKING:
+    from meshwright.fsdp.unit_wrapper import UnitWrapper
+
+__all__ = [
+    "SummonOptions",
+    "cut_line",
+    "exposed_of",
+    "gather_line",
+    "summon_all",
+    "summon_own",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummonOptions:
+    """How whole parameters are shown."""
+
+    writes_back: bool = True
+    rank0_only: bool = False
+    offloads: bool = False
+    with_gradients: bool = False
+
+
+def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
+    """How ``unit`` looks from outside."""
+    exposure = unit.exposure
+    if not isinstance(exposure, FlatExposure | OriginalExposure):
+        raise InternalError(f"unit {unit.name!r} does not belong to the facade")
+    return exposure
+
+
+@torch.no_grad()
+def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
+    """All shards of a line with the layout of ``group``; ``line`` is this rank's."""
+    shard = group.axes.shard
+    if shard is None or shard.size == 1:
+        return line.clone()
+    whole = line.new_empty(shard.size * line.numel())
+    shard.all_gather(whole, line.contiguous(), label=label).wait()
+    return whole
+
+
+def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in a whole line, as views."""
+    layout = flat_layout(group)
+    ranges = (layout.range(index) for index in range(len(layout.names)))
+    return [
+        whole[start:stop].view(shape)
+        for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def summon_all(wrappers: Sequence[UnitWrapper], options: SummonOptions) -> Iterator[None]:
+    """Show the whole parameters of all ``wrappers``."""
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers:
+            stack.enter_context(summon_own(wrapper, options))
+        yield
+
+
+@contextlib.contextmanager
+def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
+    """Show the whole parameters of the unit of ``wrapper``."""
+    _check(wrapper, options)
+    unit = wrapper._unit
+    wrapper._is_summoned = True
+    try:
+        if unit is None:
+            yield
+            return
+        unit.reshard()
+        exposed_of(unit).refresh(unit)
+        shows = not options.rank0_only or wrapper.rank == 0
+        lines = [gather_line(g, g.buffer.shard, f"summon {unit.name}") for g in unit.groups]
+        if options.offloads:
+            lines = [line.cpu() for line in lines]
+        if not shows:
+            yield
+            return
+        views = [
+            view for g, line in zip(unit.groups, lines, strict=True) for view in cut_line(g, line)
+        ]
+        gradients = _all_gradients(unit) if options.with_gradients else None
+        with _shown(unit, views, gradients):
+            yield
+        if options.writes_back:
+            _write_back(unit, views)
+    finally:
+        wrapper._is_summoned = False
+
+
+def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
+    """Refuse arguments that cannot be joined, and moments at which nothing can be summoned."""
+    state = wrapper.training_state
+    if state is TrainingState.FORWARD_BACKWARD:
+        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+    if state is TrainingState.SUMMON_FULL_PARAMS:
+        raise AssertionError(
+            "Cannot manually unshard parameters when already unsharding parameters"
+        )
+    if options.writes_back and options.rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported yet: other ranks could not see "
+            "what the first one writes"
+        )
+    if options.with_gradients and (options.offloads or not wrapper._use_orig_params):
+        raise NotImplementedError(
+            f"with_grads={options.with_gradients}, use_orig_params={wrapper._use_orig_params}, "
+            f"offload_to_cpu={options.offloads} is not supported yet"
+        )
+    unit = wrapper._unit
+    is_whole = unit is not None and unit.groups[0].axes.shard is None
+    if options.offloads and is_whole:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if options.offloads and not options.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in redundant copies of whole "
+            "parameters in the memory of one machine",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+@contextlib.contextmanager
+def _shown(
+    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None
+) -> Iterator[None]:
+    """Let the modules hold parameters with the values of ``views``."""
+    exposure = exposed_of(unit)
+    hide_full(unit.slots)
+    if isinstance(exposure, OriginalExposure):
+        with _originals_shown(unit, views, gradients):
+            yield
+        return
+    owner, flat = exposure.owner, exposure.flat
+    del owner._parameters[FLAT]
+    for slot, view in zip(unit.slots, views, strict=True):
+        parameter = nn.Parameter(view, requires_grad=flat.requires_grad)
+        for module, name in slot.places:
+            module._parameters[name] = parameter
+    try:
+        yield
+    finally:
+        for slot, view in zip(unit.slots, views, strict=True):
+            for module, name in slot.places:
+                shown = module._parameters.pop(name, None)
+                if shown is not None and shown.data_ptr() != view.data_ptr():
+                    view.copy_(shown.detach())
+        owner._parameters[FLAT] = flat
+
+
+@contextlib.contextmanager
+def _originals_shown(
+    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None
+) -> Iterator[None]:
+    """Let the original parameters hold ``views``, and whole gradients if there are some."""
+    slots = unit.slots
+    before = [(slot.original.data, slot.original.grad) for slot in slots]
+    for index, (slot, view) in enumerate(zip(slots, views, strict=True)):
+        slot.original.grad = None
+        slot.original.data = view
+        if gradients is not None:
+            slot.original.grad = gradients[index]
+    try:
+        yield
+    finally:
+        shown = [slot.original.grad for slot in slots]
+        for slot, view, (data, gradient) in zip(slots, views, before, strict=True):
+            if slot.original.data_ptr() != view.data_ptr():
+                view.copy_(slot.original.data)
+            slot.original.grad = None
+            slot.original.data = data
+            slot.original.grad = gradient
+        if gradients is not None:
+            _write_gradients(unit, shown)
+
+
+@torch.no_grad()
+def _write_gradients(unit: Unit, shown: Sequence[torch.Tensor | None]) -> None:
+    """Take this rank's part of whole gradients."""
+    rest = iter(shown)
+    for group in unit.groups:
+        pieces = own_pieces(group)
+        for index, slot in enumerate(group.slots):
+            whole, piece = next(rest), pieces.get(index)
+            if whole is None or piece is None or slot.original.grad is None:
+                continue
+            part = whole.reshape(-1)[piece.start : piece.stop]
+            slot.original.grad.copy_(part.view(slot.original.shape))
+
+
+def _all_gradients(unit: Unit) -> list[torch.Tensor]:
+    return [whole for group in unit.groups for whole in _whole_gradients(group, unit.name)]
+
+
+def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor]:
+    line = torch.zeros_like(group.buffer.shard)
+    for index, piece in own_pieces(group).items():
+        gradient = group.slots[index].original.grad
+        if gradient is not None:
+            line[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
+    return cut_line(group, gather_line(group, line, f"summon gradients of {name}"))
+
+
+@torch.no_grad()
+def _write_back(unit: Unit, views: Sequence[torch.Tensor]) -> None:
+    """Take this rank's part of what was shown."""
+    at = 0
+    for group in unit.groups:
+        mine = views[at : at + len(group.slots)]
+        group.buffer.fill(mine)
+        at += len(group.slots)

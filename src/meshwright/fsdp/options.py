@@ -1,0 +1,216 @@
+"""What `FullyShardedDataParallel` is told: strategies, precision, and the kinds of state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = [
+    "CONFIGS",
+    "HYBRID_SHARDING_STRATEGIES",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "StrategyRow",
+    "TrainingState",
+    "row_of",
+]
+
+
+class ShardingStrategy(Enum):
+    """What is cut over the ranks, and how long parameters stay whole."""
+
+    FULL_SHARD = 1
+    """Parameters, gradients and optimizer; parameters are whole only while they compute."""
+    SHARD_GRAD_OP = 2
+    """As `FULL_SHARD`, but parameters stay whole from the forward to the end of the backward."""
+    NO_SHARD = 3
+    """Nothing: every rank holds all, gradients are all-reduced."""
+    HYBRID_SHARD = 4
+    """`FULL_SHARD` within a node, equal copies over the nodes."""
+    _HYBRID_SHARD_ZERO2 = 5
+    """`SHARD_GRAD_OP` within a node, equal copies over the nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRow:
+    """A strategy as the engine sees it."""
+
+    is_sharded: bool = True
+    is_hybrid: bool = False
+    keeps_full: bool = False
+    """Whether parameters stay whole after the forward, until the backward has used them."""
+
+
+_ROWS = MappingProxyType(
+    {
+        ShardingStrategy.FULL_SHARD: StrategyRow(),
+        ShardingStrategy.SHARD_GRAD_OP: StrategyRow(keeps_full=True),
+        ShardingStrategy.NO_SHARD: StrategyRow(is_sharded=False, keeps_full=True),
+        ShardingStrategy.HYBRID_SHARD: StrategyRow(is_hybrid=True),
+        ShardingStrategy._HYBRID_SHARD_ZERO2: StrategyRow(is_hybrid=True, keeps_full=True),
+    }
+)
+
+HYBRID_SHARDING_STRATEGIES = tuple(s for s, row in _ROWS.items() if row.is_hybrid)
+"""The strategies that shard within a node and replicate over the nodes."""
+
+
+def row_of(strategy: ShardingStrategy) -> StrategyRow:
+    """What ``strategy`` means for the engine."""
+    return _ROWS[strategy]
+
+
+class BackwardPrefetch(Enum):
+    """When the backward gathers the parameters that it needs next."""
+
+    BACKWARD_PRE = 1
+    """Before the gradients of the current unit are computed: most overlap, most memory."""
+    BACKWARD_POST = 2
+    """After they are computed: less overlap, less memory."""
+
+
+class TrainingState(Enum):
+    """What a unit is doing, as its ``training_state`` tells."""
+
+    IDLE = 1
+    FORWARD_BACKWARD = 2
+    SUMMON_FULL_PARAMS = 3
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of computation, of the reduction and of buffers; None leaves them as they are.
+
+    Shards stay in the dtype of the parameters. Floating-point inputs of the root are cast unless
+    ``cast_root_forward_inputs`` is off, those of every unit if ``cast_forward_inputs`` is on.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    """That of the computation when None."""
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    """Modules of these classes become units of their own, in full precision."""
+
+
+@dataclass
+class CPUOffload:
+    """Whether shards, gradients and optimizer state live on the CPU."""
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """What ``state_dict`` returns."""
+
+    FULL_STATE_DICT = 1
+    """Whole tensors under the names of the module before it was wrapped."""
+    LOCAL_STATE_DICT = 2
+    """This rank's flat shard of each unit."""
+    SHARDED_STATE_DICT = 3
+    """The names of the module; each value knows the whole shape and holds this rank's part."""
+
+
+@dataclass
+class StateDictConfig:
+    """How a state dict is made; one class for each `StateDictType`."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """For `StateDictType.FULL_STATE_DICT`."""
+
+    rank0_only: bool = False
+    """Whether ranks other than the first get an empty dict."""
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """For `StateDictType.LOCAL_STATE_DICT`."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """For `StateDictType.SHARDED_STATE_DICT`."""
+
+    _use_dtensor: bool = False
+    """Whether values are DTensors, as they are when a mesh was given."""
+
+
+@dataclass
+class OptimStateDictConfig:
+    """How an optimizer's state dict is made; one class for each `StateDictType`."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """For `StateDictType.FULL_STATE_DICT`."""
+
+    rank0_only: bool = False
+    """Whether ranks other than the first get an empty dict."""
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For `StateDictType.LOCAL_STATE_DICT`."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For `StateDictType.SHARDED_STATE_DICT`."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """The kind of state dict that a module gives, and how."""
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+
+CONFIGS = MappingProxyType(
+    {
+        StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+        StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+        StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    }
+)
+"""For each kind the class of its configuration, and that of an optimizer's."""
+
+
+class OptimStateKeyType(Enum):
+    """What the keys of an optimizer's state are: names or positions of parameters."""
+
+    PARAM_NAME = 1
+    PARAM_ID = 2

@@ -1,0 +1,61 @@
+"""The units of one tree of wrappers: who is the root, in which order they run, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshwright.comm.lookup import checks_in_detail
+from meshwright.data_parallel.driver import Driver, driver_of
+from meshwright.data_parallel.iteration import Iteration
+from meshwright.data_parallel.order import OrderOptions
+from meshwright.data_parallel.unit import Unit
+
+__all__ = ["PREFIXES", "WRAPPED", "UnitDriver", "clean_name"]
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute of a wrapper that holds what it wraps."""
+
+PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
+"""Parts of names that come from wrappers and not from the user's model."""
+
+
+def clean_name(name: str) -> str:
+    """``name`` as it was before anything was wrapped."""
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+        if name == prefix[:-1] or name.endswith(f".{prefix[:-1]}"):
+            name = name[: -len(prefix[:-1])].rstrip(".")
+    return name
+
+
+class UnitDriver(Driver):
+    """The driver of one wrapper. Ranks that run different orders are told so and go on."""
+
+    def __init__(self, unit: Unit | None, *, sends_use_counts: bool) -> None:
+        detail = checks_in_detail()
+        order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
+        super().__init__(unit, order=order)
+        self._sends_use_counts = sends_use_counts
+        self.own_names = [] if unit is None else [tuple(slot.names) for slot in unit.slots]
+        """The names of each parameter, seen from this wrapper."""
+
+    def start(self, module: nn.Module) -> Iteration:
+        """See `Driver`. Wrappers below that have run by themselves belong to this root now."""
+        if self.iteration is not None:
+            return self.iteration
+        for part in module.modules():
+            driver = driver_of(part)
+            if isinstance(driver, UnitDriver):
+                driver.iteration, driver.is_root = None, False
+        iteration = super().start(module)
+        iteration.sends_use_counts = self._sends_use_counts
+        return iteration
+
+    def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
+        """See `Driver`."""
+        self.name = clean_name(self.name)
+        if self.unit is not None:
+            cleaned = {module: clean_name(name) for module, name in modules.items()}
+            self.unit.rename(self.name, cleaned)

@@ -1,0 +1,328 @@
+"""`FullyShardedDataParallel`: a module whose parameters are whole only while they compute."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm import communicator
+from meshwright.data_parallel.driver import attach
+from meshwright.data_parallel.unit import Unit, UnitSettings
+from meshwright.fsdp import auto_wrap, building, checks
+from meshwright.fsdp.full_parameters import SummonOptions, summon_all
+from meshwright.fsdp.groups import find_groups
+from meshwright.fsdp.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    row_of,
+)
+from meshwright.fsdp.traversal import WRAPPED, UnitDriver
+from meshwright.fsdp.unit_wrapper import UnitWrapper, fsdp_units, spread_gradients
+from meshwright.fsdp.wrap import WrapPolicy
+from meshwright.gradients import global_norm, scale_to_norm
+from meshwright.mesh import DeviceMesh
+
+__all__ = ["FullyShardedDataParallel"]
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+
+
+class FullyShardedDataParallel(UnitWrapper):
+    """Shards the parameters, gradients and optimizer state of ``module`` over the ranks.
+
+    One wrapper is one unit: it gathers its parameters before its forward and its backward, frees
+    them after, and reduces its gradients. It owns all parameters below it that no wrapper further
+    down owns. ``auto_wrap_policy`` wraps submodules first. The arguments are those of torch's
+    class of this name; build the optimizer after wrapping.
+
+    Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where a
+    parameter was not used.
+
+    >>> model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_containers(module)
+        ignored = checks.find_ignored(
+            module, ignored_modules, ignored_states, FullyShardedDataParallel
+        )
+        self._groups = find_groups(
+            sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
+        )
+        self._precision = mixed_precision or MixedPrecision()
+        _refuse_unsupported(cpu_offload, self._precision, self._groups.shard.device)
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+        self._deferred: frozenset[nn.Parameter] = module.__dict__.pop(DEFERRED, frozenset())
+        device = building.resolve_device_id(device_id)
+        if auto_wrap_policy is not None:
+            shared: dict[str, Any] = {
+                "process_group": None if device_mesh is not None else self._groups.process_group,
+                "sharding_strategy": self._groups.strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": list(ignored.parameters),
+                "device_mesh": device_mesh,
+            }
+            self._wrap_submodules(module, auto_wrap_policy, ignored, shared)
+        settings = UnitSettings(
+            keep_full_after_forward=row_of(self._groups.strategy).keeps_full,
+            backward_prefetch=backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=forward_prefetch,
+        )
+        self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
+
+    # ---------------------------------------------------------------------- construction
+
+    def _wrap_submodules(
+        self,
+        module: nn.Module,
+        policy: WrapPolicy,
+        ignored: checks.Ignored,
+        shared: dict[str, Any],
+    ) -> None:
+        precision: MixedPrecision | None = shared["mixed_precision"]
+        cls = type(self)
+        targets = auto_wrap.choose_targets(
+            module, policy, ignored, precision, FullyShardedDataParallel
+        )
+
+        def build(
+            target: nn.Module, own: dict[str, Any], deferred: frozenset[nn.Parameter]
+        ) -> nn.Module:
+            # Arguments are those of torch's class, so what is shared goes along on the module.
+            target.__dict__[DEFERRED] = deferred
+            with warnings.catch_warnings():
+                # The outermost wrapper has warned for the whole tree.
+                warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy")
+                warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+                return cls(target, **{**shared, **own})
+
+        auto_wrap.wrap_targets(
+            module, targets, ignored, build, allows_frozen_mix=shared["use_orig_params"]
+        )
+
+    def _build(
+        self,
+        module: nn.Module,
+        ignored: checks.Ignored,
+        settings: UnitSettings,
+        start: tuple[torch.device | None, Callable[[nn.Module], object] | None, bool],
+    ) -> None:
+        device_id, init, synchronises = start
+        named = building.named_unmanaged(module, ignored, self._deferred)
+        devices = {parameter.device for _, parameter in named}
+        checks.check_devices(devices, device_id)
+        world = communicator()
+        self._device = checks.choose_device(
+            devices, device_id, self._groups.shard.device, world.rank
+        )
+        building.materialise(module, named, self.compute_device, init)
+        named = building.named_unmanaged(module, ignored, self._deferred)
+        _move(named, self.compute_device, device_id)
+        checks.check_parameters(named, use_orig_params=self._use_orig_params)
+        plan = building.UnitPlan(
+            groups=self._groups,
+            precision=self._precision,
+            settings=settings,
+            device=self.compute_device,
+            use_orig_params=self._use_orig_params,
+        )
+        if synchronises:
+            tensors = [parameter for _, parameter in named]
+            buffers = [b for b in module.buffers() if not hasattr(b, SYNCHRONISED)]
+            building.synchronise([*tensors, *buffers], self._groups, self.compute_device)
+            for buffer in buffers:
+                setattr(buffer, SYNCHRONISED, True)
+        self._unit = building.build_unit(module, plan, ignored, self._deferred)
+        self._ignored = ignored
+        self._driver = UnitDriver(self._unit, sends_use_counts=self._use_orig_params)
+        self._is_inner = False
+        self._is_summoned = False
+        self._has_cast_buffers = False
+        self._hook: object = None
+        setattr(self, WRAPPED, module)
+        attach(self, self._driver)
+        for inner in self.fsdp_modules(module):
+            inner._is_inner = True
+
+    # --------------------------------------------------------------------------- methods
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All wrappers in ``module``, itself included; only outermost ones with ``root_only``."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m.check_is_root()] if root_only else found
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients gather on each rank, without a reduction, in the backwards of the block.
+
+        The first backward after it reduces the sum. Only for the root.
+        """
+        self._only_root("`no_sync()` on inner FSDP instances is not supported.", RuntimeError)
+        units = fsdp_units(self)
+        before = [unit.settings for unit in units]
+        for unit in units:
+            unit.settings = replace(unit.settings, synchronise=False)
+        try:
+            yield
+        finally:
+            for unit, settings in zip(units, before, strict=True):
+                unit.settings = settings
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
+
+        Returns the norm before. Every rank calls it, on the root.
+        """
+        self._only_root(
+            "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError
+        )
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        spread, gradients = spread_gradients(self)
+        if not gradients:
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients",
+                UserWarning,
+                stacklevel=3,
+            )
+        norm = global_norm(spread, norm_type)
+        scale_to_norm(gradients, norm, max_norm)
+        dtypes = {gradient.dtype for gradient in gradients}
+        dtype = dtypes.pop() if len(dtypes) == 1 else norm.dtype
+        return norm.to(dtype if gradients else torch.float32)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let ``hook`` reduce gradients: ``hook(state, whole, out)``, in place without sharding.
+
+        In a hybrid strategy it reduces over the shards; the copies are averaged after it.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        if not callable(hook):
+            raise ValueError(f"The communication hook must be callable but got {hook!r}")
+        wrappers = self.fsdp_modules(self)
+        if any(wrapper._hook is not None for wrapper in wrappers):
+            raise AssertionError("A communication hook is already registered")
+        for wrapper in wrappers:
+            wrapper._hook = hook
+            unit = wrapper._unit
+            if unit is not None:
+                reduce = _engine_hook(unit, state, hook)
+                unit.settings = replace(unit.settings, reduce_hook=reduce)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show whole parameters under their names; with ``writeback`` changes of them are kept.
+
+        ``module`` need not be a wrapper itself. Every rank enters the block. Raises
+        NotImplementedError for arguments that cannot be joined, AssertionError inside a forward or
+        backward.
+        """
+        options = SummonOptions(
+            writes_back=writeback,
+            rank0_only=rank0_only,
+            offloads=offload_to_cpu,
+            with_gradients=with_grads,
+        )
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            wrappers = [w for w in wrappers if w is module]
+        with summon_all(wrappers, options):
+            yield
+
+
+DEFERRED = "_meshwright_deferred_parameters"
+SYNCHRONISED = "_meshwright_is_synchronised"
+
+
+def _move(
+    named: Iterable[tuple[str, nn.Parameter]], device: torch.device, asked: torch.device | None
+) -> None:
+    if asked is None:
+        return
+    for _, parameter in named:
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
+
+
+def _refuse_unsupported(
+    offload: CPUOffload | None, precision: MixedPrecision, device: torch.device
+) -> None:
+    if offload is not None and offload.offload_params and device.type != "cpu":
+        raise NotImplementedError(
+            "CPUOffload(offload_params=True) is not supported on a GPU here: leave it out"
+        )
+    if precision.keep_low_precision_grads:
+        raise NotImplementedError(
+            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype"
+        )
+    if precision.param_dtype is not None and os.environ.get(FULL_PRECISION_IN_EVAL) == "1":
+        raise NotImplementedError(
+            f"{FULL_PRECISION_IN_EVAL}=1 is not supported: leave the variable out, or evaluate a "
+            "module that is wrapped without mixed_precision"
+        )
+
+
+def _engine_hook(
+    unit: Unit, state: object, hook: Callable[..., object]
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """``hook`` in the engine's form; it leaves the sum over copies of a shard to us."""
+    axes = unit.groups[0].axes
+
+    def reduce(whole: torch.Tensor, out: torch.Tensor) -> None:
+        if axes.shard is None:
+            hook(state, whole)
+            return
+        hook(state, whole, out)
+        if axes.replicate is not None:
+            axes.replicate.all_reduce(out, label=f"replicate {unit.name}").wait()
+            out.div_(axes.replicate.size)
+
+    return reduce
