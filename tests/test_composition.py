@@ -543,7 +543,7 @@ def body_refusals() -> None:
         """
 [axes]
 replicate = 1
-shard = 2
+tensor = 2
 [train]
 compile = true
 recompute = ["layers.*"]
@@ -556,14 +556,15 @@ optimizer = "float64"
         parallelize(normalised(), bad, optimizer=sgd, loss=mean)
     problems = "\n".join(caught.value.problems)
     for text in (
-        "line 4: axis shard = 2 is not available",
+        "line 4: axis tensor = 2 is not available",
         "line 6: compile = true is not available",
         "line 7: 'layers.*' in [train] recompute matches no module",
         "line 9: compute = 'float64' differs from parameters",
         "line 10: optimizer = 'float64' needs a second copy",
-        "the model has BatchNorm ('1'): say in [train]",
     ):
         assert text in problems
+    with pytest.raises(PlanError, match=r"the model has BatchNorm \('1'\): say in \[train\]"):
+        parallelize(normalised(), plan_of(2), optimizer=sgd, loss=mean)
     wrong_world = Plan(axes=Axes.of({"replicate": 3}))
     with pytest.raises(PlanError, match="axes multiply to 3"):
         parallelize(sequential(), wrong_world, optimizer=sgd, loss=mean)

@@ -191,7 +191,9 @@ def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (_, dtype), group in by_kind.items():
         wide = torch.float32 if dtype.itemsize < 4 else None
-        norms.extend(torch._foreach_norm([g for g in group if g.numel()], norm_type, dtype=wide))
+        filled = [g for g in group if g.numel()]
+        if filled:
+            norms.extend(torch._foreach_norm(filled, norm_type, dtype=wide))
     if not norms:
         return torch.zeros(())
     device = norms[0].device

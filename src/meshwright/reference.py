@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from meshwright.comm.whole import whole
 from meshwright.gradients import LocalLoss, apply_loss, call_module, clip_grad_norm_, cut_batch
 
 __all__ = [
@@ -252,4 +253,4 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = model.state_dict()
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return {name: whole(tensor.detach()).clone() for name, tensor in state.items()}

@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
+from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import mesh_communicators
+from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
 from meshwright.composition.trainable import Loss, Trainable
 from meshwright.data_parallel import (
     ReductionSettings,
@@ -25,7 +28,12 @@ from meshwright.data_parallel import (
     replicate,
     synchronise_batch_norm,
 )
+from meshwright.data_parallel.driver import driver_of
+from meshwright.data_parallel.policies import MixedPrecisionPolicy
+from meshwright.data_parallel.sharded import fully_shard
+from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.errors import PlanError
+from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem
 
@@ -68,6 +76,21 @@ def parallelize(
     if plan.train.batch_norm == "sync":
         synchronise_batch_norm(model, axis)
     _recompute(model, plan)
+    layout = (
+        _sharded(model, plan, axis)
+        if plan.axes.size("shard") > 1
+        else _replicated(model, plan, axis)
+    )
+    return Trainable(
+        model,
+        plan,
+        layout=layout,
+        optimizer=None if optimizer is None else optimizer(model.parameters()),
+        loss=loss,
+    )
+
+
+def _replicated(model: nn.Module, plan: Plan, axis: Communicator) -> ReplicatedLayout:
     options = ReplicateOptions(
         process_group=axis.group,
         axis="replicate",
@@ -76,13 +99,62 @@ def parallelize(
         reduction=_reduction(plan),
     )
     replicate.apply(model, options)
-    return Trainable(
-        model,
-        plan,
-        replica=replicate.state(model).replica,
-        optimizer=None if optimizer is None else optimizer(model.parameters()),
-        loss=loss,
+    return ReplicatedLayout(replicate.state(model).replica)
+
+
+def _sharded(model: nn.Module, plan: Plan, everyone: Communicator) -> ShardedLayout:
+    """Make every rank's parameters those of rank 0, then shard them unit by unit."""
+    compare_parameters(everyone, list(model.named_parameters()))
+    tensors = [*model.parameters(), *model.buffers()]
+    broadcast_tensors(everyone, tensors, label="broadcast parameters")
+    names = tuple(
+        name for name in plan.axes.names if name in DATA_AXES and plan.axes.size(name) > 1
     )
+    sizes = tuple(plan.axes.size(name) for name in ("replicate", "shard") if name in names)
+    ordered = tuple(name for name in ("replicate", "shard") if name in names)
+    mesh = init_device_mesh(everyone.device.type, sizes, mesh_dim_names=ordered)
+    reduce = plan.precision.reduce
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            reduce_dtype=None if reduce is None else getattr(torch, reduce)
+        ),
+    }
+    after = plan.shard.reshard_after_forward
+    for name in _unit_names(model, plan):
+        if name:
+            fully_shard(model.get_submodule(name), reshard_after_forward=after, **options)
+    fully_shard(model, reshard_after_forward=None if after else False, **options)
+    units = [
+        unit
+        for part in model.modules()
+        if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
+    ]
+    communicators = dict(zip(ordered, mesh_communicators(mesh), strict=True))
+    return ShardedLayout(model, units, everyone, communicators)
+
+
+def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
+    """The modules that are one unit each, inner ones first; the root takes what is left."""
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(plan.shard.units, str):
+        found = _blocks(model)
+    else:
+        found = [name for pattern in plan.shard.units for name in match_names(pattern, names)]
+    return sorted(dict.fromkeys(found), key=lambda name: -name.count("."))
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The modules in lists of modules of one class: the layers of a transformer."""
+    return [
+        f"{name}.{number}" if name else number
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+        and len(part) > 1
+        and len({type(child) for child in part}) == 1
+        for number, child in part.named_children()
+        if any(True for _ in child.parameters())
+    ]
 
 
 def _reduction(plan: Plan) -> ReductionSettings:
@@ -125,11 +197,11 @@ def _check(model: nn.Module, plan: Plan, axis: Communicator) -> None:
 
 def _axis_problems(plan: Plan) -> Iterator[Problem]:
     for name in plan.axes.names:
-        if name != "replicate" and plan.axes.size(name) > 1:
+        if name not in DATA_AXES and plan.axes.size(name) > 1:
             yield Problem(
                 ("axes", name),
                 f"axis {name} = {plan.axes.size(name)} is not available in this version: only "
-                "replicate may be larger than 1",
+                "replicate and shard may be larger than 1",
             )
 
 

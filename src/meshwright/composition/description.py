@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.data_parallel import Replica
+from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.gradients import LossWindow
 from meshwright.plan import Plan
 from meshwright.timeline import Collective
 
-__all__ = ["Description", "ParameterRow", "describe_replicated"]
+__all__ = ["Description", "ParameterRow", "describe_replicated", "describe_sharded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,9 @@ class ParameterRow:
     placement: str
     """Such as ``replicate(4)``: what the ranks of each axis hold."""
     bucket: int | None
-    """The bucket that its gradient is reduced in; None when it is frozen."""
+    """The bucket that its gradient is reduced in; None when it is frozen, or lies in a unit."""
+    unit: str | None = None
+    """The unit that it is gathered and reduced with; None where every rank holds the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class Description:
         lines = [f"rank {self.rank}", "parameters:"]
         for row in self.parameters:
             where = "frozen" if row.bucket is None else f"bucket {row.bucket}"
+            if row.unit is not None:
+                where = f"unit {row.unit}"
             lines.append(
                 f"  {row.name:<{width}}  {row.dtype} {row.shape}  {row.placement}, {where}"
             )
@@ -79,6 +84,67 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
         collectives=tuple(_step_collectives(axis, replica)),
         settings=tuple(_settings(plan, axis)),
     )
+
+
+def describe_sharded(
+    plan: Plan, units: Sequence[Unit], everyone: Communicator, *, has_buffers: bool
+) -> Description:
+    """Describe a module whose parameters lie in parts on the ranks."""
+    rows: list[ParameterRow] = []
+    collectives: list[Collective] = []
+    for unit in units:
+        placement = ", ".join(f"{axis.axis}({axis.size})" for axis in unit.communicators)
+        for group in unit.groups:
+            layout = group.buffer.layout
+            rows += [
+                ParameterRow(
+                    name=name,
+                    shape=shape,
+                    dtype=_dtype_name(group.types.master),
+                    placement=placement,
+                    bucket=None,
+                    unit=unit.name,
+                )
+                for slot, shape in zip(group.slots, layout.shapes, strict=True)
+                for name in slot.names[:1]
+            ]
+            collectives += _unit_collectives(unit, group)
+    return Description(
+        rank=everyone.rank,
+        parameters=tuple(rows),
+        collectives=tuple(
+            replace(each, sequence=number) for number, each in enumerate(collectives)
+        ),
+        settings=(
+            f"axes: parameters lie in parts on {units[0].groups[0].axes.parts} ranks; each of "
+            f"{everyone.size} trains on 1/{everyone.size} of a batch",
+            *list(_settings(plan, everyone))[2:],
+            *(("buffers are those of rank 0 after each step",) if has_buffers else ()),
+        ),
+    )
+
+
+def _unit_collectives(unit: Unit, group: ParameterGroup) -> Iterator[Collective]:
+    """One gather before the forward, one before the backward unless kept, and the reductions."""
+    layout, axes = group.buffer.layout, group.axes
+    kinds = [("all_gather", axes.shard, layout.padded_size, group.types.compute, "unshard")]
+    if not unit.settings.keep_full_after_forward:
+        kinds *= 2
+    if group.is_trainable:
+        reduce = group.types.reduce
+        kinds.append(("reduce_scatter", axes.shard, layout.padded_size, reduce, "reduce"))
+        kinds.append(("all_reduce", axes.replicate, layout.shard_size, reduce, "replicate"))
+    for kind, axis, numel, dtype, why in kinds:
+        if axis is not None:
+            yield Collective(
+                kind=kind,
+                axis=axis.axis,
+                shape=(numel,),
+                dtype=_dtype_name(dtype),
+                reduction=None if kind == "all_gather" else "sum",
+                label=f"{why} {unit.name}",
+                sequence=0,
+            )
 
 
 def _step_collectives(axis: Communicator, replica: Replica) -> Iterator[Collective]:

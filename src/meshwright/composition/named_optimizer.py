@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from meshwright.comm.whole import part_like, whole
 
 __all__ = ["load_named_state", "named_state"]
 
@@ -16,7 +20,9 @@ def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     names = _names(optimizer, module)
     numbered = optimizer.state_dict()
     return {
-        "state": {names[number]: value for number, value in numbered["state"].items()},
+        "state": {
+            names[number]: tree_map(_whole, value) for number, value in numbered["state"].items()
+        },
         "param_groups": [
             {**group, "params": [names[number] for number in group["params"]]}
             for group in numbered["param_groups"]
@@ -40,15 +46,33 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
         start += len(group["params"])
     if unknown or saved != current:
         raise ValueError(_mismatch(unknown, saved, current))
+    held = dict(module.named_parameters())
     optimizer.load_state_dict(
         {
-            "state": {numbers[name]: value for name, value in state["state"].items()},
+            "state": {
+                numbers[name]: {key: _part(inner, held[name]) for key, inner in value.items()}
+                for name, value in state["state"].items()
+            },
             "param_groups": [
                 {**group, "params": [numbers[name] for name in group["params"]]}
                 for group in state["param_groups"]
             ],
         }
     )
+
+
+def _whole(value: object) -> object:
+    return whole(value, label="optimizer state") if isinstance(value, torch.Tensor) else value
+
+
+def _part(value: object, parameter: torch.Tensor) -> object:
+    """State of the parameter's shape is spread as it is; steps and the like stay whole."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == parameter.shape:
+        return part_like(value, parameter)
+    # torch keeps a step count as the tensor that it is given.
+    return value.clone()
 
 
 def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:

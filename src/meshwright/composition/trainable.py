@@ -23,14 +23,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.comm import Communicator, phase
-from meshwright.composition.description import Description, describe_replicated
+from meshwright.comm.whole import part_like, whole
+from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.description import Description
 from meshwright.composition.named_optimizer import load_named_state, named_state
-from meshwright.data_parallel import Replica
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     LossScale,
     LossWindow,
-    SpreadGradients,
     agree_on_non_finite,
     apply_loss,
     call_module,
@@ -76,22 +76,20 @@ class Trainable:
         module: nn.Module,
         plan: Plan,
         *,
-        replica: Replica,
+        layout: DataLayout,
         optimizer: Optimizer | None,
         loss: Loss,
     ) -> None:
         self.module = module
         self.plan = plan
         self.optimizer = optimizer
-        self.communicators: Mapping[str, Communicator] = MappingProxyType(
-            {"replicate": replica.communicator}
-        )
+        self.communicators: Mapping[str, Communicator] = MappingProxyType(layout.communicators)
         """The communicator of each axis."""
         self.steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.loss_scale = LossScale() if plan.precision.needs_loss_scaling else None
-        self._replica = replica
-        self._axis = replica.communicator
+        self._layout = layout
+        self._axis = layout.everyone
         self._loss = loss
         self._window = LossWindow(self._axis)
         self._is_compared = False
@@ -154,9 +152,9 @@ class Trainable:
         except BaseException:
             self._start_over()
             raise
-        if is_last and self._replica.buffers:
+        if is_last and self._layout.buffers:
             with phase("buffers", step=self.steps):
-                self._replica.synchronise_buffers()
+                self._layout.synchronise_buffers()
 
     def optimizer_step(self) -> StepResult:
         """The second half of `step`: norm, stop or skip, clip, optimizer, zero."""
@@ -169,12 +167,13 @@ class Trainable:
             with phase("optimizer", step=self.steps):
                 self._window.check_sizes()
                 loss = self._window.mean()
-                gradients = self._replica.reducer.gradients()
-                norm = global_norm([SpreadGradients(gradients=gradients)])
+                spread = self._layout.gradients()
+                norm = global_norm(spread)
                 is_finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
                 self._judge(loss, norm, is_finite)
                 if is_finite:
                     if self.plan.train.clip_norm is not None:
+                        gradients = [each for group in spread for each in group.gradients]
                         scale_to_norm(gradients, norm, self.plan.train.clip_norm)
                     optimizer.step()
         finally:
@@ -183,16 +182,22 @@ class Trainable:
         return StepResult(loss=loss, grad_norm=norm, skipped=not is_finite)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Each gradient by original name, as one process would hold it, between the two halves."""
+        """Each gradient by original name, as one process would hold it, between the two halves.
+
+        All ranks call it together where parameters are sharded.
+        """
         return {
-            name: parameter.grad
+            name: whole(parameter.grad)
             for name, parameter in self.module.named_parameters()
             if parameter.grad is not None
         }
 
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:
-        """Outputs and loss of ``batch`` in evaluation mode. Ranks need not call it together."""
+        """Outputs and loss of ``batch`` in evaluation mode.
+
+        Ranks call it together where parameters are sharded, and need not where they are not.
+        """
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
@@ -207,8 +212,12 @@ class Trainable:
     # ------------------------------------------------------------------------ what it holds
 
     def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer by original names, and where training stands."""
-        state: dict[str, Any] = {"model": self.module.state_dict(), "steps": self.steps}
+        """Model and optimizer by original names, in whole tensors, and where training stands.
+
+        All ranks call it together where parameters are sharded.
+        """
+        model = {name: whole(value) for name, value in self.module.state_dict().items()}
+        state: dict[str, Any] = {"model": model, "steps": self.steps}
         if self.optimizer is not None:
             state["optimizer"] = named_state(self.optimizer, self.module)
         if self.loss_scale is not None:
@@ -220,7 +229,12 @@ class Trainable:
 
         Raises ValueError or RuntimeError naming what is missing or not known.
         """
-        self.module.load_state_dict(state["model"])
+        held = self.module.state_dict()
+        parts = {
+            name: part_like(value, held[name]) if name in held else value
+            for name, value in state["model"].items()
+        }
+        self.module.load_state_dict(parts)
         if self.optimizer is not None and "optimizer" in state:
             load_named_state(self.optimizer, self.module, state["optimizer"])
         if self.loss_scale is not None and "loss_scale" in state:
@@ -230,14 +244,14 @@ class Trainable:
 
     def describe(self) -> Description:
         """The layout of each parameter, the collectives of one step, and what each setting did."""
-        return describe_replicated(self.module, self.plan, self._replica)
+        return self._layout.describe(self.module, self.plan)
 
     # --------------------------------------------------------------------------- internals
 
     def _train_on(self, part: tuple[object, object, int], *, is_last: bool) -> None:
         batch, target, size = part
-        reducer, window = self._replica.reducer, self._window
-        reducer.is_wanted = is_last
+        layout, window = self._layout, self._window
+        layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         with phase("forward", step=self.steps):
             with self._autocast():
@@ -245,7 +259,7 @@ class Trainable:
             window.add(local, size)
             if is_last:
                 window.close()
-                reducer.scale_by(lambda: window.factor() / scale)
+                layout.scale_by(lambda: window.factor() / scale)
         with phase("backward", step=self.steps):
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
@@ -255,7 +269,7 @@ class Trainable:
         may_skip = self.loss_scale is not None and self.loss_scale.update(is_finite)
         if is_finite or may_skip:
             return
-        found = [f"the gradient of {name!r}" for name in self._replica.reducer.found_non_finite]
+        found = [f"the gradient of {name!r}" for name in self._layout.found_non_finite]
         if not self._window.is_finite:
             found.insert(0, "the loss")
         what = (

@@ -198,6 +198,10 @@ class FlatBuffer:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def gradient_parts(self) -> list[list[torch.Tensor]]:
+        """For each tensor the places in ``gradient`` that hold its gradient."""
+        return [[target for target, _ in slot] for slot in self._slots]
+
     def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         targets, sources = self._pairs(gradients)
         if targets:

@@ -13,6 +13,7 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -77,6 +78,10 @@ class UnitSettings:
     """Whether a reduction also runs over ``replicate``. Without one, sums wait in the shard."""
     divide_factor: float | None = None
     """What summed gradients are divided by; the number of ranks when None."""
+    scale: Callable[[], float] | None = None
+    """What summed gradients are multiplied by instead; asked when a reduction ends."""
+    is_watched: bool = False
+    """Look for gradients that are not finite before they are mixed with those of other ranks."""
     reduce_hook: ReduceHook | None = None
     shard_hook: Callable[[torch.Tensor], None] | None = None
     """Called with each finished sum of this rank's part, before it becomes a gradient."""
@@ -130,6 +135,8 @@ class ParameterGroup:
         self._show_views()
         self.used = [False] * len(slots)
         """Which parameters have had a gradient on this rank since the last reduction."""
+        self.non_finite: list[str] = []
+        """Parameters whose own gradient was not finite in the last reduction that was watched."""
         self.partial: torch.Tensor | None = None
         """Sums over ``shard`` that have not been over ``replicate`` yet."""
         self._reduced: torch.Tensor | None = None
@@ -182,6 +189,8 @@ class ParameterGroup:
         if not buffer.has_gradient:
             buffer.take([None] * len(self.slots))
         line = buffer.gradient
+        if settings.is_watched:
+            self.non_finite = self._find_non_finite()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
         if settings.reduce_hook is not None:
             out = line if axes.shard is None else line.new_empty(buffer.layout.shard_size)
@@ -196,6 +205,17 @@ class ParameterGroup:
             return
         self._reduced = line.new_empty(buffer.layout.shard_size)
         self._pending = axes.shard.reduce_scatter(self._reduced, line, label=f"reduce {label}")
+
+    def _find_non_finite(self) -> list[str]:
+        # One pass over the whole line; only a bad one is searched.
+        if math.isfinite(self.buffer.gradient.sum().item()):
+            return []
+        slots = zip(self.slots, self.buffer.gradient_parts(), strict=True)
+        return [
+            slot.name
+            for slot, parts in slots
+            if not all(bool(torch.isfinite(part).all()) for part in parts)
+        ]
 
     @torch.no_grad()
     def reduce_further(self, label: str, settings: UnitSettings) -> None:
@@ -227,6 +247,8 @@ class ParameterGroup:
         free(self.buffer.gradient)
         if reduced is None or reduced is self.partial:
             return
+        if settings.scale is not None:
+            self._factor *= settings.scale() * (settings.divide_factor or self.axes.size)
         if settings.shard_hook is not None:
             settings.shard_hook(reduced)
         reduced = reduced.to(self.types.master)
@@ -349,6 +371,11 @@ class Unit:
             group.has_new_gradient or (group.buffer.has_gradient and not self.is_reducing)
             for group in self.groups
         )
+
+    @property
+    def found_non_finite(self) -> list[str]:
+        """Parameters whose gradient on this rank was not finite, in the last reduction."""
+        return [name for group in self.groups for name in group.non_finite]
 
     @property
     def has_mean(self) -> bool:

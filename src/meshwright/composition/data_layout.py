@@ -1,0 +1,138 @@
+"""The axes over which ranks read different data, behind one face: replicated or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.composition.description import Description, describe_replicated, describe_sharded
+from meshwright.data_parallel import Replica
+from meshwright.data_parallel.starting_state import broadcast_tensors
+from meshwright.data_parallel.unit import Unit
+from meshwright.gradients import SpreadGradients, group_by_spread
+from meshwright.plan import Plan
+
+__all__ = ["DataLayout", "ReplicatedLayout", "ShardedLayout"]
+
+
+class DataLayout(Protocol):
+    """What a training step needs of the way in which parameters and gradients lie on the ranks."""
+
+    communicators: Mapping[str, Communicator]
+    """By the name of their axis."""
+    everyone: Communicator
+    """All ranks that read different shares of a batch."""
+    buffers: Sequence[torch.Tensor]
+    """Those of the module, which follow rank 0."""
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """Parameters whose gradient on this rank was not finite, in the last backward pass."""
+        ...
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """Whether the next forward and backward pass leads to a reduction."""
+        ...
+
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """Multiply summed gradients by ``scale()``; it is asked once they are there."""
+        ...
+
+    def gradients(self) -> list[SpreadGradients]:
+        """This rank's parts of all gradients."""
+        ...
+
+    def synchronise_buffers(self) -> None:
+        """Give every rank the buffers of rank 0."""
+        ...
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """The layout, in words and numbers."""
+        ...
+
+
+class ReplicatedLayout:
+    """Every rank holds the whole model."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.everyone = replica.communicator
+        self.communicators: Mapping[str, Communicator] = {"replicate": replica.communicator}
+        self.buffers: Sequence[torch.Tensor] = replica.buffers
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """See `DataLayout`."""
+        return self._replica.reducer.found_non_finite
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`."""
+        self._replica.reducer.is_wanted = is_wanted
+
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`."""
+        self._replica.reducer.scale_by(scale)
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`."""
+        return [SpreadGradients(gradients=self._replica.reducer.gradients())]
+
+    def synchronise_buffers(self) -> None:
+        """See `DataLayout`."""
+        self._replica.synchronise_buffers()
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """See `DataLayout`."""
+        return describe_replicated(module, plan, self._replica)
+
+
+class ShardedLayout:
+    """Every rank holds a part of each parameter, over axis shard, and perhaps replicate too."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        everyone: Communicator,
+        communicators: Mapping[str, Communicator],
+    ) -> None:
+        self._module = module
+        self._units = tuple(units)
+        self.everyone = everyone
+        self.communicators = communicators
+        self.buffers: Sequence[torch.Tensor] = tuple(module.buffers())
+        for unit in units:
+            unit.settings = replace(unit.settings, is_watched=True)
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """See `DataLayout`."""
+        return [name for unit in self._units for name in unit.found_non_finite]
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`."""
+        for unit in self._units:
+            if unit.settings.synchronise is not is_wanted:
+                unit.settings = replace(unit.settings, synchronise=is_wanted)
+
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`."""
+        for unit in self._units:
+            unit.settings = replace(unit.settings, scale=scale)
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`."""
+        return group_by_spread(self._module.parameters())
+
+    def synchronise_buffers(self) -> None:
+        """See `DataLayout`."""
+        broadcast_tensors(self.everyone, self.buffers, label="broadcast buffers")
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """See `DataLayout`."""
+        return describe_sharded(plan, self._units, self.everyone, has_buffers=bool(self.buffers))
