@@ -241,6 +241,9 @@ def test_full_tensors(ranks: Ranks, size: int) -> None:
         stop = full.numel() if world.rank == size - 1 else start + share
         view = ShardView(full.flatten()[start:stop], start, (3, 4), communicator=world)
         assert torch.equal(view.full_tensor(), full)
+        mine = full.flatten() if world.rank == 0 else full.flatten()[:0]
+        assert torch.equal(ShardView(mine, 0, (3, 4), communicator=world).full_tensor(), full)
+        assert torch.equal(ShardView(full.flatten(), 0, (3, 4)).full_tensor(), full)
         short = ShardView(full.flatten()[:1], 0, (3, 4), name="w", communicator=world)
         with pytest.raises(RuntimeError, match="hold .* of 12 elements"):
             short.full_tensor()

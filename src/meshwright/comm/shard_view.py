@@ -128,9 +128,10 @@ class ShardView(torch.Tensor):
 
         Raises RuntimeError without a communicator, or when its ranks do not hold all elements.
         """
-        if self._local.numel() == self.numel():
-            return self._local.view(self.shape).clone()
+        # With a communicator also a rank that holds all takes part: the others count on it.
         if self._communicator is None:
+            if self._local.numel() == self.numel():
+                return self._local.view(self.shape).clone()
             raise RuntimeError(
                 f"{self._called()} was made without a communicator, so the other ranges cannot be "
                 "gathered: build it with communicator=, or load it through a checkpoint"
