@@ -17,6 +17,7 @@ from meshwright import comm
 from meshwright.comm.dtensor import (
     at_rest,
     dtensor_at_rest,
+    dtensor_like,
     is_dtensor,
     layout_of,
     local_box,
@@ -57,6 +58,10 @@ def test_dtensors_share_the_storage_of_their_part(ranks: Ranks, size: int) -> No
             assert local_of(tensor).data_ptr() == local.data_ptr()
             local.fill_(7.0)
             assert (tensor.to_local() == 7.0).all()
+            twin = dtensor_like(torch.full_like(local, 3.0), tensor)
+            assert torch.equal(twin.full_tensor(), torch.full_like(full, 3.0))
+            with pytest.raises(LayoutError, match="expected a part of shape"):
+                dtensor_like(local.float(), tensor)
             back = at_rest(tensor)
             assert back.local.data_ptr() == local.data_ptr()
             assert (back.mesh, back.placements, back.shape) == (mesh, spread, shape)

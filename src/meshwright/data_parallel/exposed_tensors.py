@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor, local_of
+from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, Replicate, Shard
@@ -44,9 +44,12 @@ class _Entry:
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
         self.exposed.__dict__.update(slot.original.__dict__)
-        self.cells: list[tuple[dict[str, Any], str]] = [
-            (module._parameters, name) for module, name in slot.places
-        ]
+        self.cells: list[tuple[dict[str, Any], str]] = []
+        self.find_cells()
+
+    def find_cells(self) -> None:
+        """Where modules keep it."""
+        self.cells = [(module._parameters, name) for module, name in self.slot.places]
 
 
 class ExposedTensors:
@@ -54,15 +57,21 @@ class ExposedTensors:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._entries: dict[int, list[_Entry]] = {}
+        self._entries: dict[ParameterGroup, list[_Entry]] = {}
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
-        found = self._entries.get(id(group))
+        found = self._entries.get(group)
         if found is None:
             found = [_Entry(group, index, self.mesh) for index in range(len(group.slots))]
-            self._entries[id(group)] = found
+            self._entries[group] = found
         return found
+
+    def forget_places(self) -> None:
+        """The slots are used in other places now."""
+        for entries in self._entries.values():
+            for entry in entries:
+                entry.find_cells()
 
     def show_sharded(self, unit: Unit) -> None:
         """Let modules hold the DTensors."""
@@ -92,7 +101,7 @@ class ExposedTensors:
                 continue
             local = reduced[entry.start : entry.stop].view(entry.shape)
             if exposed.grad is None:
-                exposed.grad = dtensor_at_rest(local, *entry.wrap)
+                exposed.grad = dtensor_like(local, exposed)
             else:
                 local_of(exposed.grad).add_(local)
 
