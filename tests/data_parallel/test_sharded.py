@@ -110,7 +110,7 @@ def body_parity(name: str, how: str, family: str, options: dict[str, Any]) -> No
 NAMES = [n for n, sample in MODELS.items() if not sample.depends_on]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "tied"])
+@pytest.mark.parametrize("name", NAMES)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     ranks(2, body_parity, name, "all", "sgd", {})
 
@@ -453,3 +453,44 @@ def body_torch_clips() -> None:
 
 def test_clipping_by_torch(ranks: Ranks) -> None:
     ranks(2, body_torch_clips)
+
+
+class Tower(nn.Module):
+    """Two towers side by side whose last layers are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.right = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.right[1].weight = self.left[1].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x)
+
+
+def body_shared_between_units() -> None:
+    world = communicator()
+    torch.manual_seed(0)
+    one = Tower().double()
+    model = copy.deepcopy(one)
+    fully_shard(model.left)
+    fully_shard(model.right)
+    assert model.left[1].weight is model.right[1].weight
+    raises(
+        RuntimeError, "no unit contains them all", lambda: model.left(torch.randn(2, 3).double())
+    )
+    fully_shard(model)
+    assert model.left[1].weight is model.right[1].weight
+    units = [fully_shard.state(part).unit for part in (model, model.left, model.right)]
+    assert [len(unit.slots) for unit in units] == [1, 3, 3]
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(5)).double()
+    for _ in range(2):
+        model.zero_grad()
+        one.zero_grad()
+        model(share(x, world.rank, world.size)).square().mean().backward()
+        one(x).square().mean().backward()
+        same(model, one, gradients=True, tolerance=1e-10)
+
+
+def test_a_parameter_shared_between_units_moves_up(ranks: Ranks) -> None:
+    ranks(2, body_shared_between_units)

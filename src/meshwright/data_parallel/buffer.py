@@ -109,18 +109,20 @@ class FlatBuffer:
     # ------------------------------------------------------------------------ parameters
 
     @torch.no_grad()
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take this rank's part of whole tensors."""
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Take this rank's part of whole tensors; where there is None the shard stays."""
         part, layout = self.axes.part, self.layout
         if isinstance(layout, FlatLayout):
             for piece in layout.owned(part):
-                source = tensors[piece.index].detach().reshape(-1)[piece.start : piece.stop]
-                self.shard[piece.offset : piece.offset + piece.numel].copy_(source)
+                tensor = tensors[piece.index]
+                if tensor is not None:
+                    source = tensor.detach().reshape(-1)[piece.start : piece.stop]
+                    self.shard[piece.offset : piece.offset + piece.numel].copy_(source)
             return
         for index, box in layout.owned(part):
-            start = layout.offsets[index]
-            target = self.shard[start : start + box.numel].view(box.shape)
-            target.copy_(tensors[index].detach()[box.slices()])
+            tensor = tensors[index]
+            if tensor is not None:
+                self.local(index).copy_(tensor.detach()[box.slices()])
 
     def local(self, index: int) -> torch.Tensor:
         """This rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""

@@ -22,6 +22,7 @@ from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from meshwright.data_parallel.sharded_module import FSDPModule, rebuild
+from meshwright.data_parallel.shared_parameters import check_settled, remember, settle
 from meshwright.data_parallel.unit import (
     ParameterGroup,
     Slot,
@@ -67,6 +68,7 @@ class _ShardedDriver(Driver):
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         if self.unit is not None:
             self.unit.rename(self.name, modules)
+            check_settled(self.unit)
 
 
 class ShardedState:
@@ -131,6 +133,7 @@ class FullyShard:
             cast=_cast(options.precision),
             parts=modules if len(modules) > 1 else (),
         )
+        remember(driver)
         driver.keeps_as_root = reshard_after_forward is None
         for part in modules:
             _install(part, driver, options)
@@ -178,13 +181,15 @@ def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
         slot for slot in collect_slots(_own_modules(modules)) if id(slot.original) not in ignored
     ]
     slots = [slot for slot in slots if not is_dtensor(slot.original)]
+    _check_parameters(slots, options)
+    slots, moved = settle(modules, slots)
+    slots += moved
     if not slots:
         return None
     communicators = mesh_communicators(options.mesh)
     axes = DataAxes(
         shard=communicators[-1], replicate=communicators[0] if len(communicators) == 2 else None
     )
-    _check_parameters(slots, options)
     groups = [_group(members, axes, options) for members in group_slots(slots)]
     after = options.reshard_after_forward
     settings = UnitSettings(
@@ -266,13 +271,12 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     module.register_forward_pre_hook(driver.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(driver.after_forward)
+    module.register_load_state_dict_post_hook(partial(_loaded, driver))
+
+
+def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
     if driver.unit is not None:
-        unit = driver.unit
-        module.register_load_state_dict_post_hook(partial(_loaded, unit))
-
-
-def _loaded(unit: Unit, module: nn.Module, keys: object) -> None:
-    rebuild(unit)
+        rebuild(driver.unit)
 
 
 def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -1,0 +1,131 @@
+"""Parameters that modules of several units share: they belong to the lowest unit that holds all.
+
+Units are made from the inside out, so a unit may find out later that one of its parameters is used
+elsewhere. Until a unit around all uses is made the parameter is *spread*: it stays where it is and
+looks alike everywhere. Then it moves there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.driver import Driver, driver_of
+from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout, FlatLayout
+
+__all__ = ["check_settled", "remember", "settle"]
+
+HOME = "_meshwright_home"
+"""The attribute of a parameter that was taken over: its driver and its slot."""
+
+
+def remember(driver: Driver) -> None:
+    """Mark the parameters that the unit of ``driver`` has taken over, and let go of them."""
+    unit = driver.unit
+    if unit is None:
+        return
+    for slot in unit.slots:
+        # The parameter may live on in another module; its unit must not keep it alive.
+        slot.original.__dict__[HOME] = (weakref.ref(driver), weakref.ref(slot))
+        slot.original = slot.full
+
+
+def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
+    """Which of ``slots`` a new unit of ``modules`` takes, and which move to it from units inside.
+
+    The local values of the latter are on ``slot.original``, in the shape of this rank's chunk.
+    """
+    own: list[Slot] = []
+    for slot in slots:
+        home = slot.original.__dict__.get(HOME)
+        theirs = None if home is None else home[1]()
+        driver = None if home is None else home[0]()
+        if theirs is None or driver is None or driver.unit is None:
+            own.append(slot)
+            continue
+        theirs.names += slot.names
+        theirs.places += slot.places
+        theirs.is_spread = True
+        _show_again(driver.unit)
+    inside = {part for module in modules for part in module.modules()}
+    drivers = dict.fromkeys(driver for part in inside if (driver := driver_of(part)) is not None)
+    moved: list[Slot] = []
+    for driver in drivers:
+        unit = driver.unit
+        spread = [] if unit is None else [slot for slot in unit.slots if slot.is_spread]
+        inner = [s for s in spread if all(module in inside for module, _ in s.places)]
+        moved += [_release(driver, slot) for slot in inner]
+    return own, moved
+
+
+def check_settled(unit: Unit) -> None:
+    """Raise RuntimeError when a parameter is used outside of every unit that could hold it."""
+    for slot in unit.slots:
+        if slot.is_spread:
+            raise RuntimeError(
+                f"parameter {slot.names[0]!r} is used as {', '.join(slot.names[1:])} too, in "
+                "modules of different units, and no unit contains them all. Call fully_shard on a "
+                "module that contains them, the whole model for example"
+            )
+
+
+def _release(driver: Driver, slot: Slot) -> Slot:
+    """Take ``slot`` out of the unit of ``driver``, which goes on with the rest."""
+    unit = driver.unit
+    if unit is None or not isinstance(unit.exposure, ExposedTensors):
+        raise InternalError(f"{slot.name!r} is not where it should be")
+    groups: list[ParameterGroup] = []
+    local: torch.Tensor | None = None
+    for group in unit.groups:
+        if slot not in group.slots:
+            groups.append(group)
+            continue
+        index = group.slots.index(slot)
+        local = group.buffer.local(index)
+        if len(group.slots) > 1:
+            groups.append(_without(group, index))
+    if local is None:
+        raise InternalError(f"{slot.name!r} is in no group of unit {unit.name!r}")
+    shape = slot.full.shape
+    driver.unit = unit.with_groups(groups) if groups else None
+    moved = Slot(
+        names=slot.names,
+        places=slot.places,
+        original=nn.Parameter(
+            torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),
+            requires_grad=slot.full.requires_grad,
+        ),
+    )
+    moved.local = local.clone()
+    return moved
+
+
+def _without(group: ParameterGroup, index: int) -> ParameterGroup:
+    """``group`` without one slot: the chunks of the others are the same, in another line."""
+    layout = group.buffer.layout
+    if not isinstance(layout, ChunkedLayout):
+        raise InternalError("only chunks can move to another unit")
+    kept = [number for number in range(len(group.slots)) if number != index]
+    narrower = FlatLayout.chunked(
+        [layout.names[number] for number in kept],
+        [layout.shapes[number] for number in kept],
+        layout.dtype,
+        layout.parts,
+        dims=[layout.dims[number] for number in kept],
+    )
+    slots = [group.slots[number] for number in kept]
+    for number, slot in zip(kept, slots, strict=True):
+        slot.local = group.buffer.local(number).clone()
+    return ParameterGroup(slots, narrower, group.axes, group.types, group.buffer.device)
+
+
+def _show_again(unit: Unit) -> None:
+    if isinstance(unit.exposure, ExposedTensors):
+        unit.exposure.forget_places()
+        unit.exposure.show_sharded(unit)
