@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import gloo, lookup
+from meshwright.comm import gloo, lookup, shared_memory
 from meshwright.comm.pending import Pending, TransferWaiter, Work
 from meshwright.comm.registry import PROCESS, PhaseRecord
 from meshwright.comm.streams import Clock
@@ -91,6 +91,9 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
+        shares = isinstance(group, shared_memory.SharedMemoryGroup)
+        self._labelled = group if shares else None
+        """The group, where its backend compares the labels of all ranks before data moves."""
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
@@ -342,6 +345,8 @@ class Communicator:
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor in the memory that this backend moves fastest, uninitialised."""
+        if self.device.type == "cpu":
+            return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     # ------------------------------------------------------------------ the door
@@ -376,7 +381,14 @@ class Communicator:
             )
             PROCESS.tell_issued(collective)
             pending.observed(collective, self.clock.mark())
-        pending.launched(*launch())
+        if self._labelled is None:
+            pending.launched(*launch())
+            return pending
+        self._labelled.next_label = f"{label} on axis {self.axis}" if label else ""
+        try:
+            pending.launched(*launch())
+        finally:
+            self._labelled.next_label = ""
         return pending
 
     def _next(self, kind: str, peer: int | None) -> int:

@@ -15,17 +15,20 @@ import copy
 import ctypes
 import gc
 import json
+import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import shared_memory
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failure import FailureMonitor, one_line
 from meshwright.comm.launch import record_failure
@@ -41,6 +44,8 @@ __all__ = [
     "is_connected",
     "subgroup",
 ]
+
+_log = logging.getLogger("meshwright")
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a wait gives up on a CPU; compile time does not count."""
@@ -67,6 +72,8 @@ def connect(
     when there is neither, this process is a world of its own. A default group that exists already
     is used as it is. ``timeout`` and ``hang_after`` are in seconds: a wait longer than
     ``hang_after`` is reported, one longer than ``timeout`` ends, both naming the missing ranks.
+    ``backend`` is ``"gloo"``, ``"shm"`` (shared memory, on one CPU host) or any name that c10d
+    knows; None chooses NCCL on GPUs, and on CPUs what ``MESHWRIGHT_CPU_BACKEND`` says, else Gloo.
 
     Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
     come within ``timeout``: the message names them.
@@ -199,8 +206,8 @@ def _join(
         raise ValueError("a store was given without rank and world_size: give all three")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = dist.PrefixStore(f"meshwright/attempt/{attempt}", store)
-    hosts = _sign_in(run, rank, world_size, timeout)
-    backend = backend or _choose_backend(hosts, rank)
+    roll = _sign_in(run, rank, world_size, timeout)
+    backend = _choose_backend(backend, roll, rank)
     try:
         dist.init_process_group(
             backend, store=run, rank=rank, world_size=world_size, timeout=TRANSPORT_TIMEOUT
@@ -247,9 +254,17 @@ def _open_store(
     return store, rank, world_size
 
 
-def _sign_in(store: dist.Store, rank: int, world_size: int, timeout: float) -> list[str]:
-    """Write this rank into the roll, wait for the others, and return every rank's host name."""
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "cuda": torch.cuda.device_count()}
+def _sign_in(
+    store: dist.Store, rank: int, world_size: int, timeout: float
+) -> list[Mapping[str, Any]]:
+    """Write this rank into the roll, wait for the others, and return every rank's entry."""
+    unsupported = shared_memory.is_supported()
+    mine = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "place": "" if unsupported else shared_memory.host_identity(),
+        "unsupported": unsupported,
+    }
     if store.add(f"roll/count/{rank}", 1) != 1:
         raise CommunicationError(
             f"rank {rank} has joined this run already, as {store.get(f'roll/{rank}').decode()}: "
@@ -268,16 +283,41 @@ def _sign_in(store: dist.Store, rank: int, world_size: int, timeout: float) -> l
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
-    return [str(json.loads(store.get(key))["host"]) for key in keys]
+    return [json.loads(store.get(key)) for key in keys]
 
 
-def _choose_backend(hosts: Sequence[str], rank: int) -> str:
-    """NCCL where every rank of this host has a GPU of its own, Gloo for CPU tensors."""
+def _choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """c10d's name of the backends that serve this world.
+
+    NCCL where every rank of this host has a GPU of its own. CPU tensors go through Gloo, or through
+    shared memory when that is ``asked`` for (or set in ``MESHWRIGHT_CPU_BACKEND``) and possible.
+    """
+    if asked not in (None, "gloo", "shm"):
+        return str(asked)
+    hosts = [entry["host"] for entry in roll]
     local = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
     if torch.cuda.is_available() and torch.cuda.device_count() >= hosts.count(hosts[rank]):
         torch.cuda.set_device(local)
         return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    choice = asked or os.environ.get("MESHWRIGHT_CPU_BACKEND", "gloo")
+    if choice not in ("gloo", "shm"):
+        raise ValueError(f"MESHWRIGHT_CPU_BACKEND: expected gloo or shm, found {choice!r}")
+    reason = "" if choice == "gloo" else _no_shared_memory(roll)
+    if choice == "gloo" or reason:
+        if reason and rank == 0:
+            _log.warning("%s: the ranks communicate through Gloo", reason)
+        return "gloo"
+    shared_memory.register()
+    return f"cpu:{shared_memory.BACKEND}"
+
+
+def _no_shared_memory(roll: Sequence[Mapping[str, Any]]) -> str:
+    """Why these ranks cannot share memory, the same text on all of them; empty when they can."""
+    for rank, entry in enumerate(roll):
+        if entry["unsupported"]:
+            return f"rank {rank}: {entry['unsupported']}"
+    places = {entry["place"] for entry in roll}
+    return "" if len(places) == 1 else f"the ranks are on {len(places)} hosts"
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

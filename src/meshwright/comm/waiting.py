@@ -56,10 +56,14 @@ class Watch:
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise the reason why the transport gave ``error``, naming the rank behind it."""
+        if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
+            raise error  # by a transport of ours, which names the ranks itself
         until = time.monotonic() + GRACE
         while time.monotonic() < until:
             self._check(error)
             time.sleep(0.05)
+        if isinstance(error, RankFailedError):
+            raise error  # the same: nobody has said more within the grace
         answers = self._ask(error)
         self._check(error)
         lost = self._lost(answers)
