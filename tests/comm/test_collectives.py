@@ -248,3 +248,39 @@ def test_the_old_spelling_is_called_when_somebody_replaced_it(ranks: Ranks) -> N
         return len(calls)
 
     assert ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_list_form_of_all_gather_is_a_call_of_its_own(ranks: Ranks, size: int) -> None:
+    def body() -> None:
+        import torch.distributed as dist
+
+        calls: list[str] = []
+        listed = dist.all_gather
+
+        def refused(*_: object, **__: object) -> None:
+            raise AssertionError("the single-tensor form was called")
+
+        def counted(*args: object, **kwargs: object) -> object:
+            calls.append("all_gather")
+            return listed(*args, **kwargs)
+
+        for name in ("all_gather_into_tensor", "all_gather_single"):
+            if hasattr(dist, name):
+                setattr(dist, name, refused)
+        dist.all_gather = counted
+        world = comm.communicator()
+        recorder = Recorder()
+        rows = torch.empty(size, 2, dtype=torch.int64)
+        with observe(recorder):
+            pending = world.all_gather_list(
+                rows, torch.tensor([world.rank, -world.rank]), label="order"
+            )
+            assert pending.wait() is rows
+        assert rows.tolist() == [[rank, -rank] for rank in range(size)]
+        assert calls == ["all_gather"]
+        assert recorder.kinds() == [("all_gather", "order")]
+        with pytest.raises(ValueError, match="all_gather on axis world"):
+            world.all_gather_list(rows, torch.zeros(3, dtype=torch.int64))
+
+    ranks(size, body)
