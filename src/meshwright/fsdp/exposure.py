@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from meshwright.comm.spread import spread_over
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import FlatLayout, Piece
@@ -83,7 +84,7 @@ def _show_full(slot: Slot, requires_grad: bool) -> None:
 
 
 class FlatExposure:
-    """One flat parameter on the wrapped module; the modules have none while sharded."""
+    """One flat parameter on the wrapped module; while sharded the modules hold empty tensors."""
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
@@ -98,6 +99,7 @@ class FlatExposure:
         group = self._only_group(unit)
         trains = group.slots[0].original.requires_grad
         flat = FlatParameter(group.buffer.shard, requires_grad=trains)
+        _mark(flat, group)
         for slot in group.slots:
             for module, name in slot.places:
                 module._parameters.pop(name, None)
@@ -119,7 +121,11 @@ class FlatExposure:
         """See `Exposure`."""
         if self._flat is None:
             self._flat = self._take_over(unit)
-        hide_full(unit.slots)
+        nothing = self._flat.data[:0]
+        for slot in unit.slots:
+            for module, name in slot.places:
+                # Modules look at their parameters also where they do not compute, to be printed.
+                module.__dict__[name] = nothing
 
     def show_full(self, unit: Unit) -> None:
         """See `Exposure`."""
@@ -226,11 +232,20 @@ class OriginalExposure:
     def _point(self, unit: Unit, *, keep: bool = False) -> None:
         """Let each original look into the shard; ``keep`` what it holds now."""
         self._targets = []
+        for group in unit.groups:
+            for slot in group.slots:
+                _mark(slot.original, group)
         for slot, target in _places_in_shards(unit.groups):
             if keep:
                 target.copy_(slot.original.data)
             slot.original.data = target
             self._targets.append((slot, target))
+
+
+def _mark(parameter: nn.Parameter, group: ParameterGroup) -> None:
+    """Let sums over all parameters, as of the gradient norm, know what other ranks hold of it."""
+    shard = group.axes.shard
+    spread_over(parameter, () if shard is None else (shard,))
 
 
 def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
