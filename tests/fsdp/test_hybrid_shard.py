@@ -69,6 +69,7 @@ def body_sync() -> None:
         sync_module_states=True,
         process_group=groups_of(2),
     )
+    warnings.filterwarnings("ignore", message="FSDP.state_dict_type")
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         assert (model.lin1.weight == 0).all()
         assert (model.lin2.weight == 0).all()
@@ -76,7 +77,6 @@ def body_sync() -> None:
         assert all((value == 0).all() for k, value in model.state_dict().items() if "weight" in k)
 
 
-@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type")
 def test_hsdp_sync_module_state(ranks: Ranks) -> None:
     ranks(4, body_sync)
 
@@ -95,6 +95,7 @@ def body_save_load() -> None:
     optimizer.step()
     assert model.process_group == shard
     assert model._inter_node_pg == replicate
+    warnings.filterwarnings("ignore", message="FSDP.state_dict_type")
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         model_state = model.state_dict()
         state = FSDP.optim_state_dict(model, optimizer)
@@ -106,6 +107,10 @@ def body_save_load() -> None:
     other.load_state_dict(state)
     for found, expected in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_hsdp_save_load_state_dict(ranks: Ranks) -> None:
+    ranks(4, body_save_load)
 
 
 def body_invalid_group() -> None:

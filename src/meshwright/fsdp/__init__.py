@@ -2,13 +2,15 @@
 
 Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
 `checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
-`building` (from module to unit), `auto_wrap`, `full_parameters`, `unit_wrapper` (one wrapper as a
-module), `wrapper` (the public class).
+`building` (from module to unit), `auto_wrap`, `full_parameters`, `state_dicts`, `unit_wrapper` (one
+wrapper as a module), `state_dict_types`, `optimizer_state`, `wrapper` (the public class);
+`grad_scaler`.
 """
 
 from __future__ import annotations
 
 from meshwright.fsdp.exposure import FlatParameter
+from meshwright.fsdp.grad_scaler import ShardedGradScaler
 from meshwright.fsdp.groups import hybrid_process_groups
 from meshwright.fsdp.options import (
     HYBRID_SHARDING_STRATEGIES,
@@ -56,6 +58,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

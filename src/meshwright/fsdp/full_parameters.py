@@ -177,6 +177,7 @@ def _shown(
                 if shown is not None and shown.data_ptr() != view.data_ptr():
                     view.copy_(shown.detach())
         owner._parameters[FLAT] = flat
+        exposure.show_sharded(unit)
 
 
 @contextlib.contextmanager

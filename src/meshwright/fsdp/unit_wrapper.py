@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
@@ -13,7 +14,21 @@ from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
 from meshwright.fsdp.full_parameters import SummonOptions, exposed_of, summon_own
 from meshwright.fsdp.groups import Groups
-from meshwright.fsdp.options import MixedPrecision, ShardingStrategy, TrainingState
+from meshwright.fsdp.options import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+    TrainingState,
+)
+from meshwright.fsdp.state_dicts import (
+    load_entries,
+    put_entries,
+    rename_for_load,
+    shown_names,
+    unit_entries,
+)
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
 
@@ -34,6 +49,7 @@ class UnitWrapper(nn.Module):
     _is_inner: bool
     _is_summoned: bool
     _has_cast_buffers: bool
+    _state_dict_settings: StateDictSettings
 
     # ------------------------------------------------------------------------ attributes
 
@@ -153,13 +169,69 @@ class UnitWrapper(nn.Module):
             super().apply(fn)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # pyrefly: ignore[bad-override]
-        """Not supported yet."""
-        raise NotImplementedError("state dicts of FullyShardedDataParallel are not supported yet")
+    def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The state under the names before wrapping, of the kind that is set; on every rank."""
+        settings = self._settings_in_force()
+        unit = self._unit
+        entries: dict[str, torch.Tensor] = {}
+        if unit is not None:
+            exposed_of(unit).refresh(unit)
+            entries = unit_entries(unit, self._driver.own_names, settings, self._groups)
+        with shown_names(unit):
+            if destination is None:
+                found = super().state_dict(prefix=prefix, keep_vars=keep_vars)
+            else:
+                found = super().state_dict(
+                    destination=destination, prefix=prefix, keep_vars=keep_vars
+                )
+        put_entries(found, prefix, entries, settings, rank=self.rank)
+        return found
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as of any module
-        """Not supported yet."""
-        raise NotImplementedError("state dicts of FullyShardedDataParallel are not supported yet")
+    def _settings_in_force(self) -> StateDictSettings:
+        settings = self._state_dict_settings
+        kind = settings.state_dict_type
+        if kind is StateDictType.LOCAL_STATE_DICT and self._groups.mesh is not None:
+            raise RuntimeError(
+                f"Found state_dict_type {kind.name}. DeviceMesh is not compatible with "
+                "LOCAL_STATE_DICT. Use SHARDED_STATE_DICT"
+            )
+        is_whole = self._groups.strategy is ShardingStrategy.NO_SHARD
+        if kind is StateDictType.FULL_STATE_DICT or not is_whole:
+            return settings
+        if self.check_is_root():
+            warnings.warn(
+                "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be "
+                "returned.",
+                UserWarning,
+                stacklevel=3,
+            )
+        config = FullStateDictConfig(offload_to_cpu=settings.state_dict_config.offload_to_cpu)
+        return StateDictSettings(state_dict_config=config)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take this rank's part of the unit's values; the rest is for the modules below."""
+        rename_for_load(state_dict, prefix)
+        if self._unit is not None:
+            problems = (missing_keys, error_msgs)
+            load_entries(self._unit, self._driver.own_names, state_dict, prefix, problems)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Convert the shards, and with them everything that is gathered from them."""

@@ -18,13 +18,21 @@ from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
+from meshwright.fsdp.optimizer_state import optimizer_state, rekey, state_to_load
 from meshwright.fsdp.options import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
     row_of,
 )
+from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
+from meshwright.fsdp.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver
 from meshwright.fsdp.unit_wrapper import UnitWrapper, fsdp_units, spread_gradients
 from meshwright.fsdp.wrap import WrapPolicy
@@ -176,9 +184,11 @@ class FullyShardedDataParallel(UnitWrapper):
         self._is_inner = False
         self._is_summoned = False
         self._has_cast_buffers = False
+        self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
         attach(self, self._driver)
+        self.register_load_state_dict_post_hook(clean_reported_names)
         for inner in self.fsdp_modules(module):
             inner._is_inner = True
 
@@ -276,6 +286,88 @@ class FullyShardedDataParallel(UnitWrapper):
             wrappers = [w for w in wrappers if w is module]
         with summon_all(wrappers, options):
             yield
+
+    # ------------------------------------------------------------------------ state dicts
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what ``state_dict`` of all wrappers in ``module`` gives; returns what was set."""
+        return set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What is set; AssertionError when the wrappers in ``module`` differ."""
+        return get_settings(module)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """`set_state_dict_type` inside the block; undone after it, also after an exception."""
+        with settings_for_a_while(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        ):
+            yield
+
+    # -------------------------------------------------------------------- optimizer state
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
+    ) -> dict[str, Any]:
+        """State of ``optim`` under parameter names, of the kind that is set for ``model``.
+
+        FULL gives whole tensors and is a collective; SHARDED gives this rank's parts. With
+        ``optim_state_dict``, which ``optim.state_dict()`` returned, that is converted instead.
+        """
+        return optimizer_state(model, optim, get_settings(model), optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
+
+        With ``load_directly`` it is loaded, too.
+        """
+        if is_named_optimizer:
+            raise NotImplementedError(
+                "is_named_optimizer=True is not supported: load into the plain optimizer"
+            )
+        state = state_to_load(model, optim, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(state)
+        return state
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: object = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """State of a module that is not wrapped, with names instead of positions or back."""
+        if optim_input is not None:
+            raise NotImplementedError("optim_input is not supported: pass optim")
+        return rekey(optim_state_dict, optim_state_key_type, model, optim)
 
 
 DEFERRED = "_meshwright_deferred_parameters"

@@ -1,0 +1,401 @@
+"""Optimizer state under the names of parameters: taken apart, put together, and loaded.
+
+State of a flat parameter, and of an original one that is cut, has the form of the shard. On the way
+out it is cut into parameters, on the way in it is put together again::
+
+    optimizer          {0: {"exp_avg": (17,), "step": ()}}            positions, this rank's shards
+    optim_state_dict   {"first.weight": {"exp_avg": (7, 5), "step": ()}, "first.bias": ...}
+
+State of parameters that no unit manages passes as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.shard_view import ShardView
+from meshwright.data_parallel.unit import ParameterGroup, Unit
+from meshwright.fsdp.exposure import FlatExposure, flat_layout, own_pieces
+from meshwright.fsdp.full_parameters import cut_line, exposed_of, gather_line
+from meshwright.fsdp.options import (
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+    StateDictType,
+)
+from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
+from meshwright.fsdp.traversal import clean_name
+from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
+
+__all__ = ["names_by_parameter", "optimizer_state", "rekey", "state_to_load"]
+
+State = dict[str, Any]
+"""The state of one parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Managed:
+    """One parameter of the model as a part of a unit."""
+
+    group: ParameterGroup
+    index: int
+    names: tuple[str, ...]
+    exposed: nn.Parameter
+    """What the optimizer holds: its own object, or the flat parameter of its unit."""
+    is_flat: bool
+    wrapper: UnitWrapper
+
+
+def _managed(model: nn.Module) -> list[_Managed]:
+    """All parameters that units manage, in order."""
+    found: list[_Managed] = []
+    prefixes = {module: clean_name(name) for name, module in model.named_modules()}
+    for wrapper in wrappers_in(model):
+        unit = wrapper._unit
+        if unit is None:
+            continue
+        prefix = prefixes[wrapper]
+        found += _of_unit(wrapper, unit, f"{prefix}." if prefix else "")
+    return found
+
+
+def _of_unit(wrapper: UnitWrapper, unit: Unit, prefix: str) -> list[_Managed]:
+    is_flat = isinstance(unit.exposure, FlatExposure)
+    exposed = exposed_of(unit).parameters(unit)
+    names = iter(wrapper._driver.own_names)
+    positions = [(group, index) for group in unit.groups for index in range(len(group.slots))]
+    return [
+        _Managed(
+            group=group,
+            index=index,
+            names=tuple(prefix + name for name in next(names)),
+            exposed=exposed[0] if is_flat else exposed[number],
+            is_flat=is_flat,
+            wrapper=wrapper,
+        )
+        for number, (group, index) in enumerate(positions)
+    ]
+
+
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """The names that stand for each exposed parameter: several for a flat one."""
+    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    for entry in _managed(model):
+        found[entry.exposed] = (*found.get(entry.exposed, ()), entry.names[0])
+    for name, parameter in model.named_parameters():
+        found.setdefault(parameter, (clean_name(name),))
+    return found
+
+
+# ------------------------------------------------------------------------------------- out
+
+
+def optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: StateDictSettings,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """State and groups of ``optimizer`` by name; a collective over the shards for FULL."""
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise NotImplementedError(
+            "optimizer state of type LOCAL_STATE_DICT is not supported: use FULL_STATE_DICT or "
+            "SHARDED_STATE_DICT"
+        )
+    names = names_by_parameter(model)
+    state, groups = _by_parameter(optimizer, given)
+    found: dict[str, State] = {}
+    for entry in _managed(model):
+        found.update(_take_apart(entry, state.get(entry.exposed), settings))
+    managed = {entry.exposed for entry in _managed(model)}
+    for parameter, own in state.items():
+        if parameter not in managed:
+            (name,) = _known(names, parameter)
+            found[name] = dict(own)
+    config = settings.optim_state_dict_config
+    if config.offload_to_cpu:
+        found = {name: {k: _to_cpu(v) for k, v in own.items()} for name, own in found.items()}
+    is_empty = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    if is_empty and wrappers_in(model)[0].rank != 0:
+        return {}
+    return {"state": found, "param_groups": [_named_group(group, names) for group in groups]}
+
+
+def _by_parameter(
+    optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None
+) -> tuple[dict[nn.Parameter, State], list[dict[str, Any]]]:
+    """State by parameter, and groups that hold parameters: of the optimizer, or of its dict."""
+    if given is None:
+        held: dict[Any, State] = dict(optimizer.state)
+        return held, optimizer.param_groups
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in given["param_groups"] for key in group["params"]]
+    of_key = dict(zip(keys, listed, strict=True))
+    state = {of_key[key]: own for key, own in given["state"].items()}
+    groups = [
+        {**group, "params": [of_key[key] for key in group["params"]]}
+        for group in given["param_groups"]
+    ]
+    return state, groups
+
+
+def _named_group(
+    group: Mapping[str, Any], names: Mapping[nn.Parameter, tuple[str, ...]]
+) -> dict[str, Any]:
+    listed = [name for parameter in group["params"] for name in _known(names, parameter)]
+    return {**group, "params": listed}
+
+
+def _known(
+    names: Mapping[nn.Parameter, tuple[str, ...]], parameter: nn.Parameter
+) -> tuple[str, ...]:
+    if parameter not in names:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
+            "model: build the optimizer from the wrapped model's parameters"
+        )
+    return names[parameter]
+
+
+def _take_apart(
+    entry: _Managed, own: Mapping[str, Any] | None, settings: StateDictSettings
+) -> dict[str, State]:
+    """The state of one parameter under its names, if any rank has some."""
+    held: dict[str, Any] = dict(own or {})
+    spread = {k for k, v in held.items() if _is_shard_like(v, entry.exposed.shape)}
+    # Copies: several parameters share the counter of their flat one, and optimizers change it.
+    result: State = {k: copy.deepcopy(v) for k, v in held.items() if k not in spread}
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    shard = entry.group.axes.shard
+    if is_full and shard is not None:
+        answers = _exchange(shard, own is not None, spread, result)
+        if not any(has_state for has_state, _, _ in answers):
+            return {}
+        spread = {key for _, keys, _ in answers for key in keys}
+        for _, _, scalars in reversed(answers):
+            result = {**{k: _of_numbers(v) for k, v in scalars.items()}, **result}
+    elif own is None:
+        return {}
+    for key in sorted(spread):
+        result[key] = _spread_value(entry, held.get(key), settings)
+    return {entry.names[0]: dict(sorted(result.items()))}
+
+
+def _is_shard_like(value: object, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == shape
+
+
+def _exchange(
+    shard: Communicator, has_state: bool, spread: set[str], rest: Mapping[str, Any]
+) -> list[tuple[bool, list[str], dict[str, Any]]]:
+    """What each rank has of one parameter: a rank whose part is empty may have no state at all."""
+    scalars = {k: _numbers(v) for k, v in rest.items() if _numbers(v) is not None}
+    payload = json.dumps([has_state, sorted(spread), scalars]).encode()
+    return [json.loads(t) for t in shard.gather_bytes(payload, label="optimizer state keys")]
+
+
+def _numbers(value: object) -> list[Any] | None:
+    """A scalar as JSON: its dtype (none for a plain number) and value; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return [str(value.dtype).removeprefix("torch."), value.item()]
+    return ["", value] if isinstance(value, bool | int | float) else None
+
+
+def _of_numbers(numbers: Sequence[Any]) -> Any:  # noqa: ANN401 - a number or a tensor
+    dtype, value = numbers
+    return torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+
+
+def _spread_value(entry: _Managed, value: torch.Tensor | None, settings: StateDictSettings) -> Any:  # noqa: ANN401
+    """The state of one parameter whose parts are spread like its shards."""
+    group, index = entry.group, entry.index
+    piece = own_pieces(group).get(index)
+    template = group.buffer.shard if value is None else value
+    local = template.new_empty(0)
+    if piece is not None and value is not None:
+        flat = value.reshape(-1)
+        local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    shape = flat_layout(group).shapes[index]
+    if group.axes.shard is None:
+        return local.reshape(shape)
+    if not is_full and entry.wrapper._groups.mesh is None:
+        return sharded_value(group, index, local, entry.names[0])
+    line = template.new_zeros(group.buffer.shard.numel())
+    if piece is not None and local.numel():
+        line[piece.offset : piece.offset + piece.numel].copy_(local)
+    whole = cut_line(group, gather_line(group, line, f"optimizer state {entry.names[0]}"))[index]
+    return whole.clone() if is_full else as_dtensor(whole, entry.wrapper._groups)
+
+
+def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+# -------------------------------------------------------------------------------------- in
+
+
+def state_to_load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What ``optimizer.load_state_dict`` takes: positions, and this rank's parts."""
+    names = names_by_parameter(model)
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    position = {parameter: number for number, parameter in enumerate(listed)}
+    given = {clean_name(str(name)): own for name, own in state["state"].items()}
+    found: dict[int, State] = {}
+    flats: dict[nn.Parameter, list[_Managed]] = {}
+    managed = _managed(model)
+    for entry in managed:
+        if entry.is_flat:
+            flats.setdefault(entry.exposed, []).append(entry)
+            continue
+        own = next((given[name] for name in entry.names if name in given), None)
+        if own is not None and entry.exposed in position:
+            found[position[entry.exposed]] = {k: _own_part(entry, v) for k, v in own.items()}
+    for flat, entries in flats.items():
+        if flat in position:
+            own = _put_together(entries, given)
+            if own:
+                found[position[flat]] = own
+    exposed = {entry.exposed for entry in managed}
+    for parameter, number in position.items():
+        if parameter not in exposed:
+            (name,) = _known(names, parameter)
+            if name in given:
+                found[number] = dict(given[name])
+    return {"state": found, "param_groups": _groups_to_load(optimizer, state, names, position)}
+
+
+def _own_part(entry: _Managed, value: Any) -> Any:  # noqa: ANN401 - any state
+    """This rank's part of a value, in the form of the exposed parameter."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return copy.deepcopy(value)
+    shape = flat_layout(entry.group).shapes[entry.index]
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            "Tensor optimizer state does not have same shape as its parameter: expected "
+            f"{shape} for {entry.names[0]}, found {tuple(value.shape)}"
+        )
+    piece = own_pieces(entry.group).get(entry.index)
+    count = 0 if piece is None else piece.numel
+    if isinstance(value, ShardView):
+        begin = 0 if piece is None else piece.start
+        if value.local.numel() == count and (value.start == begin or not count):
+            return value.local
+        value = value.full_tensor()
+    elif is_dtensor(value):
+        value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
+    flat = value.reshape(-1)
+    part = flat[:0] if piece is None else flat[piece.start : piece.stop]
+    part = part.clone()
+    return part.view(shape) if entry.group.axes.shard is None and not entry.is_flat else part
+
+
+def _put_together(entries: Sequence[_Managed], given: Mapping[str, State]) -> State:
+    """The state of a flat parameter from that of all its parameters."""
+    found = [next((given[n] for n in e.names if n in given), None) for e in entries]
+    present = [own for own in found if own]
+    if not present:
+        return {}
+    keys = set(present[0])
+    called = [entry.names[0] for entry in entries]
+    if any(set(own) != keys for own in present):
+        raise ValueError(
+            "Differing optimizer state names for the unflattened parameters "
+            f"{called}: {[sorted(own) for own in present]}"
+        )
+    if len(present) != len(entries):
+        raise ValueError(
+            "All unflattened parameters comprising a single flat parameter must have state, or "
+            f"none of them: of {called}, only {len(present)} have some"
+        )
+    result: State = {}
+    for key in sorted(keys):
+        values = [own[key] for own in present]
+        spreads = {isinstance(v, torch.Tensor) and v.ndim > 0 for v in values}
+        if len(spreads) > 1:
+            raise ValueError(
+                f"Differing optimizer state types for state {key!r} of the unflattened parameters "
+                f"{called}"
+            )
+        is_spread = spreads.pop()
+        result[key] = _line_of(entries, values) if is_spread else copy.deepcopy(values[0])
+    return result
+
+
+def _line_of(entries: Sequence[_Managed], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    group = entries[0].group
+    pieces = own_pieces(group)
+    shard = group.buffer.shard
+    line = torch.zeros(shard.numel(), dtype=values[0].dtype, device=shard.device)
+    for entry, value in zip(entries, values, strict=True):
+        part, piece = _own_part(entry, value), pieces.get(entry.index)
+        if piece is not None:
+            line[piece.offset : piece.offset + piece.numel].copy_(part.reshape(-1))
+    return line
+
+
+def _groups_to_load(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    names: Mapping[nn.Parameter, tuple[str, ...]],
+    position: Mapping[nn.Parameter, int],
+) -> list[dict[str, Any]]:
+    """The settings of each group of the optimizer, as saved with its first parameter."""
+    saved = {
+        clean_name(str(name)): group for group in state["param_groups"] for name in group["params"]
+    }
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        own = [name for p in group["params"] for name in _known(names, p)]
+        source = next((saved[name] for name in own if name in saved), group)
+        groups.append({**source, "params": [position[p] for p in group["params"]]})
+    return groups
+
+
+# ------------------------------------------------------------------------------------- keys
+
+
+def rekey(
+    state: Mapping[str, Any],
+    to: OptimStateKeyType,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """``state`` of a module that is not wrapped, with names for positions or the other way."""
+    if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        raise AssertionError(
+            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
+        )
+    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+    kinds = {type(key) for key in keys}
+    if not kinds <= {int} and not kinds <= {str}:
+        raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
+    by_name = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
+    listed = [p for group in groups for p in group["params"]] or list(model.parameters())
+    name_of = {parameter: name for name, parameter in by_name.items()}
+    ordered = [name_of[parameter] for parameter in listed]
+    change: dict[Any, Any]
+    if to is OptimStateKeyType.PARAM_NAME:
+        change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
+    else:
+        numbers = {name: number for number, name in enumerate(ordered)}
+        change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
+    return {
+        "state": {change[key]: own for key, own in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [change[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

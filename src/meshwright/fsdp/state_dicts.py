@@ -1,0 +1,257 @@
+"""Model state dicts of three kinds: whole tensors, parts that know the whole, flat shards.
+
+::
+
+    FULL      a gather per unit; plain tensors      loading sends nothing
+    SHARDED   nothing is sent; a `ShardView` each   a DTensor each where a mesh was given
+    LOCAL     nothing is sent; `_flat_param` of a unit
+
+Names are those of the module before it was wrapped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor
+from meshwright.comm.shard_view import ShardView
+from meshwright.data_parallel.unit import ParameterGroup, Unit
+from meshwright.fsdp.exposure import FLAT, FlatExposure, flat_layout, own_pieces
+from meshwright.fsdp.full_parameters import cut_line, exposed_of, gather_line
+from meshwright.fsdp.groups import Groups
+from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType
+from meshwright.fsdp.traversal import WRAPPED, clean_name
+from meshwright.layout import Replicate, Shard, chunk
+
+__all__ = [
+    "as_dtensor",
+    "clean_reported_names",
+    "load_entries",
+    "put_entries",
+    "rename_for_load",
+    "sharded_value",
+    "shown_names",
+    "unit_entries",
+]
+
+
+def unit_entries(
+    unit: Unit, names: Sequence[tuple[str, ...]], settings: StateDictSettings, groups: Groups
+) -> dict[str, torch.Tensor]:
+    """The entries of one unit under the names seen from its wrapper; collective for FULL."""
+    kind = settings.state_dict_type
+    offloads = settings.state_dict_config.offload_to_cpu
+    entries: dict[str, torch.Tensor] = {}
+    rest = iter(names)
+    for number, group in enumerate(unit.groups):
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            entries[FLAT if number == 0 else f"{FLAT}_{number}"] = _local_value(group, unit.name)
+            values: Iterator[torch.Tensor] = iter(())
+        else:
+            values = iter(_values(group, unit.name, kind, groups))
+        for value in values:
+            entries.update(dict.fromkeys(next(rest), value.cpu() if offloads else value))
+    if isinstance(unit.exposure, FlatExposure) or kind is not StateDictType.LOCAL_STATE_DICT:
+        return entries
+    for slot, own in zip(unit.slots, names, strict=True):
+        entries.update(dict.fromkeys(own, slot.original.detach()))
+    return entries
+
+
+def _values(
+    group: ParameterGroup, name: str, kind: StateDictType, groups: Groups
+) -> list[torch.Tensor]:
+    """One value for each parameter of ``group``."""
+    layout, shard = flat_layout(group), group.buffer.shard
+    is_full = kind is StateDictType.FULL_STATE_DICT or group.axes.shard is None
+    if is_full or groups.mesh is not None:
+        wholes = cut_line(group, gather_line(group, shard, f"state dict of {name}"))
+        if is_full:
+            return [whole.clone() for whole in wholes]
+        return [as_dtensor(whole, groups) for whole in wholes]
+    pieces = own_pieces(group)
+    return [
+        sharded_value(group, index, _cut(shard, pieces.get(index)), layout.names[index])
+        for index in range(len(layout.names))
+    ]
+
+
+def _cut(shard: torch.Tensor, piece: Any) -> torch.Tensor:  # noqa: ANN401 - a piece or None
+    return shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
+
+
+def sharded_value(
+    group: ParameterGroup, index: int, local: torch.Tensor, name: str
+) -> torch.Tensor:
+    """A tensor of the whole shape of parameter ``index`` that holds ``local``, this rank's part."""
+    piece = own_pieces(group).get(index)
+    return ShardView(
+        local.detach(),
+        0 if piece is None else piece.start,
+        flat_layout(group).shapes[index],
+        name=name,
+        communicator=group.axes.shard,
+    )
+
+
+def as_dtensor(whole: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """A whole tensor as a DTensor on the mesh, cut along dim 0 on its last axis."""
+    mesh, shard = groups.mesh, groups.shard
+    if mesh is None:
+        return whole
+    start, length = chunk(whole.shape[0], shard.size, shard.rank)
+    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    local = whole[start : start + length].clone()
+    return dtensor_at_rest(local, mesh, placements, whole.shape, whole.stride())
+
+
+def _local_value(group: ParameterGroup, name: str) -> torch.Tensor:
+    layout = flat_layout(group)
+    alignment = math.gcd(16 // group.types.master.itemsize, *layout.offsets)
+    total = -(-layout.extent // alignment) * alignment
+    start, stop = layout.shard_range(group.axes.part)
+    start, stop = min(start, total), min(stop, total)
+    local = group.buffer.shard[: stop - start]
+    return ShardView(local, start, (total,), name=name, communicator=group.axes.shard)
+
+
+# ------------------------------------------------------------------------------------ saving
+
+
+class shown_names:  # noqa: N801 - it is used as a function: `with shown_names(unit):`
+    """Lets the modules of a flat unit list the names of its parameters, with empty tensors."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit if unit is not None and isinstance(unit.exposure, FlatExposure) else None
+
+    def __enter__(self) -> None:
+        if self._unit is None:
+            return
+        exposure = exposed_of(self._unit)
+        if isinstance(exposure, FlatExposure):
+            exposure.owner._parameters.pop(FLAT, None)
+        nothing = nn.Parameter(torch.empty(0), requires_grad=False)
+        for slot in self._unit.slots:
+            for module, name in slot.places:
+                module._parameters[name] = nothing
+
+    def __exit__(self, *error: object) -> None:
+        if self._unit is None:
+            return
+        for slot in self._unit.slots:
+            for module, name in slot.places:
+                module._parameters.pop(name, None)
+        exposure = exposed_of(self._unit)
+        if isinstance(exposure, FlatExposure):
+            exposure.owner._parameters[FLAT] = exposure.flat
+
+
+def put_entries(
+    destination: dict[str, Any],
+    prefix: str,
+    entries: dict[str, torch.Tensor],
+    settings: StateDictSettings,
+    *,
+    rank: int,
+) -> None:
+    """Put ``entries`` in place, strip the wrapper's prefix, and apply the configuration."""
+    inner = f"{prefix}{WRAPPED}."
+    config = settings.state_dict_config
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    is_empty = isinstance(config, FullStateDictConfig) and config.rank0_only and rank != 0
+    raw = [(key, destination.pop(key)) for key in list(destination) if key.startswith(inner)]
+    if is_empty:
+        return
+    for key, found in raw:
+        name = key[len(inner) :]
+        value = entries.pop(name, found)
+        if isinstance(value, torch.Tensor) and value is found:
+            if is_local and value.numel() == 0 and not isinstance(value, ShardView):
+                continue
+            value = value.cpu() if config.offload_to_cpu else value
+        destination[prefix + name] = value
+    for name, value in entries.items():
+        destination[prefix + name] = value
+
+
+# ----------------------------------------------------------------------------------- loading
+
+
+def rename_for_load(state: dict[str, Any], prefix: str) -> None:
+    """Give the entries below ``prefix`` the names that the wrapped module has now."""
+    inner = f"{prefix}{WRAPPED}."
+    for key in [k for k in state if k.startswith(prefix) and not k.startswith(inner)]:
+        state[inner + key[len(prefix) :]] = state.pop(key)
+
+
+def clean_reported_names(module: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - torch's
+    """Report missing and unexpected keys by the names that state dicts have."""
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [clean_name(key) for key in keys]
+
+
+@torch.no_grad()
+def load_entries(
+    unit: Unit,
+    names: Sequence[tuple[str, ...]],
+    state: dict[str, Any],
+    prefix: str,
+    problems: tuple[list[str], list[str]],
+) -> None:
+    """Take the unit's values out of ``state``; ``problems`` gets missing keys and errors."""
+    inner = f"{prefix}{WRAPPED}."
+    missing, errors = problems
+    unit.reshard()
+    is_flat = isinstance(unit.exposure, FlatExposure)
+    rest = iter(names)
+    for number, group in enumerate(unit.groups):
+        flat_key = inner + (FLAT if number == 0 else f"{FLAT}_{number}")
+        flat = state.pop(flat_key, None)
+        if flat is not None:
+            local = flat.local if isinstance(flat, ShardView) else flat
+            group.buffer.shard[: local.numel()].copy_(local.reshape(-1))
+        for index in range(len(group.slots)):
+            own = next(rest)
+            found = [state.pop(inner + name) for name in own if inner + name in state]
+            if flat is not None:
+                continue
+            if found:
+                _load_value(group, index, found[0], (clean_name(prefix + own[0]), errors))
+            else:
+                missing.append(prefix + own[0])
+    exposure = exposed_of(unit)
+    if is_flat:
+        state[inner + FLAT] = exposure.parameters(unit)[0]
+        return
+    for slot, own in zip(unit.slots, names, strict=True):
+        for name in own:
+            state[inner + name] = slot.original
+
+
+def _load_value(
+    group: ParameterGroup, index: int, value: torch.Tensor, report: tuple[str, list[str]]
+) -> None:
+    name, errors = report
+    shape, piece = flat_layout(group).shapes[index], own_pieces(group).get(index)
+    if tuple(value.shape) != shape:
+        errors.append(
+            f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from "
+            f"checkpoint, the shape in current model is {shape}."
+        )
+        return
+    target = _cut(group.buffer.shard, piece)
+    if isinstance(value, ShardView):
+        begin = 0 if piece is None else piece.start
+        if value.local.numel() == target.numel() and (value.start == begin or not target.numel()):
+            target.copy_(value.local)
+            return
+        value = value.full_tensor()
+    elif is_dtensor(value):
+        value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
+    if piece is not None:
+        target.copy_(value.detach().reshape(-1)[piece.start : piece.stop])
