@@ -1,6 +1,10 @@
-"""CPU time of replicated training against torch's DDP: interleaved arms, medians of ratios.
+"""CPU time of data-parallel training against torch's own: interleaved arms, medians of ratios.
 
     python benchmarks/data_parallel.py --models tiny gpt net --ranks 2 --rounds 9
+    python benchmarks/data_parallel.py --family sharded
+
+Of the family ``replicated`` the peer is torch's DDP at its best setting, of ``sharded`` the faster
+one of torch's FSDP1 and FSDP2.
 
 Every arm trains the same model on every rank in one process each; the arms take turns in short
 rounds, so that a busy machine slows all of them alike. A ratio is taken within a round.
@@ -15,14 +19,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import comm
 from meshwright.data_parallel import replicate
+from meshwright.data_parallel.sharded import fully_shard
 
 __all__ = ["main"]
 
@@ -54,8 +63,38 @@ WORKLOADS = {
 }
 
 
-def arms(model: nn.Module) -> dict[str, nn.Module]:
+PEERS = {"replicated": ("ddp", "ddp view"), "sharded": ("fsdp1", "fsdp1 orig", "fsdp2")}
+"""The arms of each family that ours are compared with."""
+
+
+def arms(model: nn.Module, family: str) -> dict[str, nn.Module]:
     """The same model under each strategy, each a copy of its own."""
+    return replicated_arms(model) if family == "replicated" else sharded_arms(model)
+
+
+def sharded_arms(model: nn.Module) -> dict[str, nn.Module]:
+    """Each layer a unit, and the root."""
+    layer = type(next(iter(model.layers if hasattr(model, "layers") else model)))
+    cpu = torch.device("cpu")
+    flat: dict[str, Any] = {"device_id": cpu, "auto_wrap_policy": ModuleWrapPolicy({layer})}
+    torch_2, ours = copy.deepcopy(model), copy.deepcopy(model)
+    for name, apply in (("fsdp2", torch_fully_shard), ("ours", fully_shard)):
+        whole = torch_2 if name == "fsdp2" else ours
+        for part in list(whole.modules()):
+            if isinstance(part, layer):
+                apply(part)
+        apply(whole)
+    return {
+        "plain": copy.deepcopy(model),
+        "fsdp1": FullyShardedDataParallel(copy.deepcopy(model), **flat),
+        "fsdp1 orig": FullyShardedDataParallel(copy.deepcopy(model), use_orig_params=True, **flat),
+        "fsdp2": torch_2,
+        "ours": ours,
+    }
+
+
+def replicated_arms(model: nn.Module) -> dict[str, nn.Module]:
+    """The same model under DDP and replicate."""
     copies = {
         name: copy.deepcopy(model) for name in ("plain", "ddp", "ddp view", "ours", "ours view")
     }
@@ -82,7 +121,7 @@ def spend(
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def measure(rank: int, size: int, port: int, names: list[str], rounds: int) -> None:
+def measure(rank: int, size: int, port: int, names: list[str], rounds: int, family: str) -> None:
     """One rank of the benchmark; rank 0 prints the table."""
     environment = {
         "RANK": rank,
@@ -96,7 +135,7 @@ def measure(rank: int, size: int, port: int, names: list[str], rounds: int) -> N
     for name in names:
         torch.manual_seed(0)
         work = WORKLOADS[name]
-        models = arms(work.build())
+        models = arms(work.build(), family)
         optimizers = {arm: torch.optim.SGD(m.parameters(), lr=1e-4) for arm, m in models.items()}
         spent: dict[str, list[tuple[float, float]]] = {arm: [] for arm in models}
         for number in range(rounds + 1):
@@ -107,15 +146,19 @@ def measure(rank: int, size: int, port: int, names: list[str], rounds: int) -> N
                 if number:
                     spent[arm].append((sum(c for c, _ in mine) / size, max(w for _, w in mine)))
         if rank == 0:
-            show(name, work.steps, spent)
+            show(name, work.steps, spent, PEERS[family])
     comm.disconnect()
 
 
-def show(name: str, steps: int, spent: dict[str, list[tuple[float, float]]]) -> None:
+def show(
+    name: str,
+    steps: int,
+    spent: dict[str, list[tuple[float, float]]],
+    peers: tuple[str, ...],
+) -> None:
     print(f"{name}: median of {len(spent['plain'])} rounds of {steps} steps")
-    columns = f"{'CPU ms':>8} {'CPU/plain':>10} {'CPU/ddp':>9} {'wall ms':>8}"
-    print(f"  {'arm':<10} {columns} {'wall/ddp (quartiles)':>24}")
-    peers = ("ddp", "ddp view")
+    columns = f"{'CPU ms':>8} {'CPU/plain':>10} {'CPU/peer':>9} {'wall ms':>8}"
+    print(f"  {'arm':<10} {columns} {'wall/peer (quartiles)':>24}")
     best = spent[min(peers, key=lambda arm: statistics.median(cpu for cpu, _ in spent[arm]))]
     for arm, rows in spent.items():
         cpu = statistics.median(c for c, _ in rows) / steps * 1e3
@@ -134,8 +177,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--port", type=int, default=29731)
+    parser.add_argument("--family", choices=list(PEERS), default="replicated")
     options = parser.parse_args()
-    arguments = (options.ranks, options.port, options.models, options.rounds)
+    arguments = (options.ranks, options.port, options.models, options.rounds, options.family)
     mp.spawn(measure, arguments, nprocs=options.ranks)
 
 

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
+from meshwright.data_parallel import replicate
+from meshwright.data_parallel.optimizer import flat_groups
 from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
 from meshwright.mesh import init_device_mesh
@@ -494,3 +497,189 @@ def body_shared_between_units() -> None:
 
 def test_a_parameter_shared_between_units_moves_up(ranks: Ranks) -> None:
     ranks(2, body_shared_between_units)
+
+
+def body_flat_groups() -> None:
+    world = communicator()
+    one = mlp()
+    model = shard_all(copy.deepcopy(one))
+    flat = flat_groups(model)
+    assert [tensor.ndim for tensor in flat] == [1, 1]
+    ours, theirs = torch.optim.AdamW(flat, lr=0.01), torch.optim.AdamW(one.parameters(), lr=0.01)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(5)).double()
+    for step in range(4):
+        for _ in range(2):
+            model(share(x, world.rank, world.size)).square().mean().backward()
+            one(x).square().mean().backward()
+        same(model, one, gradients=True, tolerance=1e-10)
+        ours.step()
+        theirs.step()
+        ours.zero_grad(set_to_none=step % 2 == 0)
+        theirs.zero_grad()
+    same(model, one, gradients=False, tolerance=1e-10)
+    raises(ValueError, "found none in this Linear", lambda: flat_groups(nn.Linear(2, 2)))
+
+
+def test_the_flat_view_gives_the_same_update(ranks: Ranks) -> None:
+    ranks(2, body_flat_groups)
+
+
+def body_no_dtensor_operator() -> None:
+    model = shard_all(mlp())
+    x = torch.randn(4, 6).double()
+    model(x).sum().backward()
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(issubclass(kind, DTensor) for kind in types):
+                seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        model(x).sum().backward()
+    assert not seen
+
+
+def test_no_dtensor_operator_runs_in_a_step(ranks: Ranks) -> None:
+    ranks(2, body_no_dtensor_operator)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2).t())
+
+
+def body_refusals() -> None:
+    raises(
+        ValueError,
+        "fully_shard does not support containers that do not implement forward: ",
+        lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+    )
+    once = fully_shard(nn.Linear(2, 2))
+    raises(
+        AssertionError,
+        "Each distinct composable distributed API can only be applied to a module once.",
+        lambda: fully_shard(once),
+    )
+    raises(AssertionError, "FSDP does not support deepcopy.", lambda: copy.deepcopy(once))
+    scalar = "fully_shard doesn't support scalar parameters. Change scale to a 1D tensor"
+    raises(ValueError, scalar, lambda: fully_shard(Scalar()))
+    raises(NotImplementedError, "non-contiguous", lambda: fully_shard(Strided()))
+    whole_mesh = init_device_mesh("cpu", (1, 1, 2))
+    text = "fully_shard expects a 1D or 2D DeviceMesh but got"
+    raises(ValueError, text, lambda: fully_shard(nn.Linear(2, 2), mesh=whole_mesh))
+    unnamed = init_device_mesh("cpu", (1, 2))
+    text = "Please init the 2D mesh for HSDP with mesh_dim_names specified"
+    raises(AssertionError, text, lambda: fully_shard(nn.Linear(2, 2), mesh=unnamed))
+    text = "reshard_after_forward should be a bool or an int representing the group size"
+    raises(ValueError, text, lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="no"))
+    text = "If passing reshard_after_forward as an int, it should be a factor of"
+    raises(ValueError, text, lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3))
+    text = "FSDP does not support uneven sharding on dim"
+    raises(
+        NotImplementedError,
+        text,
+        lambda: fully_shard(nn.Linear(3, 2, bias=False), shard_placement_fn=lambda _: Shard(1)),
+    )
+    raises(
+        AssertionError,
+        "Shard dim 2 is invalid",
+        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(2)),
+    )
+    meta = fully_shard(nn.Linear(2, 2, device="meta"))
+    text = "FSDP parameters should be materialized from meta device before training"
+    raises(RuntimeError, text, lambda: meta(torch.ones(1, 2)))
+    inner = nn.Sequential(fully_shard(nn.Linear(2, 2)))
+    inner[0](torch.ones(1, 2))
+    fully_shard(inner)
+    text = "FSDP state has already been lazily initialized for 0\nFSDP requires"
+    raises(RuntimeError, text, lambda: inner(torch.ones(1, 2)))
+    raises(
+        RuntimeError,
+        "Cannot apply `replicate()` on a Module already managed by `fully_shard`",
+        lambda: replicate(once),
+    )
+
+
+def test_what_is_refused(ranks: Ranks) -> None:
+    ranks(2, body_refusals)
+
+
+def body_settings() -> None:
+    model = shard_all(mlp())
+    text = "Expects FSDPModule but got"
+    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        raises(ValueError, text, lambda method=method: method([nn.Linear(2, 2)]))
+        method([model[2]])
+    wrong = model.set_reduce_scatter_max_input_buffers
+    raises(TypeError, "max_input_buffers must be", lambda: wrong("two"))
+    raises(ValueError, "max_input_buffers must be", lambda: wrong(0))
+    raises(
+        ValueError,
+        "reshard_after_forward should be a bool",
+        lambda: model.set_reshard_after_forward(2),
+    )
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(5)).double()
+    model(x).sum().backward()
+    before = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for part in (model[0], model[2]):
+        part.set_gradient_divide_factor(4.0)
+        part.set_all_reduce_hook(lambda tensor: tensor.mul_(3.0))
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    model(x).sum().backward()
+    assert not isinstance(model[0].weight, DTensor)
+    model[0].reshard()
+    model[2].reshard()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), before[name] * 1.5)
+
+
+def test_settings_of_a_sharded_module(ranks: Ranks) -> None:
+    ranks(2, body_settings)
+
+
+def body_other_dim() -> None:
+    world = communicator()
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)).double()
+    model = copy.deepcopy(one)
+    choose = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] == 4 else None  # noqa: E731
+    shard_all(model, shard_placement_fn=choose)
+    assert model[0].weight.placements[0].dim == 1
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(5)).double()
+    for _ in range(2):
+        model(share(x, world.rank, world.size)).square().mean().backward()
+        one(x).square().mean().backward()
+    same(model, one, gradients=True, tolerance=1e-10)
+
+
+def test_sharding_along_another_dim(ranks: Ranks) -> None:
+    ranks(2, body_other_dim)
+
+
+def body_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    shard_all(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(whole(p.grad).abs().sum() > 0 for p in model.parameters())
+
+
+def test_parameters_from_the_meta_device(ranks: Ranks) -> None:
+    ranks(2, body_meta)

@@ -58,6 +58,7 @@ class ExposedTensors:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
+        self._flat: dict[ParameterGroup, nn.Parameter] = {}
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
@@ -65,6 +66,13 @@ class ExposedTensors:
         if found is None:
             found = [_Entry(group, index, self.mesh) for index in range(len(group.slots))]
             self._entries[group] = found
+        return found
+
+    def flat(self, group: ParameterGroup) -> nn.Parameter:
+        """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
+        found = self._flat.get(group)
+        if found is None:
+            found = self._flat[group] = nn.Parameter(group.buffer.shard)
         return found
 
     def forget_places(self) -> None:
@@ -95,6 +103,15 @@ class ExposedTensors:
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
         """Set ``.grad`` to a view of ``reduced``, or add to it."""
+        flat = self._flat.get(group)
+        if flat is not None:
+            entries = self.entries(group)
+            if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
+                flat.grad.add_(reduced)  # the parameters' gradients are views of it
+                return
+            flat.grad = reduced
+            for entry in entries:
+                entry.exposed.grad = None
         for entry, is_used in zip(self.entries(group), used, strict=True):
             exposed = entry.exposed
             if not is_used or not exposed.requires_grad:

@@ -18,7 +18,7 @@ import torch
 from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.unit import ParameterGroup, Unit
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.driver import Driver
@@ -157,10 +157,16 @@ def _order_check(drivers: Sequence[Driver], options: OrderOptions | None) -> Ord
         OrderedUnit(
             name=driver.name,
             parameters=() if driver.unit is None else tuple(s.name for s in driver.unit.slots),
+            payload=() if driver.unit is None else tuple(_sent(g) for g in driver.unit.groups),
         )
         for driver in drivers
     ]
     return OrderCheck(communicator, ordered, options)
+
+
+def _sent(group: ParameterGroup) -> int:
+    """Bytes that this rank gives to the gather of ``group``."""
+    return group.buffer.layout.shard_size * group.types.compute.itemsize
 
 
 def _widest(units: Sequence[Unit]) -> Communicator | None:
