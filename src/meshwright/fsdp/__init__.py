@@ -3,7 +3,8 @@
 Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
 `checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
 `building` (from module to unit), `auto_wrap`, `full_parameters`, `state_dicts`, `unit_wrapper` (one
-wrapper as a module), `state_dict_types`, `optimizer_state`, `wrapper` (the public class);
+wrapper as a module), `state_dict_types`, `optimizer_state`,
+`legacy_optimizer_state`, `wrapper` (the public class);
 `grad_scaler`.
 """
 

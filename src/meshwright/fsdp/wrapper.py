@@ -18,6 +18,7 @@ from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
+from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, optimizer_of
 from meshwright.fsdp.optimizer_state import optimizer_state, rekey, state_to_load
 from meshwright.fsdp.options import (
     BackwardPrefetch,
@@ -44,7 +45,7 @@ __all__ = ["FullyShardedDataParallel"]
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
-class FullyShardedDataParallel(UnitWrapper):
+class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
     """Shards the parameters, gradients and optimizer state of ``module`` over the ranks.
 
     One wrapper is one unit: it gathers its parameters before its forward and its backward, frees
@@ -361,13 +362,12 @@ class FullyShardedDataParallel(UnitWrapper):
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
-        optim_input: object = None,
+        optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """State of a module that is not wrapped, with names instead of positions or back."""
-        if optim_input is not None:
-            raise NotImplementedError("optim_input is not supported: pass optim")
-        return rekey(optim_state_dict, optim_state_key_type, model, optim)
+        chosen = None if optim is None and optim_input is None else optimizer_of(optim_input, optim)
+        return rekey(optim_state_dict, optim_state_key_type, model, chosen)
 
 
 DEFERRED = "_meshwright_deferred_parameters"
