@@ -1,0 +1,176 @@
+"""Communication hooks: other ways to reduce a bucket of gradients than a plain sum.
+
+Each is ``hook(state, bucket)``, for ``register_comm_hook`` of a replicated module. Where the state
+is an axis it may be a process group, a `Communicator`, or None for the module's own. Hooks that
+were written for torch's protocol work beside them, unchanged.
+
+    hook                             what is sent                       state
+    allreduce_hook                   the gradients                      an axis
+    fp16_compress_hook, bf16_..      the gradients in half precision    an axis
+    fp16_compress_wrapper(hook), ..  as ``hook``, in half precision     that of ``hook``
+    quantization_pertensor_hook, ..  8 bits an element, with a scale    an axis
+    powerSGD_hook, batched_..        two thin matrices, see `power_sgd` PowerSGDState
+    post_localSGD_hook               the gradients, later in a subgroup PostLocalSGDState
+    optimizer_in_backward_hook       as the hook inside; then a step    OptimizerInBackward
+    noop_hook                        nothing                            anything
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.gradient_bucket import (
+    CommunicationHook,
+    Deferred,
+    GradBucket,
+    reduction_axis,
+    tensor_of,
+)
+from meshwright.data_parallel.local_steps import (
+    OptimizerInBackward,
+    PostLocalSGDState,
+    optimizer_in_backward_hook,
+    post_localSGD_hook,
+)
+from meshwright.data_parallel.power_sgd import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
+
+__all__ = [
+    "GradBucket",
+    "OptimizerInBackward",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "optimizer_in_backward_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+]
+
+Future = torch.futures.Future[torch.Tensor]
+
+LEVELS = 255
+"""The largest number of 8 bits."""
+
+
+def allreduce_hook(state: object, bucket: GradBucket) -> Future:
+    """The mean over the axis, as without a hook."""
+    axis = reduction_axis(state, bucket)
+    buffer = bucket.buffer().div_(axis.size)
+    pending = axis.all_reduce(buffer, label=bucket.label)
+
+    def finish() -> torch.Tensor:
+        pending.wait()
+        return buffer
+
+    return Deferred(finish)
+
+
+def fp16_compress_hook(state: object, bucket: GradBucket) -> Future:
+    """The mean of the gradients in float16: divided by the number of ranks, then summed."""
+    return _compressed(state, bucket, torch.float16)
+
+
+def bf16_compress_hook(state: object, bucket: GradBucket) -> Future:
+    """The mean of the gradients in bfloat16: divided by the number of ranks, then summed."""
+    return _compressed(state, bucket, torch.bfloat16)
+
+
+def fp16_compress_wrapper(hook: CommunicationHook) -> CommunicationHook:
+    """``hook`` on a bucket in float16."""
+    return _narrowed(hook, torch.float16)
+
+
+def bf16_compress_wrapper(hook: CommunicationHook) -> CommunicationHook:
+    """``hook`` on a bucket in bfloat16."""
+    return _narrowed(hook, torch.bfloat16)
+
+
+def noop_hook(state: object, bucket: GradBucket) -> Future:
+    """No communication: each rank keeps its own gradients, and Nones. For measurements."""
+    return Deferred(bucket.buffer)
+
+
+noop_hook.__dict__["is_local"] = True
+
+
+def quantization_pertensor_hook(state: object, bucket: GradBucket) -> Future:
+    """The mean of gradients that were rounded to 256 levels between a bucket's extremes."""
+    buffer = bucket.buffer()
+    return _quantised(reduction_axis(state, bucket), bucket, buffer.view(1, -1))
+
+
+def quantization_perchannel_hook(
+    state: object, bucket: GradBucket, bucket_size: int = 512
+) -> Future:
+    """As `quantization_pertensor_hook`, for each ``bucket_size`` elements on their own."""
+    buffer = bucket.buffer()
+    rows = torch.nn.functional.pad(buffer, (0, -len(buffer) % bucket_size))
+    return _quantised(reduction_axis(state, bucket), bucket, rows.view(-1, bucket_size))
+
+
+def _compressed(state: object, bucket: GradBucket, dtype: torch.dtype) -> Future:
+    axis = reduction_axis(state, bucket)
+    buffer = bucket.buffer()
+    narrow = buffer.to(dtype).div_(axis.size)
+    pending = axis.all_reduce(narrow, label=bucket.label)
+
+    def finish() -> torch.Tensor:
+        pending.wait()
+        return buffer.copy_(narrow)
+
+    return Deferred(finish)
+
+
+def _narrowed(hook: CommunicationHook, dtype: torch.dtype) -> CommunicationHook:
+    def narrowed(state: object, bucket: GradBucket) -> Future:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+        future = hook(state, bucket)
+
+        def finish() -> torch.Tensor:
+            buffer.copy_(tensor_of(future).view(-1))
+            bucket.set_buffer(buffer)
+            return buffer
+
+        return Deferred(finish)
+
+    return narrowed
+
+
+def _quantised(axis: Communicator, bucket: GradBucket, rows: torch.Tensor) -> Future:
+    """Each row of ``rows`` with a scale and an offset of its own."""
+    buffer = bucket.buffer()
+    low = rows.amin(1, keepdim=True).clamp(max=0)
+    high = rows.amax(1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / LEVELS).clamp(min=torch.finfo(rows.dtype).eps)
+    zero = (-low / scale).round().clamp(0, LEVELS)
+    levels = ((rows / scale).round() + zero).clamp(0, LEVELS).to(torch.uint8)
+    scales = torch.cat([scale, zero], 1)
+    all_scales = scales.new_empty(axis.size * scales.numel())
+    all_levels = levels.new_empty(axis.size * levels.numel())
+    pendings = [
+        axis.all_gather(all_scales, scales.view(-1), label=f"{bucket.label}: scales"),
+        axis.all_gather(all_levels, levels.view(-1), label=bucket.label),
+    ]
+
+    def finish() -> torch.Tensor:
+        for pending in pendings:
+            pending.wait()
+        found = all_levels.view(axis.size, *levels.shape).to(rows.dtype)
+        factors, zeros = all_scales.view(axis.size, -1, 2).split(1, 2)
+        mean = ((found - zeros) * factors).sum(0) / axis.size
+        return buffer.copy_(mean.view(-1)[: len(buffer)])
+
+    return Deferred(finish)

@@ -1,0 +1,94 @@
+"""Replicas that compute in a narrower dtype and keep their parameters, and gradients, as they are.
+
+While a module runs its forward pass its parameters are replaced by casts of themselves; autograd
+carries gradients back through the casts. Recomputation inside a backward pass casts again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["LowPrecision", "MixedPrecision", "compute_in"]
+
+
+class LowPrecision(Protocol):
+    """What is read of a ``mixed_precision`` argument."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """Dtypes of computation, of gradient reduction and of buffers; None leaves them."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+Place = tuple[nn.Module, str, nn.Parameter]
+
+
+def compute_in(module: nn.Module, precision: LowPrecision, ignored: frozenset[int]) -> None:
+    """Let ``module`` compute in ``precision``, but for the tensors whose ids are ``ignored``."""
+    if precision.buffer_dtype is not None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point() and id(buffer) not in ignored:
+                buffer.data = buffer.to(precision.buffer_dtype)
+    if precision.param_dtype is None:
+        return
+    for part in module.modules():
+        places = [
+            (owner, name, parameter)
+            for owner in part.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+            and parameter.is_floating_point()
+            and id(parameter) not in ignored
+        ]
+        if not places:
+            continue
+        swap = _Swap(places, precision.param_dtype)
+        part.register_forward_pre_hook(swap.before, prepend=True, with_kwargs=True)
+        part.register_forward_hook(swap.after, always_call=True)
+
+
+class _Swap:
+    """The parameters below one module, and which of them are casts in each running forward."""
+
+    def __init__(self, places: list[Place], dtype: torch.dtype) -> None:
+        self._places = places
+        self._dtype = dtype
+        self._running: list[list[Place]] = []
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Below a module that is running, what it has replaced is in place already.
+        swapped = [place for place in self._places if place[0]._parameters[place[1]] is place[2]]
+        casts: dict[int, torch.Tensor] = {}
+        for owner, name, parameter in swapped:
+            if id(parameter) not in casts:
+                casts[id(parameter)] = parameter.to(self._dtype)
+            # A cast is no leaf, so it is no Parameter, and `setattr` would refuse it.
+            owner._parameters.__setitem__(name, casts[id(parameter)])  # pyrefly: ignore
+        self._running.append(swapped)
+        return tree_map(partial(_cast, self._dtype), (args, kwargs))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        for owner, name, parameter in self._running.pop():
+            owner._parameters[name] = parameter
+
+
+def _cast(dtype: torch.dtype, value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value

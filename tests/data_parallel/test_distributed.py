@@ -1,0 +1,477 @@
+"""`DistributedDataParallel`: torch's arguments and errors, and parity with one process."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.comm import Recorder, communicator, observe
+from meshwright.data_parallel import DistributedDataParallel, MixedPrecision, replicate
+from meshwright.data_parallel.replicated import check_names
+from meshwright.mesh import init_device_mesh
+from meshwright.testing import Ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 2)
+        self.spare = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor, uses_spare: bool = False) -> torch.Tensor:
+        x = self.norm(self.first(x)).tanh()
+        return self.last(x) + self.spare(x) if uses_spare else self.last(x)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+
+
+def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    world = communicator()
+    torch.manual_seed(7)
+    x = torch.randn(rows * world.size, 3, dtype=torch.float64)
+    return x, x.chunk(world.size)[world.rank]
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def same(found: nn.Module, expected: nn.Module) -> None:
+    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def raises(kind: type[BaseException], text: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        call()
+
+
+OPTIONS = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 5e-5},
+    "listed": {"bucket_cap_mb_list": [2e-5, 1e-4]},
+    "unneeded": {
+        "find_unused_parameters": True,
+        "batched_grad_copy": True,
+        "skip_all_reduce_unused_params": True,
+    },
+    "static": {"static_graph": True, "bucket_cap_mb": 5e-5},
+    "static view": {"static_graph": True, "gradient_as_bucket_view": True},
+    "buffers": {"forward_sync_buffers": False},
+    "older": {"broadcast_buffers": False, "device_ids": [], "init_sync": False},
+}
+
+
+def body_trains(options: dict[str, object], optimizer: type[torch.optim.Optimizer]) -> None:
+    one = mlp()
+    ours = DistributedDataParallel(copy.deepcopy(one), **options)
+    x, share = batch()
+    steps = [optimizer(m.parameters(), lr=0.05) for m in (one, ours)]
+    for number in range(5):
+        loss(one, x + number).backward()
+        loss(ours, share + number).backward()
+        same(ours, one)
+        for step in steps:
+            step.step()
+            step.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_trains_as_one_process(
+    ranks: Ranks, options: dict[str, object], optimizer: type[torch.optim.Optimizer]
+) -> None:
+    ranks(2, body_trains, options, optimizer)
+
+
+def body_state_dict() -> None:
+    model = Net()
+    ours = DistributedDataParallel(copy.deepcopy(model))
+    theirs = TorchDDP(copy.deepcopy(model))
+    assert ours.module.__class__ is Net
+    a, b = ours.state_dict(), theirs.state_dict()
+    assert list(a) == list(b)
+    assert all(name.startswith("module.") for name in a)
+    ours.load_state_dict(b)
+    for name, value in b.items():
+        assert torch.equal(value, a[name])
+
+
+def body_beside_torch() -> None:
+    """Losses, gradients, parameters and buffers of a model with BatchNorm, as torch's."""
+    model = Net().double()
+    pairs = [
+        (kind, kind(copy.deepcopy(model), find_unused_parameters=True))
+        for kind in (DistributedDataParallel, TorchDDP)
+    ]
+    _, share = batch(6)
+    for number in range(3):
+        values = []
+        for _, ddp in pairs:
+            ddp.zero_grad()
+            value = ddp(share + number).square().mean()
+            value.backward()
+            values.append(value.detach())
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+        torch.testing.assert_close(*values)
+    a, b = pairs[0][1], pairs[1][1]
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=name)
+        if "spare" in name:
+            assert p.grad is None
+            assert q.grad is None
+        else:
+            torch.testing.assert_close(p.grad, q.grad)
+    for p, q in zip(a.buffers(), b.buffers(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def body_unused_on_one_rank() -> None:
+    world = communicator()
+    one = Net().double().eval()
+    ours = DistributedDataParallel(copy.deepcopy(one))
+    x, share = batch()
+    for rank, rows in enumerate(x.chunk(world.size)):
+        (one(rows, rank == 0).square().mean() / world.size).backward()
+    ours(share, world.rank == 0).square().mean().backward()
+    same(ours, one)
+
+
+def body_no_sync() -> None:
+    one = mlp()
+    ours = DistributedDataParallel(copy.deepcopy(one))
+    x, share = batch()
+    with observe(recorder := Recorder()), ours.no_sync():
+        assert not ours.require_backward_grad_sync
+        loss(ours, share).backward()
+    assert recorder.kinds() == []
+    assert ours.require_backward_grad_sync
+    loss(ours, share * 2).backward()
+    loss(one, x).backward()
+    loss(one, x * 2).backward()
+    same(ours, one)
+
+
+def body_collectives() -> None:
+    ours = DistributedDataParallel(Net(), bucket_cap_mb=5e-5)
+    with observe(recorder := Recorder()):
+        ours(torch.randn(4, 3)).sum().backward()
+    assert {c.axis for c in recorder.collectives} == {"replicate"}
+    assert recorder.kinds() == [
+        ("broadcast", "broadcast buffers"),
+        ("all_reduce", "reduce bucket 0"),
+        ("all_reduce", "reduce bucket 1"),
+        ("all_reduce", "reduce bucket 2"),
+    ]
+
+
+def body_mesh() -> None:
+    world = communicator()
+    line = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    plane = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    raises(
+        RuntimeError,
+        "Only 1D device mesh is supported, but got",
+        lambda: DistributedDataParallel(mlp(), device_mesh=plane),
+    )
+    raises(
+        RuntimeError,
+        "Cannot specify both process_group and device_mesh arguments.",
+        lambda: DistributedDataParallel(mlp(), device_mesh=line, process_group=world.group),
+    )
+    ours = DistributedDataParallel(mlp(), device_mesh=line)
+    _, share = batch()
+    with observe(recorder := Recorder()):
+        loss(ours, share).backward()
+    assert {c.axis for c in recorder.collectives} == {"dp"}
+
+
+def body_refusals() -> None:
+    mixed = Net()
+    mixed.last.to("meta")
+    first = mlp()
+    hooked = {"delay_all_reduce_named_params": [("x", nn.Parameter(torch.zeros(1)))]}
+    cases: list[tuple[type[BaseException], str, nn.Module, dict[str, object]]] = [
+        (
+            RuntimeError,
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient.",
+            mlp().requires_grad_(False),
+            {},
+        ),
+        (
+            RuntimeError,
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`",
+            nn.LazyLinear(2),
+            {},
+        ),
+        (
+            ValueError,
+            "DistributedDataParallel's input module must be on the same type of devices",
+            mixed,
+            {},
+        ),
+        (
+            ValueError,
+            "device_ids can only be None or contain a single element.",
+            mlp(),
+            {"device_ids": [0, 1]},
+        ),
+        *(
+            (
+                ValueError,
+                "DistributedDataParallel device_ids and output_device arguments only work with",
+                mlp(),
+                options,
+            )
+            for options in ({"device_ids": [0]}, {"output_device": 0})
+        ),
+        (ValueError, "need to be set at the same time.", mlp(), hooked),
+        (ValueError, "need to be set at the", first, {"param_to_hook_all_reduce": first[0].bias}),
+        (
+            ValueError,
+            "no parameter of",
+            first,
+            {**hooked, "param_to_hook_all_reduce": first[0].bias},
+        ),
+        (ValueError, "expected bucket sizes above 0", mlp(), {"bucket_cap_mb": 0}),
+        (ValueError, "expected bucket sizes above 0", mlp(), {"bucket_cap_mb_list": [1, -1]}),
+        (
+            ValueError,
+            "older name of forward_sync_buffers",
+            mlp(),
+            {"broadcast_buffers": True, "forward_sync_buffers": True},
+        ),
+    ]
+    with observe(recorder := Recorder()):
+        for kind, text, model, options in cases:
+            raises(kind, text, lambda m=model, o=options: DistributedDataParallel(m, **o))
+    assert recorder.kinds() == [], "refused before any rank waits for another"
+    raises(TypeError, "cannot be copied", lambda: copy.deepcopy(DistributedDataParallel(mlp())))
+
+
+def body_ignored() -> None:
+    world = communicator()
+    model = Net()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(world.rank + 1)
+    names = ["last.weight", "norm.running_mean"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ours = DistributedDataParallel(model)
+    assert model.last.weight[0, 0].item() == world.rank + 1
+    assert model.last.bias[0].item() == 1
+    torch.manual_seed(world.rank)
+    ours(torch.randn(4, 3)).square().sum().backward()
+    for gradient, is_equal in ((model.last.weight.grad, False), (model.last.bias.grad, True)):
+        rows = world.gather_bytes(gradient.numpy().tobytes(), label="check")
+        assert (rows[0] == rows[1]) is is_equal
+
+
+def body_delayed(is_view: bool) -> None:
+    one = mlp()
+    inner = copy.deepcopy(one)
+    ours = DistributedDataParallel(
+        inner,
+        bucket_cap_mb=1e-6,
+        gradient_as_bucket_view=is_view,
+        delay_all_reduce_named_params=[("3.weight", inner[3].weight), ("3.bias", inner[3].bias)],
+        param_to_hook_all_reduce=inner[0].weight,
+    )
+    x, share = batch()
+    loss(one, x).backward()
+    with observe(recorder := Recorder()):
+        loss(ours, share).backward()
+    same(ours, one)
+    sizes = [c.shape[0] for c in recorder.collectives]
+    assert sizes == [4 + 1, 16 + 1, 4 + 1, 12 + 1, 2 + 1, 8 + 1], "the last layer's come last"
+
+
+def body_two_outputs() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"a": self.inner(x), "b": self.inner(x * 2)}
+
+    one = Twins()
+    ours = DistributedDataParallel(copy.deepcopy(one))
+    x, share = batch()
+    for model, part in ((one, x), (ours, share)):
+        found = model(part)
+        (found["a"].square().mean() + found["b"].mean()).backward()
+    same(ours, one)
+    for model, part in ((one, x), (ours, share)):
+        model(part)["b"].mean().backward()
+    same(ours, one)
+
+
+def body_mixed_precision(is_checkpointed: bool) -> None:
+    """As float32 parameters that are cast by hand, and gradients reduced in float32."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.register_buffer("shift", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype is self.first.weight.dtype is self.shift.dtype is torch.bfloat16
+            if is_checkpointed:
+                x = checkpoint(self.first, x, use_reentrant=False)
+            else:
+                x = self.first(x)
+            return self.last(torch.tanh(x) + self.shift)
+
+    world = communicator()
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+    )
+    ours = DistributedDataParallel(Block(), mixed_precision=precision)
+    narrow = Block().bfloat16()
+    _, share = batch()
+    ours(share.float()).float().square().mean().backward()
+    narrow(share.bfloat16()).float().square().mean().backward()
+    for p, q in zip(ours.parameters(), narrow.parameters(), strict=True):
+        assert type(p) is nn.Parameter
+        assert p.dtype is p.grad.dtype is torch.float32
+        rows = torch.empty(world.size, *q.shape)
+        world.all_gather(rows, q.grad.float(), label="check").wait()
+        torch.testing.assert_close(p.grad, rows.mean(0))
+
+
+BODIES = [
+    body_state_dict,
+    body_beside_torch,
+    body_unused_on_one_rank,
+    body_no_sync,
+    body_collectives,
+    body_mesh,
+    body_refusals,
+    body_ignored,
+    body_two_outputs,
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.removeprefix("body_"))
+def test_distributed(ranks: Ranks, body: Callable[[], None]) -> None:
+    ranks(2, body)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_delayed_reduction(ranks: Ranks, is_view: bool) -> None:
+    ranks(2, body_delayed, is_view)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_mixed_precision(ranks: Ranks, is_checkpointed: bool) -> None:
+    ranks(2, body_mixed_precision, is_checkpointed)
+
+
+# ------------------------------------------------------------------------------ static graph
+
+
+class Paths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]).double()
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for number in used:
+            x = self.layers[number](x)
+        return x
+
+
+def body_static_graph(wrap: Callable[..., nn.Module], is_swap: bool) -> None:
+    """Both ranks are told, also when rank 1 gives up what rank 0 takes up."""
+    world = communicator()
+    ours = wrap(Paths(), static_graph=True)
+    _, share = batch()
+    paths = [[0, 1], [0, 2]] if is_swap else [[0, 1], [0, 1]]
+    for _ in range(2):
+        ours(share, paths[world.rank]).square().mean().backward()
+        ours.zero_grad()
+    paths = paths[::-1] if is_swap else [[0, 1], [0, 3]]
+    with pytest.raises(RuntimeError) as caught:
+        ours(share, paths[world.rank]).square().mean().backward()
+    text = str(caught.value)
+    assert text.startswith("static_graph=True expects every iteration to use the parameters of the")
+    prefix = "" if wrap is replicate else "layers."
+    used = "layers.1" if is_swap else "layers.3"
+    lost = "layers.2" if is_swap else "layers.1"
+    assert f"rank 1 did not use parameters {lost}.weight, {lost}.bias (of {lost})" in text, prefix
+    assert f"rank 1 used parameters {used}.weight, {used}.bias (of {used})" in text
+    assert ("rank 0 did not use" in text) is is_swap
+
+
+def body_static_reentrant() -> None:
+    """With a static graph the second gradient of a checkpoint used twice is waited for."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    one = Twice()
+    ours = DistributedDataParallel(copy.deepcopy(one), static_graph=True)
+    x, share = batch()
+    for _ in range(3):
+        loss(one, x.detach().requires_grad_()).backward()
+        loss(ours, share.detach().requires_grad_()).backward()
+        same(ours, one)
+        one.zero_grad()
+        ours.zero_grad()
+
+
+@pytest.mark.parametrize("is_swap", [False, True])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate], ids=["class", "function"])
+def test_static_graph_names_what_deviates(
+    ranks: Ranks, wrap: Callable[..., nn.Module], is_swap: bool
+) -> None:
+    ranks(2, body_static_graph, wrap, is_swap)
+
+
+def test_static_graph_counts_arrivals(ranks: Ranks) -> None:
+    ranks(2, body_static_reentrant)
+
+
+# ------------------------------------------------------------------------ composable contract
+
+
+def test_composable_functions_keep_names() -> None:
+    check_names("f", ["a", "b"], ["a", "b"])
+    with pytest.raises(RuntimeError, match="implementations cannot modify FQNs") as caught:
+        check_names("f", ["a", "b"], ["a", "c"])
+    assert "['b'] are gone and ['c'] are new" in str(caught.value)
+    with pytest.raises(RuntimeError, match="cannot modify the order of FQNs"):
+        check_names("f", ["a", "b"], ["b", "a"])
