@@ -138,6 +138,8 @@ def test_a_wrong_command_is_one_line(
         (["--pipeline.schedule", "1f2b"], 'did you mean "1f1b"?'),
         (["--nproc", "3"], "axes multiply to 2"),
         (["--nproc", "3"], "or set replicate = 3 in [axes]"),
+        (["--nproc", "-1"], "--nproc: expected a whole number of at least 0, found -1"),
+        (["--resume", "/nowhere"], "[run] resume = /nowhere: expected auto, never, the folder"),
         (["--data.path", "/nowhere"], "found nothing at /nowhere"),
         (["--data.path", "{empty}"], "expected files (.py) that are not empty under {empty}"),
         (["--data.batch-size", "2000"], "found 1"),

@@ -30,6 +30,7 @@ from meshwright.recipes.config import TrainConfig, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
+from meshwright.recipes.run_folder import require_start
 from meshwright.recipes.text import open_text
 from meshwright.settings import nearest
 
@@ -114,6 +115,8 @@ def _train(words: list[str]) -> int:
     if command.check_parity:
         overrides.append("run.check_parity=true")
     config = read_config(command.config, overrides)
+    if command.nproc < 0:
+        raise PlanError(f"--nproc: expected a whole number of at least 0, found {command.nproc}")
     ranks = command.nproc or config.plan.axes.world_size
     if is_launched():
         ranks = int(os.environ["WORLD_SIZE"])
@@ -143,6 +146,10 @@ def _check(config: TrainConfig, ranks: int) -> None:
                 f"context = {config.model.context} bytes of training text, found {windows}; give "
                 "more text, or a smaller batch_size or context"
             )
+    except PlanError as error:
+        problems.extend(str(error).splitlines())
+    try:
+        require_start(config.run.resume)
     except PlanError as error:
         problems.extend(str(error).splitlines())
     if problems:

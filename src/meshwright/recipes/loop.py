@@ -50,7 +50,7 @@ class Outcome:
     steps: int
     ranks: int
     loss: float | None
-    """_Training loss of the last step in nats a byte; None when no step was taken."""
+    """Training loss of the last step in nats a byte; None when no step was taken."""
     validation_loss: float | None
     """Nats a byte on the held-out windows; None when the run was stopped, to leave at once."""
     unigram_loss: float

@@ -29,7 +29,14 @@ from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.text import ByteText
 from meshwright.toml_source import plain
 
-__all__ = ["RunFolder", "check_same_run", "choose_folder", "describe_run", "require_equal_ranks"]
+__all__ = [
+    "RunFolder",
+    "check_same_run",
+    "choose_folder",
+    "describe_run",
+    "require_equal_ranks",
+    "require_start",
+]
 
 CHECKPOINTS = "checkpoints"
 _FINGERPRINT_BYTES = 64 * 2**20
@@ -105,6 +112,15 @@ def check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) -
         )
 
 
+def require_start(resume: str) -> None:
+    """Raise ``PlanError`` when [run] resume names a folder that is not there."""
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise PlanError(
+            f"[run] resume = {resume}: expected auto, never, the folder of a run or a checkpoint, "
+            "found no such folder"
+        )
+
+
 def _choose(config: TrainConfig) -> RunFolder:
     resume, folder = config.run.resume, config.run.folder
     if resume in ("auto", "never"):
@@ -136,11 +152,7 @@ def _named_start(named: Path) -> tuple[Path, Path]:
                 "found none; leave resume out to start anew"
             )
         return newest, named
-    if not named.is_dir():
-        raise PlanError(
-            f"[run] resume = {named}: expected auto, never, the folder of a run or a checkpoint, "
-            "found no such folder"
-        )
+    require_start(str(named))
     # A checkpoint stands in checkpoints/ of its run; one that was copied elsewhere stands alone.
     home = named.absolute().parent
     if home.name != CHECKPOINTS:
