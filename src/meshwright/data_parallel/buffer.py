@@ -71,6 +71,10 @@ class BufferTypes:
     """In which gradients are summed."""
 
 
+_Place = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
+"""Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
+
+
 class FlatBuffer:
     """The storage of one group of parameters. It moves when told to, and knows no phases."""
 
@@ -99,6 +103,7 @@ class FlatBuffer:
         self.gradient = _line(layout.padded_size, types.reduce, device)
         """The gradients of all tensors in the order of the reduction; without storage at rest."""
         self._slots = self._gradient_slots()
+        self._sizes = list(layout.slots) if isinstance(layout, ChunkedLayout) else []
         self._staging: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._gathered_version = -1
@@ -187,13 +192,6 @@ class FlatBuffer:
             self._add(gradients)
             return
         restore(self.gradient, self.layout.padded_size)
-        if isinstance(self.layout, ChunkedLayout) and None not in gradients and self._is_on_dim_0:
-            rows = self.gradient.view(self.layout.parts, -1)
-            found = [
-                g if g.dtype == rows.dtype else g.to(rows.dtype) for g in gradients if g is not None
-            ]
-            torch._chunk_cat(found, 0, self.layout.parts, out=rows)
-            return
         if None in gradients or self._has_padding:
             self.gradient.zero_()
         targets, sources = self._pairs(gradients)
@@ -219,7 +217,12 @@ class FlatBuffer:
                 continue
             for target, place in slot:
                 targets.append(target)
-                sources.append(gradient[place] if place else gradient)
+                if place is None:
+                    sources.append(gradient)
+                elif isinstance(place, tuple):
+                    sources.append(gradient[place])
+                else:
+                    sources.append(gradient.reshape(place))
         return targets, sources
 
     # --------------------------------------------------------------------------- private
@@ -258,7 +261,7 @@ class FlatBuffer:
             raise InternalError("a packed line needs no staging")
         rows = staging.view(layout.parts, -1)
         if self._is_on_dim_0:
-            torch.split_with_sizes_copy(rows, list(layout.slots), dim=1, out=self._regions)
+            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._regions)
             return
         for index, view in enumerate(self.views):
             start = layout.offsets[index]
@@ -267,19 +270,24 @@ class FlatBuffer:
                 chunk = rows[part, start : start + box.numel].view(box.shape)
                 view[box.slices()].copy_(chunk)
 
-    def _gradient_slots(self) -> list[list[tuple[torch.Tensor, tuple[slice, ...]]]]:
-        """For each tensor: places in ``gradient``, and which part of the tensor goes there."""
+    def _gradient_slots(self) -> list[list[_Place]]:
+        """For each tensor: places in ``gradient``, and what of the tensor goes there."""
         layout = self.layout
         if isinstance(layout, FlatLayout):
             ranges = (layout.range(index) for index in range(len(layout.names)))
             return [
-                [(self.gradient[start:stop].view(shape), ())]
+                [(self.gradient[start:stop].view(shape), None)]
                 for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
             ]
-        rows = self.gradient.view(layout.parts, -1)
-        slots: list[list[tuple[torch.Tensor, tuple[slice, ...]]]] = []
-        for index, start in enumerate(layout.offsets):
-            boxes = ((part, layout.box(index, part)) for part in range(layout.parts))
+        parts = layout.parts
+        rows = self.gradient.view(parts, -1)
+        slots: list[list[_Place]] = []
+        for index, (start, size) in enumerate(zip(layout.offsets, layout.slots, strict=True)):
+            if layout.dims[index] == 0 and layout.shapes[index][0] % parts == 0:
+                # Even chunks of rows: one strided copy for all ranks.
+                slots.append([(rows[:, start : start + size], [parts, size])])
+                continue
+            boxes = ((part, layout.box(index, part)) for part in range(parts))
             slots.append(
                 [
                     (rows[part, start : start + box.numel].view(box.shape), box.slices())
