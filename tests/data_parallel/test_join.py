@@ -106,17 +106,16 @@ def body_accumulation_and_evaluation() -> None:
     counts = [1, 3]
     with ours.join():
         for step in range(counts[world.rank]):
+            ours.zero_grad()
             with ours.no_sync():
                 ours(data(world.rank, step)).square().mean().backward()
             with torch.no_grad():
                 ours(data(world.rank, step))
             ours(data(world.rank, step + 10)).square().mean().backward()
-    for step in range(3):
-        for rank in (r for r in (0, 1) if step < counts[r]):
-            for number in (step, step + 10):
-                (one(data(rank, number)).square().mean() / 2).backward()
-    for a, b in zip(ours.parameters(), one.parameters(), strict=True):
-        if world.rank == 1:
+    if world.rank == 1:
+        for number in (2, 12):
+            (one(data(1, number)).square().mean() / 2).backward()
+        for a, b in zip(ours.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
 
 

@@ -67,16 +67,6 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
-                "same time. Give both or neither"
-            )
-        if None not in (broadcast_buffers, forward_sync_buffers):
-            raise ValueError(
-                "broadcast_buffers is the older name of forward_sync_buffers: give one"
-            )
-        wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         group, axis = _axis_of(process_group, device_mesh)
         devices = _device_ids(module, device_ids, output_device)
         reduction = ReductionSettings.of(
@@ -84,7 +74,7 @@ class DistributedDataParallel(nn.Module):
             bucket_cap_mb_list=bucket_cap_mb_list,
             is_gradient_view=gradient_as_bucket_view,
             reduce_dtype=None if mixed_precision is None else mixed_precision.reduce_dtype,
-            delayed=_names_of(module, delay_all_reduce_named_params or ()),
+            delayed=_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
             is_static=static_graph,
         )
         ignored = frozenset(getattr(module, IGNORED_NAMES, ()))
@@ -92,13 +82,13 @@ class DistributedDataParallel(nn.Module):
         self.device_ids = devices
         self.output_device = output_device
         self.dim = dim
-        self.broadcast_buffers = wanted is not False
+        self.broadcast_buffers = _broadcasts(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.process_group = group
-        replica = Replica(
+        self._replica = Replica(
             module,
             communicator(group, axis),
             ignored=(),
@@ -109,9 +99,7 @@ class DistributedDataParallel(nn.Module):
             reduction=reduction,
         )
         if mixed_precision is not None:
-            left = {id(t) for n, t in _named_tensors(module) if n in ignored}
-            compute_in(module, mixed_precision, frozenset(left))
-        self._replica = replica
+            compute_in(module, mixed_precision, ignored)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         """The module's forward pass; inputs are moved to ``device_ids``."""
@@ -206,17 +194,28 @@ def _device_ids(
     return list(device_ids) if device_ids else None
 
 
-def _names_of(module: nn.Module, delayed: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+def _broadcasts(older: bool | None, newer: bool | None) -> bool:
+    if older is not None and newer is not None:
+        raise ValueError("broadcast_buffers is the older name of forward_sync_buffers: give one")
+    return older is not False and newer is not False
+
+
+def _delayed(
+    module: nn.Module,
+    named: Sequence[tuple[str, nn.Parameter]] | None,
+    trigger: nn.Parameter | None,
+) -> frozenset[str]:
+    """Names of the parameters that are reduced last."""
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+            "same time. Give both or neither"
+        )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for name, parameter in delayed:
+    for name, parameter in named or ():
         if id(parameter) not in names:
             raise ValueError(
                 f"delay_all_reduce_named_params has {name!r}, which is no parameter of the "
                 f"{type(module).__name__}"
             )
-    return frozenset(names[id(parameter)] for _, parameter in delayed)
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    return frozenset(names[id(parameter)] for _, parameter in named or ())

@@ -13,10 +13,18 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, communicator
 from meshwright.data_parallel.buckets import Bucket
 
-__all__ = ["CommunicationHook", "Deferred", "GradBucket", "RegisteredHook", "check_hook"]
+__all__ = [
+    "CommunicationHook",
+    "Deferred",
+    "GradBucket",
+    "RegisteredHook",
+    "check_hook",
+    "reduction_axis",
+    "tensor_of",
+]
 
 T = TypeVar("T")
 
@@ -43,6 +51,11 @@ class GradBucket:
         self._bucket = bucket
         self._buffer = bucket.gradients
         self._is_last = is_last
+
+    @property
+    def label(self) -> str:
+        """What its reduction is called in records and reports."""
+        return self._bucket.layout.label
 
     def index(self) -> int:
         """Its position in the order of the launches."""
@@ -111,6 +124,21 @@ class Deferred(torch.futures.Future[T]):
         return Deferred(chained)
 
 
+def reduction_axis(state: object, bucket: GradBucket) -> Communicator:
+    """The axis that a hook's ``state`` names: a process group, a communicator, or the bucket's."""
+    if state is None:
+        return bucket.communicator
+    if isinstance(state, Communicator):
+        return state
+    return communicator(cast("Any", state))
+
+
+def tensor_of(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    """The tensor that a future holds; works of c10d have lists for results."""
+    found: object = future.wait()
+    return cast("torch.Tensor", found[0] if isinstance(found, list) else found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredHook:
     """A communication hook with its state."""
@@ -123,7 +151,8 @@ class RegisteredHook:
     ) -> torch.futures.Future[torch.Tensor]:
         """Call the hook. Raises TypeError when it returns anything but a future."""
         future = self.hook(self.state, GradBucket(bucket, communicator, is_last=is_last))
-        if not isinstance(future, torch.futures.Future):
+        # c10d's works give the class below torch.futures.Future.
+        if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"expected the communication hook {_name(self.hook)} to return a "
                 f"torch.futures.Future, found {type(future).__name__}: wrap a tensor that is ready "
@@ -143,7 +172,10 @@ def check_hook(hook: object) -> CommunicationHook:
             f"Communication hook must be callable. Found {type(hook).__name__}: pass a function of "
             "(state, bucket)"
         )
-    signature = inspect.signature(hook)
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except NameError:
+        signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation is not inspect.Parameter.empty:
         name = getattr(bucket.annotation, "__name__", str(bucket.annotation))

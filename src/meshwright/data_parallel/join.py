@@ -16,7 +16,7 @@ from types import TracebackType
 from meshwright.data_parallel.replica import Replica
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["UnevenInputs"]
+__all__ = ["Notice", "UnevenInputs"]
 
 
 class Notice(IntEnum):
@@ -35,7 +35,8 @@ class UnevenInputs:
     Gradients are divided by the number of all ranks (``divide_by_initial_world_size``), so that
     late batches count as they would have, or by the number of those that still train. When the
     last rank is done, all get its parameters and buffers. With ``throw_on_early_termination`` the
-    end of the first rank is an error on all of them instead.
+    end of the first rank is an error on all of them instead. A rank that is done takes part with
+    zeros, so gradients that were reduced before must have been zeroed; ``no_sync`` accumulates.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ carries gradients back through the casts. Recomputation inside a backward pass c
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -37,8 +38,10 @@ class MixedPrecision:
 Place = tuple[nn.Module, str, nn.Parameter]
 
 
-def compute_in(module: nn.Module, precision: LowPrecision, ignored: frozenset[int]) -> None:
-    """Let ``module`` compute in ``precision``, but for the tensors whose ids are ``ignored``."""
+def compute_in(module: nn.Module, precision: LowPrecision, names: Collection[str]) -> None:
+    """Let ``module`` compute in ``precision``, but for the tensors whose ``names`` are given."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    ignored = {id(tensor) for name, tensor in tensors if name in names}
     if precision.buffer_dtype is not None:
         for buffer in module.buffers():
             if buffer.is_floating_point() and id(buffer) not in ignored:

@@ -66,6 +66,35 @@ class ReductionSettings:
     is_static: bool = False
     """Every iteration uses the same parameters: checked, see `StaticGraph`."""
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        bucket_cap_mb: float | None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        is_gradient_view: bool = False,
+        is_static: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        delayed: frozenset[str] = frozenset(),
+    ) -> ReductionSettings:
+        """The settings with sizes in MiB. Raises ValueError for sizes that are not above 0."""
+        listed = tuple(bucket_cap_mb_list or ())
+        cap = 25 if bucket_cap_mb is None else bucket_cap_mb
+        if min(cap, *listed, cap) <= 0:
+            raise ValueError(
+                f"expected bucket sizes above 0 MiB, found bucket_cap_mb={bucket_cap_mb}, "
+                f"bucket_cap_mb_list={bucket_cap_mb_list}"
+            )
+        return cls(
+            first_bytes=int(min(1, cap) * 2**20),
+            cap_bytes=int(cap * 2**20),
+            is_gradient_view=is_gradient_view,
+            reduce_dtype=reduce_dtype,
+            listed_bytes=tuple(int(size * 2**20) for size in listed),
+            delayed=delayed,
+            is_static=is_static,
+        )
+
 
 class GradientReducer:
     """Makes ``.grad`` of every trainable parameter the mean over the ranks of ``communicator``.
@@ -177,6 +206,10 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.drop()
             self._share_counts()
+        self._reset()
+
+    def withdraw(self) -> None:
+        """Close a backward pass that all ranks give up before its first reduction."""
         self._reset()
 
     @torch.no_grad()

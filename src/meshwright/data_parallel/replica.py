@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,12 +34,15 @@ class Replica:
         init_sync: bool,
         broadcast_buffers: bool,
         reduction: ReductionSettings,
+        ignored_names: Collection[str] = (),
     ) -> None:
         self.communicator = communicator
         self.device_ids = None if device_ids is None else list(device_ids)
         """The device that inputs are moved to, as a list of one; None on the CPU."""
         self.broadcast_buffers = broadcast_buffers
-        parameters, buffers = _managed(module, ignored)
+        self.on_buffers: Callable[[], int] | None = None
+        """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
+        parameters, buffers = _managed(module, ignored, ignored_names)
         _check(module, parameters, self.device_ids)
         self.buffers = tuple(buffers)
         """The buffers that are kept equal."""
@@ -59,7 +62,7 @@ class Replica:
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
         if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
-            self.synchronise_buffers()
+            self.synchronise_buffers(0 if self.on_buffers is None else self.on_buffers())
         if self.device_ids is None:
             return None
         device = self.device_ids[0]
@@ -76,19 +79,26 @@ class Replica:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._backward_begins)
 
-    def synchronise_buffers(self) -> None:
-        """Give every rank the buffers of rank 0."""
-        broadcast_tensors(self.communicator, self.buffers, label="broadcast buffers")
+    def synchronise_buffers(self, source: int = 0) -> None:
+        """Give every rank the buffers of rank ``source`` of the axis."""
+        broadcast_tensors(self.communicator, self.buffers, label="broadcast buffers", source=source)
+
+    def synchronise_all(self, source: int) -> None:
+        """Give every rank the parameters and buffers of rank ``source`` of the axis."""
+        tensors = [*(parameter for _, parameter in self.reducer.named), *self.buffers]
+        broadcast_tensors(self.communicator, tensors, label="broadcast parameters", source=source)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self.reducer.begin_backward()
 
 
 def _managed(
-    module: nn.Module, ignored: Collection[nn.Module]
+    module: nn.Module, ignored: Collection[nn.Module], names: Collection[str]
 ) -> tuple[list[tuple[str, nn.Parameter]], list[torch.Tensor]]:
     """Parameters by name and buffers of ``module`` without those of ``ignored``, each once."""
     left_out = {id(tensor) for part in ignored for tensor in _tensors(part)}
+    left_out |= {id(p) for n, p in module.named_parameters() if n in names}
+    left_out |= {id(b) for n, b in module.named_buffers() if n in names}
     parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in left_out]
     buffers = [b for b in module.buffers() if id(b) not in left_out]
     return parameters, buffers
@@ -108,8 +118,9 @@ def _check(
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
-                "Modules with uninitialized parameters can't be used with replicate: "
-                f"{name!r} has no shape yet. Run a forward pass on one batch first"
+                "Modules with uninitialized parameters can't be used with "
+                f"`DistributedDataParallel` or replicate: {name!r} has no shape yet. "
+                "Run a forward pass on one batch first"
             )
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise RuntimeError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,11 +19,20 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
+from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
+from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.reducer import ReductionSettings
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh import DeviceMesh
 
-__all__ = ["Replicate", "ReplicateOptions", "ReplicateState", "ReplicatedModule", "replicate"]
+__all__ = [
+    "Replicate",
+    "ReplicateOptions",
+    "ReplicateState",
+    "ReplicatedModule",
+    "check_names",
+    "replicate",
+]
 
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
@@ -54,6 +63,7 @@ class ReplicateState:
         # The module holds this state, so a strong reference back would be a cycle.
         self._module = weakref.ref(module)
         self._replica: Replica | None = None
+        self._hook: tuple[object, CommunicationHook] | None = None
 
     @property
     def replica(self) -> Replica:
@@ -73,6 +83,8 @@ class ReplicateState:
                 reduction=options.reduction,
             )
             self._replica.reducer.is_wanted = self.is_synchronised
+            if self._hook is not None:
+                self._replica.reducer.register_hook(*self._hook)
         return self._replica
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -80,6 +92,18 @@ class ReplicateState:
         self.is_synchronised = requires_gradient_sync
         if self._replica is not None:
             self._replica.reducer.is_wanted = requires_gradient_sync
+
+    def register_hook(self, state: object, hook: object) -> None:
+        """Let ``hook`` reduce the gradients, from the set-up on when that is still to come."""
+        checked = check_hook(hook)
+        if self._hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                "Combine the hooks into one function"
+            )
+        if self._replica is not None:
+            self._replica.reducer.register_hook(state, checked)
+        self._hook = (state, checked)
 
     def _ddp_weakref(self) -> Replica | None:
         """The live replica with its ``device_ids``; None before the first forward pass."""
@@ -122,6 +146,31 @@ class ReplicatedModule(nn.Module):
         finally:
             state.set_requires_gradient_sync(before)
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `UnevenInputs`.
+
+        Collective when there was no forward pass yet.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return UnevenInputs(
+            replicate.state(self).replica,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Let ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
+
+        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        """
+        replicate.state(self).register_hook(state, hook)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise AssertionError(
             "DDP does not support deepcopy. Copy the module first, then call replicate on the copy"
@@ -142,7 +191,11 @@ class Replicate:
         init_sync: bool = True,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        batched_grad_copy: bool = False,
     ) -> nn.Module:
         """Keep ``module`` equal on all ranks of one axis; returns the same module.
 
@@ -153,8 +206,11 @@ class Replicate:
 
         The axis is ``process_group`` or a 1-D ``device_mesh``, all ranks when neither is given.
         Gradients of ``ignored_modules`` are left alone. ``bucket_cap_mb`` (MiB, 25 when None)
-        bounds a gradient bucket; with ``gradient_as_bucket_view`` each ``.grad`` is a view of its
-        bucket. On a GPU ``device_id`` is where inputs are moved to.
+        bounds a gradient bucket, ``bucket_cap_mb_list`` each of them; with
+        ``gradient_as_bucket_view`` each ``.grad`` is a view of its bucket. ``static_graph`` checks
+        that every iteration uses the same parameters. ``find_unused_parameters`` and
+        ``batched_grad_copy`` are accepted and not needed. On a GPU ``device_id`` is where inputs
+        are moved to.
 
         Raises AssertionError when the module is replicated already, RuntimeError for a
         ``device_id`` of another type, ValueError for a mesh with more than one dimension.
@@ -171,7 +227,6 @@ class Replicate:
                     "Pass the mesh alone"
                 )
             process_group, axis = _axis_of(device_mesh)
-        cap_bytes = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         options = ReplicateOptions(
             process_group=process_group,
             axis=axis,
@@ -179,10 +234,11 @@ class Replicate:
             device_ids=device_ids,
             init_sync=init_sync,
             broadcast_buffers=broadcast_buffers,
-            reduction=ReductionSettings(
-                first_bytes=min(2**20, cap_bytes),
-                cap_bytes=cap_bytes,
+            reduction=ReductionSettings.of(
+                bucket_cap_mb=bucket_cap_mb,
+                bucket_cap_mb_list=bucket_cap_mb_list,
                 is_gradient_view=gradient_as_bucket_view,
+                is_static=static_graph,
             ),
         )
         return self.apply(module, options)
@@ -200,12 +256,14 @@ class Replicate:
                 "Cannot apply `replicate()` on a Module already managed by `fully_shard`. "
                 "Apply replicate to the modules beside it"
             )
+        before = _names(module)
         state = ReplicateState(module, options)
         states[AXIS] = state
         cls = type(module)
         module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), {})
         module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state.after_forward)
+        check_names("replicate", before, _names(module))
         return module
 
     def state(self, module: nn.Module) -> ReplicateState:
@@ -220,6 +278,34 @@ class Replicate:
 
 
 replicate = Replicate()
+
+
+def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> None:
+    """Raise RuntimeError when a composable function has renamed or reordered what a module holds.
+
+    ``before`` and ``after`` are the names of parameters, buffers and modules, in their order.
+    """
+    if list(before) == list(after):
+        return
+    gone, added = sorted({*before} - {*after}), sorted({*after} - {*before})
+    if gone or added:
+        raise RuntimeError(
+            f"{function}: expected the names before and after to be equal, but {gone} are gone and "
+            f"{added} are new. Composable distributed API implementations cannot modify FQNs. "
+            "Does the module's class rename what is assigned to it?"
+        )
+    raise RuntimeError(
+        f"{function}: expected {list(before)}, found {list(after)}. Composable distributed API "
+        "implementations cannot modify the order of FQNs."
+    )
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [
+        *(name for name, _ in module.named_parameters()),
+        *(name for name, _ in module.named_buffers()),
+        *(name for name, _ in module.named_modules()),
+    ]
 
 
 def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.device, ...] | None:
