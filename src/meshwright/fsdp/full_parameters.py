@@ -190,7 +190,7 @@ def _originals_shown(
     for index, (slot, view) in enumerate(zip(slots, views, strict=True)):
         slot.original.grad = None
         slot.original.data = view
-        if gradients is not None:
+        if gradients is not None and slot.original.requires_grad:
             slot.original.grad = gradients[index]
     try:
         yield

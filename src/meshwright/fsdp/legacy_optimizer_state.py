@@ -112,13 +112,10 @@ def optimizer_of(optim_input: Input, optim: torch.optim.Optimizer | None) -> tor
         return optim
     if optim_input is None:
         raise ValueError("expected the optimizer: pass optim=")
-    try:
-        listed = list(optim_input)
-    except TypeError:
-        listed = [None]
+    listed: list[Any] = list(optim_input)
     if not listed:
         raise ValueError("Optimizer input should not be empty: pass the model's parameters")
-    if not all(isinstance(entry, torch.Tensor | dict) for entry in listed):
+    if not all(isinstance(entry, torch.Tensor | Mapping) for entry in listed):
         raise TypeError(
             "Optimizer input should be an iterable of Tensors or dicts, found "
             f"{sorted({type(entry).__name__ for entry in listed})}"

@@ -1,0 +1,281 @@
+"""One wrapper: what it shows, summons, converts, initialises and survives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from meshwright import fsdp
+from meshwright.comm import Recorder, communicator, observe
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy, TrainingState
+from meshwright.testing import Ranks
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(rank: int = -1) -> torch.Tensor:
+    whole = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    return whole if rank < 0 else whole.chunk(dist.get_world_size())[rank]
+
+
+def gradients(model: FSDP) -> dict[str, torch.Tensor | None]:
+    with FSDP.summon_full_params(model, with_grads=True):
+        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def same_gradients(model: FSDP, plain: nn.Module) -> None:
+    found = gradients(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+def body_attributes() -> None:
+    model = FSDP(net(), auto_wrap_policy=LINEARS)
+    rank = communicator().rank
+    assert (model.rank, model.world_size) == (rank, 2)
+    assert model.process_group == dist.group.WORLD
+    assert model._inter_node_pg is None
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert model.training_state is TrainingState.IDLE
+    assert model.compute_device == torch.device("cpu")
+    assert model.check_is_root() and not model.module[0].check_is_root()
+    assert isinstance(model[1], nn.Tanh)
+    assert "Tanh" in repr(model)
+    assert len(fsdp._get_fsdp_handles(model)) == 2
+    assert isinstance(model.module[0]._flat_param, fsdp.FlatParameter)
+    with pytest.raises(AttributeError, match="nothing"):
+        model.nothing  # noqa: B018
+
+
+def test_attributes(ranks: Ranks) -> None:
+    ranks(2, body_attributes)
+
+
+def body_summon(use_orig_params: bool) -> None:
+    plain = net()
+    model = FSDP(net(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
+    listed = list(model.parameters())
+    with FSDP.summon_full_params(model):
+        for (name, found), (expected, value) in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert name == expected
+            assert torch.equal(found, value)
+        if use_orig_params:
+            assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))
+        with torch.no_grad():
+            model.module[0].module.weight.fill_(2.0)
+    assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))
+    with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        assert (model.module[0].module.weight == 2.0).all()
+        model.module[0].module.weight.fill_(3.0)
+    assert (model.state_dict()["0.weight"] == 2.0).all()
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+        shapes = [tuple(p.shape) for p in model.parameters()]
+    assert ((7, 5) in shapes) == (dist.get_rank() == 0)
+    model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
+    assert (model.state_dict()["2.weight"] == 1.0).all()
+    model(batch(0)).sum().backward()
+    if use_orig_params:
+        # The first chunk of 8 rows over 3 ranks has 3.
+        torch.testing.assert_close(gradients(model)["2.bias"], torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_summoned_parameters_are_whole_and_written_back(
+    ranks: Ranks, use_orig_params: bool
+) -> None:
+    ranks(3, body_summon, use_orig_params)
+
+
+def body_convert(use_orig_params: bool) -> None:
+    model = FSDP(net(), auto_wrap_policy=LINEARS, use_orig_params=use_orig_params)
+    model(batch()).sum().backward()
+    model.zero_grad()
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    plain = net().double()
+    x = batch().double()
+    torch.testing.assert_close(model(x), plain(x))
+    model(x).sum().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float64 for p in model.parameters())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_conversion_converts_the_shards(ranks: Ranks, use_orig_params: bool) -> None:
+    ranks(2, body_convert, use_orig_params)
+
+
+def initialise(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5)
+
+
+def body_meta() -> None:
+    with torch.device("meta"):
+        empty = net()
+    model = FSDP(empty, auto_wrap_policy=LINEARS, param_init_fn=initialise)
+    assert all((v == 0.5).all() for v in model.state_dict().values())
+    with torch.device("meta"):
+        empty = net()
+    torch.manual_seed(dist.get_rank())
+    model = FSDP(
+        empty, auto_wrap_policy=LINEARS, sync_module_states=True, device_id=torch.device("cpu")
+    )
+    everyone = communicator().gather_numbers([model(batch()).sum().item()], label="sums")
+    assert len(set(everyone)) == 1
+
+
+def test_meta_modules_are_materialised(ranks: Ranks) -> None:
+    ranks(2, body_meta)
+
+
+def body_ignored() -> None:
+    plain = net()
+    weight = plain[2].weight
+    model = FSDP(plain, ignored_states=[weight])
+    assert any(p is weight for p in model.parameters())
+    rank = dist.get_rank()
+    model(batch(rank)).sum().backward()
+    one = net()
+    one(batch(rank)).sum().backward()
+    torch.testing.assert_close(weight.grad, one[2].weight.grad)
+    other = FSDP(net(), ignored_modules=[], auto_wrap_policy=LINEARS)
+    assert other.state_dict().keys() == model.state_dict().keys()
+    skipped = net()
+    whole = FSDP(skipped, ignored_modules=[skipped[0]], auto_wrap_policy=LINEARS)
+    assert isinstance(skipped[0], nn.Linear)
+    assert whole.state_dict()["0.weight"] is not None
+
+
+def test_ignored_parameters_are_left_alone(ranks: Ranks) -> None:
+    ranks(2, body_ignored)
+
+
+def body_hook(strategy: str) -> None:
+    seen: list[int] = []
+
+    def hook(state: list[int], whole: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        state.append(whole.numel())
+        if out is None:
+            dist.all_reduce(whole)
+            whole.div_(dist.get_world_size())
+            return
+        dist.reduce_scatter_single(out, whole, group=group)
+        out.div_(dist.get_world_size(group))
+
+    groups: Any = None
+    if strategy == "HYBRID_SHARD":
+        groups = fsdp.hybrid_process_groups(dist.group.WORLD, 2)
+    model = FSDP(
+        net(),
+        process_group=groups,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+    )
+    group = model.process_group
+    model.register_comm_hook(seen, hook)
+    model(batch(dist.get_rank())).square().mean().backward()
+    plain = net()
+    plain(batch()).square().mean().backward()
+    same_gradients(model, plain)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_a_hook_reduces_gradients(ranks: Ranks, strategy: str) -> None:
+    ranks(4, body_hook, strategy)
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.breaks = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks == "forward":
+            raise ZeroDivisionError
+        y = self.body(x)
+        if self.breaks == "backward":
+            y.register_hook(lambda _: 1 // 0)
+        return y
+
+
+def body_exception(where: str) -> None:
+    model = FSDP(Fragile(), auto_wrap_policy=LINEARS, use_orig_params=True)
+    for _ in range(2):
+        model.module.breaks = where
+        with pytest.raises(ZeroDivisionError):
+            model(batch()).square().mean().backward()
+        model.module.breaks = ""
+        model.zero_grad()
+        model(batch(dist.get_rank())).square().mean().backward()
+    plain = Fragile()
+    plain(batch()).square().mean().backward()
+    same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_iteration_after_an_exception_trains(ranks: Ranks, where: str) -> None:
+    ranks(2, body_exception, where)
+
+
+def body_recompute() -> None:
+    inner = net()
+    inner[0] = checkpoint_wrapper(inner[0])
+    model = FSDP(
+        nn.Sequential(checkpoint_wrapper(FSDP(inner, use_orig_params=True))), use_orig_params=True
+    )
+    plain = nn.Sequential(net())
+    model(batch(dist.get_rank())).square().mean().backward()
+    plain(batch()).square().mean().backward()
+    same_gradients(model, plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+def test_recomputed_modules(ranks: Ranks) -> None:
+    ranks(2, body_recompute)
+
+
+def body_originals() -> None:
+    plain = net()
+    plain[0].bias.requires_grad_(False)
+    weight = plain[0].weight
+    model = FSDP(copy.deepcopy(plain), use_orig_params=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [f"_fsdp_wrapped_module.{name}" for name, _ in plain.named_parameters()]
+    assert sum(p.numel() for p in model.parameters()) <= sum(p.numel() for p in plain.parameters())
+    model(batch(dist.get_rank())).square().mean().backward()
+    plain(batch()).square().mean().backward()
+    same_gradients(model, plain)
+    assert model.module[0].bias.grad is None
+    model.module[0].bias.requires_grad_(True)
+    plain[0].bias.requires_grad_(True)
+    model.zero_grad()
+    plain.zero_grad()
+    recorder = Recorder()
+    with observe(recorder):
+        model(batch(dist.get_rank())).square().mean().backward()
+    plain(batch()).square().mean().backward()
+    same_gradients(model, plain)
+    assert [k for k, _ in recorder.kinds()].count("reduce_scatter") == 1
+    assert weight.shape == (7, 5)
+
+
+def test_original_parameters_may_be_frozen_one_by_one(ranks: Ranks) -> None:
+    ranks(2, body_originals)
