@@ -19,6 +19,8 @@ NAMES = {
     "Plan",
     "__version__",
     "clip_grad_norm_",
+    "flat_groups",
+    "fully_shard",
     "init_device_mesh",
     "parallelize",
     "replicate",

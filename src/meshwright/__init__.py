@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.composition import parallelize
-    from meshwright.data_parallel import replicate
+    from meshwright.data_parallel import flat_groups, fully_shard, replicate
     from meshwright.errors import (
         CheckpointDamagedError,
         CheckpointError,
@@ -54,6 +54,8 @@ __all__ = [
     "RankFailedError",
     "__version__",
     "clip_grad_norm_",
+    "flat_groups",
+    "fully_shard",
     "init_device_mesh",
     "parallelize",
     "replicate",
@@ -63,6 +65,8 @@ _HOME = MappingProxyType(
     {
         "Plan": "plan",
         "clip_grad_norm_": "gradients",
+        "flat_groups": "data_parallel",
+        "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",
         "parallelize": "composition",
         "replicate": "data_parallel",

@@ -5,6 +5,11 @@ Bottom-up: `starting_state` (what ranks must hold alike), `slots` (which gradien
 sees), `reducer` (hooks and order of the reductions), `replica` (a module that is kept equal),
 `join` (uneven inputs), `replicated` and `distributed` (the function and the class that users call),
 `comm_hooks` (other ways to reduce), `batch_norm` (statistics of all ranks).
+
+Sharded: `buffer` (one line of elements and its moves), `parameter_group` and `unit` (parameters
+that come and go together), `order` and `iteration` (what units of one root share), `driver`
+(hooks), `exposed_tensors` (DTensors at rest), `shared_parameters`, `policies`, `sharded_module` and
+`sharded` (`fully_shard`), `optimizer` (the flat view).
 """
 
 from __future__ import annotations
@@ -13,18 +18,31 @@ from meshwright.data_parallel.batch_norm import batch_norms, synchronise_batch_n
 from meshwright.data_parallel.distributed import DistributedDataParallel
 from meshwright.data_parallel.gradient_bucket import GradBucket
 from meshwright.data_parallel.low_precision import MixedPrecision
+from meshwright.data_parallel.optimizer import flat_groups
+from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from meshwright.data_parallel.reducer import ReductionSettings
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.replicated import ReplicateOptions, replicate
+from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
+from meshwright.data_parallel.sharded_module import FSDPModule, UnshardHandle, share_comm_ctx
 
 __all__ = [
+    "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "FSDPModule",
     "GradBucket",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ReductionSettings",
     "Replica",
     "ReplicateOptions",
+    "UnshardHandle",
     "batch_norms",
+    "flat_groups",
+    "fully_shard",
+    "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
     "synchronise_batch_norm",
 ]

@@ -14,7 +14,7 @@ from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.unit import Unit
 
-__all__ = ["FSDPModule", "UnshardHandle", "rebuild"]
+__all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
 
 
 class UnshardHandle:
@@ -199,6 +199,14 @@ class FSDPModule(nn.Module):
             "FSDP does not support deepcopy. Please use state dict for serialization. Copy the "
             "module first, then call fully_shard on the copy"
         )
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots share streams; without effect on a CPU, where there are none.
+
+    Raises ValueError for a module that is not sharded.
+    """
+    _prefetched(modules)
 
 
 def rebuild(unit: Unit) -> None:
