@@ -77,6 +77,7 @@ def test_every_mistake_is_reported_at_once_with_its_line() -> None:
         ("model.activation=relu", '"gelu" or "swiglu"'),
         ("data.batch_size=6", "choose a multiple of 4"),
         ("train.accumulate=3", "choose a multiple of 12"),
+        ("precision.parameters=float16", "choose at least 6e-08"),
         ("data.validation_every=1", "at least 2"),
         ("optimizer.betas=[0.9, 1.0]", "less than 1, found 0.9 and 1.0"),
         ("optimizer.final_fraction=2", "at most 1"),

@@ -21,6 +21,10 @@ __all__ = [
 ]
 
 
+SMALLEST_FLOAT16 = 6e-8
+"""Just above the smallest number that float16 tells from zero."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """``[model]``: the byte-level GPT."""
@@ -164,6 +168,16 @@ class TrainConfig:
                 f"{self.plan.data_size} data ranks x {self.plan.train.accumulate} accumulated "
                 f"batches; choose a multiple of {parts}",
                 involves=(("axes",), ("train", "accumulate")),
+            )
+        # Rounded to zero, it lets AdamW divide zero by zero, and the weights become NaN.
+        moments = self.plan.precision.optimizer or self.plan.precision.parameters
+        if moments == "float16" and self.optimizer.epsilon < SMALLEST_FLOAT16:
+            yield Problem(
+                ("optimizer", "epsilon"),
+                f"[optimizer] epsilon = {self.optimizer.epsilon:g} is zero in float16, the dtype "
+                f"of the optimizer; choose at least {SMALLEST_FLOAT16:g}, or keep [precision] "
+                'parameters in float32 with compute = "float16"',
+                involves=(("precision",),),
             )
 
 
