@@ -63,7 +63,10 @@ WORKLOADS = {
 }
 
 
-PEERS = {"replicated": ("ddp", "ddp view"), "sharded": ("fsdp1", "fsdp1 orig", "fsdp2")}
+PEERS = {
+    "replicated": ("ddp", "ddp view", "ddp static"),
+    "sharded": ("fsdp1", "fsdp1 orig", "fsdp2"),
+}
 """The arms of each family that ours are compared with."""
 
 
@@ -95,15 +98,19 @@ def sharded_arms(model: nn.Module) -> dict[str, nn.Module]:
 
 def replicated_arms(model: nn.Module) -> dict[str, nn.Module]:
     """The same model under DDP and replicate."""
-    copies = {
-        name: copy.deepcopy(model) for name in ("plain", "ddp", "ddp view", "ours", "ours view")
+    torchs: dict[str, dict[str, bool]] = {
+        "ddp": {},
+        "ddp view": {"gradient_as_bucket_view": True},
+        "ddp static": {"gradient_as_bucket_view": True, "static_graph": True},
     }
     return {
-        "plain": copies["plain"],
-        "ddp": DistributedDataParallel(copies["ddp"]),
-        "ddp view": DistributedDataParallel(copies["ddp view"], gradient_as_bucket_view=True),
-        "ours": replicate(copies["ours"]),
-        "ours view": replicate(copies["ours view"], gradient_as_bucket_view=True),
+        "plain": copy.deepcopy(model),
+        **{
+            name: DistributedDataParallel(copy.deepcopy(model), **options)
+            for name, options in torchs.items()
+        },
+        "ours": replicate(copy.deepcopy(model)),
+        "ours view": replicate(copy.deepcopy(model), gradient_as_bucket_view=True),
     }
 
 
@@ -168,7 +175,8 @@ def show(
         walls = [r[1] / d[1] for r, d in zip(rows, best, strict=True)]
         low, middle, high = statistics.quantiles(walls, n=4)
         spread = f"{middle:.2f} ({low:.2f}..{high:.2f})"
-        print(f"  {arm:<10} {cpu:8.2f} {plain:10.2f} {ddp:9.2f} {wall:8.2f} {spread:>24}")
+        row = f"{cpu:8.2f} {plain:10.2f} {ddp:9.2f} {wall:8.2f} {spread:>24}"
+        print(f"  {arm:<10} {row}", flush=True)
 
 
 def main() -> None:

@@ -13,7 +13,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import DistributedDataParallel, MixedPrecision, replicate
+from meshwright.data_parallel import (
+    DistributedDataParallel,
+    GradBucket,
+    MixedPrecision,
+    replicate,
+)
+from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.data_parallel.replicated import check_names
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
@@ -99,6 +105,10 @@ def test_trains_as_one_process(
     ranks: Ranks, options: dict[str, object], optimizer: type[torch.optim.Optimizer]
 ) -> None:
     ranks(2, body_trains, options, optimizer)
+
+
+def test_trains_as_one_process_on_four_ranks(ranks: Ranks) -> None:
+    ranks(4, body_trains, {"bucket_cap_mb": 5e-5}, torch.optim.Adam)
 
 
 def body_state_dict() -> None:
@@ -204,6 +214,46 @@ def body_mesh() -> None:
     with observe(recorder := Recorder()):
         loss(ours, share).backward()
     assert {c.axis for c in recorder.collectives} == {"dp"}
+
+
+def body_axis_names() -> None:
+    """A group under two names counts its operations once."""
+    world = communicator()
+    other = communicator(world.group, "replicate")
+    assert (world.axis, other.axis) == ("world", "replicate")
+    assert communicator(world.group) is world
+    with observe(recorder := Recorder()):
+        for axis in (world, other, world):
+            axis.all_reduce(torch.ones(1), label="count").wait()
+    found = [(c.axis, c.sequence) for c in recorder.collectives]
+    first = found[0][1]
+    assert found == [("world", first), ("replicate", first + 1), ("world", first + 2)]
+
+
+def body_hook_raises() -> None:
+    """The iteration after an exception in a communication hook trains."""
+    one = mlp()
+    ours = DistributedDataParallel(copy.deepcopy(one), bucket_cap_mb=5e-5)
+    calls = 0
+
+    def hook(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ValueError("planted")
+        return allreduce_hook(state, bucket)
+
+    ours.register_comm_hook(None, hook)
+    x, share = batch()
+    value = loss(ours, share)
+    raises(ValueError, "planted", value.backward)
+    ours.zero_grad()
+    for _ in range(2):
+        loss(one, x).backward()
+        loss(ours, share).backward()
+        same(ours, one)
+        one.zero_grad()
+        ours.zero_grad()
 
 
 def body_refusals() -> None:
@@ -370,6 +420,8 @@ BODIES = [
     body_no_sync,
     body_collectives,
     body_mesh,
+    body_axis_names,
+    body_hook_raises,
     body_refusals,
     body_ignored,
     body_two_outputs,
