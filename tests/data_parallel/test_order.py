@@ -18,10 +18,11 @@ from meshwright.errors import CollectiveMismatchError, CommunicationError, RankF
 from meshwright.testing import Ranks
 
 UNITS = [
-    OrderedUnit(name="root", parameters=("layer0.weight", "layer0.bias")),
-    OrderedUnit(name="layer1", parameters=("layer1.weight",)),
-    OrderedUnit(name="layer2", parameters=("layer2.0.weight", "layer2.2.weight")),
-    OrderedUnit(name="layer3", parameters=("layer3.weight",)),
+    OrderedUnit(name="root", parameters=("layer0.weight", "layer0.bias"), payload=(18,)),
+    OrderedUnit(name="layer1", parameters=("layer1.weight",), payload=(18,)),
+    OrderedUnit(name="layer2", parameters=("layer2.0.weight", "layer2.2.weight"), payload=(18,)),
+    OrderedUnit(name="layer3", parameters=("layer3.weight",), payload=(18,)),
+    OrderedUnit(name="tower", parameters=("tower.weight",), payload=(50,)),
 ]
 FACADE = OrderOptions(action="warn")
 DETAIL = OrderOptions(action="warn", warn_at_once=True, exchange_first=True)
@@ -148,7 +149,7 @@ def caught(step: Callable[[], None]) -> str:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("forwards_before", [0, 4])
+@pytest.mark.parametrize("forwards_before", [0, 5])
 def test_a_difference_is_an_error_before_anything_is_issued(
     ranks: Ranks, size: int, change: str, forwards_before: int
 ) -> None:
@@ -166,7 +167,7 @@ def test_a_difference_is_an_error_before_anything_is_issued(
     own = [text for text in texts if text.startswith("Forward order differs across ranks: rank")]
     assert own
     if forwards_before:
-        assert f"rank {size - 1} in forward 5" in own[-1]
+        assert f"rank {size - 1} in forward 6" in own[-1]
         assert "; in the forward before: root, layer1" in own[-1]
     at, names = {
         "another": (1, {"layer1", "layer2"}),
@@ -282,6 +283,21 @@ def test_an_equal_size_swap_is_found_and_both_units_named(ranks: Ranks, size: in
         assert root.check.is_unchecked
 
     ranks(size, body)
+
+
+@pytest.mark.parametrize("options", [FACADE, DETAIL])
+@pytest.mark.parametrize(("one", "other"), [([0, 1, 2], [0, 4, 2]), ([0, 1], [0]), ([0], [0, 1])])
+def test_what_could_not_mix_up_is_an_error_also_where_others_warn(
+    ranks: Ranks, options: OrderOptions, one: list[int], other: list[int]
+) -> None:
+    def body() -> None:
+        root = Root(options)
+        for _ in range(2):
+            root.step(one)
+        text = caught(lambda: root.step(both(one, other)))
+        assert "Forward order differs across ranks: rank 1 in forward 3 of Model, position" in text
+
+    ranks(2, body)
 
 
 def test_hash_comparisons_every_few_forwards_cover_all_since_the_last(ranks: Ranks) -> None:
@@ -412,9 +428,11 @@ def test_a_hang_report_shows_who_left_its_order(ranks: Ranks) -> None:
         if root.world.rank == 1:
             root.check.begin()
             root.check.record(2)
-            time.sleep(4.0)
+            time.sleep(3.0)
             root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
         else:
+            root.check.begin()
+            root.check.record(0)
             root.world.all_gather(torch.empty(16), torch.zeros(8), label="unshard").wait()
             text = "rank 1 had said: forward 2 of Model, position 0: expected root, got layer2"
             assert text in log.text

@@ -5,11 +5,11 @@ Checks, from the cheapest on::
 
     each unit       compare with the forward before             one integer, nothing is sent
     each forward    compare a hash of the order over the ranks  16 bytes a rank, asynchronous
-    each unit of    ask the other ranks before it is gathered   through the board: where a
-    some forwards                                               difference is an error, in the first
-                                                                forward and once the order is left;
-                                                                by a collective: on request, in the
-                                                                first forward
+    some forwards   ask the other ranks before each unit        through the board once this rank has
+                                                                left its order, and in the first
+                                                                forward where a difference is an
+                                                                error; there by a collective on
+                                                                request
 
 The board is that of `meshwright.comm.failure`. A rank that leaves its order says so there before
 its next collective, so that ranks that wait for it can name what it did. A change that all ranks
@@ -64,7 +64,8 @@ class OrderOptions:
     """How a root's order is checked."""
 
     action: Literal["raise", "warn"] = "raise"
-    """What ranks do that run different orders. ``warn`` lets mismatched collectives run on."""
+    """What ranks do that run different orders. ``warn`` lets collectives mix up different units of
+    equal size; a collective that could only hang or crash is an error all the same."""
     warn_at_once: bool = False
     """With ``warn``: warn as soon as this rank leaves its own order, whatever other ranks do."""
     exchange_first: bool = False
@@ -168,7 +169,7 @@ class OrderCheck:
         now.position = position + 1
         if now.asks:
             self._ask(position, unit)
-        elif self._options.warn_at_once and not self._has_warned and now.has_left:
+        if self._options.warn_at_once and not self._has_warned and now.has_left:
             self._warn(position, unit)
 
     def end_forward(self) -> None:
@@ -225,11 +226,11 @@ class OrderCheck:
         return self._options.action == "raise"
 
     def _leave(self, position: int, unit: int) -> None:
-        """This rank is about to leave its order: say so, and ask the others if that is an error."""
+        """This rank is about to leave its order: say so, and ask the others from here on."""
         if self._is_alone or self.is_unchecked or PROCESS.monitor is None:
             return
         PROCESS.monitor.deviate(self._deviation(position, unit))
-        self._now.asks = self._is_error and self._together < CONFIRMATIONS
+        self._now.asks = self._together < CONFIRMATIONS
 
     def _ask(self, position: int, unit: int) -> None:
         """Compare the next unit with the other ranks'; raise before it is gathered if they differ.
@@ -285,6 +286,7 @@ class OrderCheck:
     def _vote(self, monitor: FailureMonitor, position: int, unit: int) -> None:
         """Wait until every rank has come to ``position``; raise when one has another unit there.
 
+        With ``warn`` it is an error only where the collectives would break and not just mix up.
         This wait keeps nobody from coming: what the others need of this rank up to here has been
         issued. After the communicator's timeout the collective's own wait says who is missing.
         """
@@ -300,17 +302,23 @@ class OrderCheck:
             monitor.check()
             now = time.monotonic()
             if now > next_roll_call:
-                self._look_at_others(monitor, position, unit)
+                if self._have_come(monitor, position, unit):
+                    return
                 next_roll_call = time.monotonic() + NEXT_ROLL_CALL
             if now > begun + self._communicator.timeout:
                 self._now.asks = False
                 return
             arrived = monitor.board.add(votes, 0)
 
-    def _look_at_others(self, monitor: FailureMonitor, position: int, unit: int) -> None:
-        """Ask every rank where it is; raise when one has another unit at ``position``."""
+    def _have_come(self, monitor: FailureMonitor, position: int, unit: int) -> bool:
+        """Whether all ranks have come to ``position``, where ranks that stay do not vote.
+
+        Raises when one has another unit there and that is an error.
+        """
         answers = monitor.roll_call()
-        others: list[str] = []
+        missing = self._communicator.size - 1
+        others: list[int] = []
+        texts: list[str] = []
         for rank in self._communicator.ranks:
             theirs = answers.get(rank, {}).get("described", {}).get(self._key)
             if rank == self._rank or theirs is None:
@@ -320,10 +328,13 @@ class OrderCheck:
                 continue
             record = OrderRecord(tuple(theirs["before" if ahead else "units"]))
             has_come = ahead or theirs["has_ended"] or position < len(record.units)
+            missing -= bool(has_come)
             if has_come and record.at(position) != unit:
-                others.append(f"rank {rank} has {self._names.of(record.at(position))}")
-        if others:
-            self._fail(monitor, position, "; ".join(others))
+                others.append(record.at(position))
+                texts.append(f"rank {rank} has {self._names.of(record.at(position))}")
+        if others and (self._is_error or not all(self._names.may_mix(unit, o) for o in others)):
+            self._fail(monitor, position, "; ".join(texts))
+        return missing == 0
 
     def _fail(self, monitor: FailureMonitor, position: int, others: str) -> NoReturn:
         now = self._now

@@ -27,6 +27,8 @@ class OrderedUnit:
     name: str
     parameters: tuple[str, ...] = ()
     """Qualified names of its parameters."""
+    payload: tuple[int, ...] = ()
+    """Bytes that this rank gives to each of its gathers: equally many are mixed up in silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,17 @@ class UnitNames:
     def parameters(self, unit: int) -> str:
         """The names of its parameters."""
         return str(list(self._units[unit].parameters)) if unit < len(self._units) else NEW
+
+    def may_mix(self, unit: int, other: int) -> bool:
+        """Whether the gathers of two units pass for each other, with wrong results."""
+        if END in (unit, other):
+            return unit == other
+        known = range(len(self._units))
+        return (
+            unit not in known
+            or other not in known
+            or (self._units[unit].payload == self._units[other].payload)
+        )
 
     def drawn(self, record: OrderRecord, position: int) -> str:
         """The units around ``position``."""
