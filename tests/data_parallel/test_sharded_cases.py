@@ -1,0 +1,211 @@
+"""`fully_shard` where ranks, dtypes and axes differ: unused parameters, mixed dtypes, partial sums."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.comm import Recorder, communicator, observe
+from meshwright.data_parallel import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    share_comm_ctx,
+)
+from meshwright.mesh import init_device_mesh
+from meshwright.testing import Ranks
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(seed: int, rows: int = 8) -> torch.Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def share(x: torch.Tensor) -> torch.Tensor:
+    world = communicator()
+    count = len(x) // world.size
+    return x[world.rank * count : (world.rank + 1) * count]
+
+
+def same_gradients(model: nn.Module, one: nn.Module, tolerance: float = 1e-10) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert (mine.grad is None) is (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(
+                whole(mine.grad), theirs.grad, rtol=tolerance, atol=tolerance
+            )
+
+
+class Sometimes(nn.Module):
+    """One layer is used where its rank says so, another nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(6, 3)
+        self.sometimes = nn.Linear(6, 3)
+        self.never = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if use else y
+
+
+def body_unused_on_one_rank() -> None:
+    world = communicator()
+    torch.manual_seed(0)
+    one = Sometimes().double()
+    model = fully_shard(copy.deepcopy(one))
+    x = batch(1)
+    model(share(x), world.rank == 1).square().mean().backward()
+    first, second = x.chunk(2)
+    ((one(first, False).square().mean() + one(second, True).square().mean()) / 2).backward()
+    same_gradients(model, one)
+    assert model.never.weight.grad is None
+
+
+def test_a_parameter_unused_on_one_rank_counts_as_zero(ranks: Ranks) -> None:
+    ranks(2, body_unused_on_one_rank)
+
+
+def body_mixed_dtypes() -> None:
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(6, 5).double(), nn.Linear(5, 3).double())
+    one[0].bias.requires_grad_(False)
+    model = copy.deepcopy(one)
+    model[1].bias = nn.Parameter(model[1].bias.detach().float())
+    fully_shard(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float64, torch.float32}
+    x = batch(1)
+
+    def run(net: nn.Module) -> torch.Tensor:
+        return nn.functional.linear(net[0](x), net[1].weight) + net[1].bias
+
+    # The unit is the root's, so its parameters are whole inside the root's methods only.
+    model.unshard()
+    out = run(model)
+    torch.testing.assert_close(out, run(one), rtol=1e-6, atol=1e-6)
+    model.reshard()
+
+
+def test_dtypes_and_frozen_parameters_mix(ranks: Ranks) -> None:
+    ranks(2, body_mixed_dtypes)
+
+
+def body_partial_sums() -> None:
+    one = mlp()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = copy.deepcopy(one)
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    recorder = Recorder()
+    with observe(recorder):
+        for number in range(3):
+            model.set_requires_all_reduce(number == 2)
+            model(share(batch(number))).square().mean().backward()
+    for number in range(3):
+        one(batch(number)).square().mean().backward()
+    same_gradients(model, one)
+    kinds = [kind for kind, _ in recorder.kinds()]
+    assert kinds.count("reduce_scatter") == 6
+    assert kinds.count("all_reduce") == 2
+
+
+def test_sums_may_wait_for_the_replicating_axis(ranks: Ranks) -> None:
+    ranks(4, body_partial_sums)
+
+
+def body_hybrid_with_one_replica() -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    one = mlp()
+    model = fully_shard(copy.deepcopy(one), mesh=mesh)
+    recorder = Recorder()
+    with observe(recorder):
+        model(share(batch(0))).square().mean().backward()
+    one(batch(0)).square().mean().backward()
+    same_gradients(model, one)
+    return recorder.kinds()
+
+
+def test_a_replicating_axis_of_one_rank_still_reduces(ranks: Ranks) -> None:
+    for found in ranks(2, body_hybrid_with_one_replica):
+        kinds = [kind for kind, _ in found]
+        assert kinds.count("reduce_scatter") == kinds.count("all_reduce") == 1
+
+
+def body_no_sync_in_low_precision() -> None:
+    model = mlp().float()
+    one = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    share_comm_ctx([model])
+    x = batch(0).float()
+    with model.no_sync():
+        for _ in range(3):
+            model(share(x)).float().square().mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model(share(x)).float().square().mean().backward()
+    for _ in range(4):
+        one(x).square().mean().backward()
+    same_gradients(model, one, 0.1)
+
+
+def test_no_sync_adds_up_in_the_dtype_of_the_reduction(ranks: Ranks) -> None:
+    ranks(2, body_no_sync_in_low_precision)
+
+
+def body_autocast() -> None:
+    model = mlp().float()
+    one = copy.deepcopy(model)
+    fully_shard(model)
+    x = batch(0).float()
+    for net, inputs in ((model, share(x)), (one, x)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(inputs).float().square().mean()
+        loss.backward()
+    same_gradients(model, one, 3e-2)
+
+
+def test_under_autocast(ranks: Ranks) -> None:
+    ranks(2, body_autocast)
+
+
+def body_checkpoint(folder: str, save: bool) -> None:
+    one = mlp()
+    model = copy.deepcopy(one)
+    if not save:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    fully_shard(model[0])
+    fully_shard(model)
+    state = {"model": model.state_dict()}
+    recorder = Recorder()
+    if save:
+        with observe(recorder):
+            dcp.save(state, checkpoint_id=folder)
+        assert recorder.kinds() == []
+        return
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        assert torch.equal(whole(mine), theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_of_torch_load_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, body_checkpoint, str(tmp_path), True)
+    ranks(3, body_checkpoint, str(tmp_path), False)
