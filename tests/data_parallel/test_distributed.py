@@ -216,6 +216,49 @@ def body_mesh() -> None:
     assert {c.axis for c in recorder.collectives} == {"dp"}
 
 
+def body_autocast_and_scaler() -> None:
+    """A value that is not finite on one rank lets all ranks skip the step."""
+    world = communicator()
+    ours = DistributedDataParallel(mlp().float(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    _, share = batch()
+    for step in range(3):
+        before = [p.detach().clone() for p in ours.parameters()]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = ours(share.float()).float().square().mean()
+        if step == 1 and world.rank == 1:
+            value = value * torch.inf
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stayed = [torch.equal(p, b) for p, b in zip(ours.parameters(), before, strict=True)]
+        assert all(stayed) if step == 1 else not any(stayed)
+    assert scaler.get_scale() == 4.0
+    rows = world.gather_bytes(ours.module[0].weight.detach().numpy().tobytes(), label="check")
+    assert rows[0] == rows[1]
+
+
+def body_evaluation_between_steps() -> None:
+    one = Net().double()
+    ours = DistributedDataParallel(copy.deepcopy(one), forward_sync_buffers=False)
+    x, share = batch(6)
+    for _ in range(2):
+        ours.eval()
+        with torch.inference_mode():
+            ours(share)
+        with torch.no_grad():
+            ours(share)
+        ours(share)
+        ours.zero_grad()
+        loss(ours, share).backward()
+        one.eval()
+        one.zero_grad()
+        loss(one, x).backward()
+        same(ours, one)
+
+
 def body_axis_names() -> None:
     """A group under two names counts its operations once."""
     world = communicator()
@@ -420,6 +463,8 @@ BODIES = [
     body_no_sync,
     body_collectives,
     body_mesh,
+    body_autocast_and_scaler,
+    body_evaluation_between_steps,
     body_axis_names,
     body_hook_raises,
     body_refusals,
