@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
+from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ranks
 
 SOON = 8.0
@@ -45,7 +46,7 @@ def sharded() -> Paths:
     return model
 
 
-def step(model: Paths, optimizer: torch.optim.Optimizer | None = None) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     model(torch.ones(2, 6).double()).sum().backward()
     if optimizer is not None:
         optimizer.step()
@@ -147,3 +148,54 @@ def body_evaluation() -> None:
 
 def test_evaluation_between_steps_shifts_nothing(ranks: Ranks) -> None:
     ranks(2, body_evaluation)
+
+
+# ------------------------------------------------------------------------------- the facade
+
+
+def wrapped() -> nn.Module:
+    torch.manual_seed(0)
+    model = Paths().double()
+    for name in ("left", "right", "tower"):
+        setattr(model, name, FullyShardedDataParallel(getattr(model, name)))
+    return FullyShardedDataParallel(model)
+
+
+def body_swap() -> None:
+    model = wrapped()
+    for _ in range(4):
+        step(model)
+    on_last(model.module, ["right"])
+    text = (
+        r"^Forward order differs across ranks in forward 5, position 1: left on rank 0, right on "
+        rf"rank {communicator().size - 1}\. .* Collectives are unchecked and may give incorrect"
+    )
+    with pytest.warns(UserWarning, match=text):
+        step(model)
+    for _ in range(2):
+        step(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_equal_size_swap_is_found_outside_detail(ranks: Ranks, size: int) -> None:
+    ranks(size, body_swap)
+
+
+def body_skip(path: list[str], other: list[str]) -> str:
+    model = wrapped()
+    model.module.path = path
+    for _ in range(2):
+        step(model)
+    on_last(model.module, other)
+    return caught(lambda: step(model))
+
+
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [(["left"], []), (["left"], ["left", "tower"]), (["left", "right"], ["right"])],
+)
+def test_a_rank_that_skips_a_unit_is_named_and_not_waited_for(
+    ranks: Ranks, path: list[str], other: list[str]
+) -> None:
+    for text in ranks(2, body_skip, path, other):
+        assert "Forward order differs across ranks: rank 1 in forward 3, position" in text
