@@ -143,9 +143,9 @@ def test_a_late_rank_is_reported_once_on_every_rank_and_the_run_goes_on(ranks: R
         comm.disconnect()
         return reports
 
-    for rank, reports in enumerate(ranks(3, body, connected=False)):
+    for reports in ranks(3, body, connected=False):
         assert len(reports) == 1, reports
-        assert f'rank {rank}: all_reduce #0 "loss" on axis world has not ended after' in reports[0]
+        assert reports[0].startswith('all_reduce #0 "loss" on axis world has not ended after')
         assert "rank 1 has not issued it: it is in data, step 7 at " in reports[0]
         assert "test_failure.py:" in reports[0] and "in body" in reports[0]
         assert "nothing issued on this axis yet; waiting: rank 0, 2" in reports[0]

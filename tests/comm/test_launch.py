@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.comm.launch import launch
+from meshwright.comm.launch import first_failure, launch
 from meshwright.errors import LaunchError
 
 RANK = """
@@ -92,3 +94,33 @@ def test_a_signal_reaches_the_ranks_and_is_the_result(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in said and "death signal" not in said
     assert _alive(tmp_path) == []
+
+
+def _failure(rank: int, folder: Path, exit_code: int, said: str, second: int) -> ProcessFailure:
+    file = folder / f"{rank}.json"
+    if said:
+        text = {"message": {"message": said, "extraInfo": {"timestamp": str(second)}}}
+        file.write_text(json.dumps(text))
+    return ProcessFailure(local_rank=rank, pid=rank, exitcode=exit_code, error_file=str(file))
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        (
+            [(1, "RankFailedError: rank 1 failed first"), (1, "ValueError: no")],
+            "rank 1 of 2 exited with status 1: ValueError: no",
+        ),
+        ([(-15, ""), (-9, "")], "rank 1 of 2 was ended by signal 9 (SIGKILL)"),
+        (
+            [(-9, ""), (1, "CollectiveTimeoutError: rank 0 does not answer")],
+            "rank 1 of 2 exited with status 1: CollectiveTimeoutError: rank 0 does not answer",
+        ),
+    ],
+)
+def test_who_followed_is_not_named(tmp_path: Path, ends: list[tuple[int, str]], first: str) -> None:
+    failures = {
+        rank: _failure(rank, tmp_path, code, said, 100 + rank)
+        for rank, (code, said) in enumerate(ends)
+    }
+    assert first_failure(failures, len(ends)) == first

@@ -75,6 +75,9 @@ class Communicator:
     numbers count all operations of the group. Ranks in arguments are ranks of this group.
     """
 
+    _labelled: shared_memory.SharedMemoryGroup | None = None
+    """The group, where its backend compares the labels of all ranks before data moves."""
+
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float
     ) -> None:
@@ -91,9 +94,8 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        shares = isinstance(group, shared_memory.SharedMemoryGroup)
-        self._labelled = group if shares else None
-        """The group, where its backend compares the labels of all ranks before data moves."""
+        if isinstance(group, shared_memory.SharedMemoryGroup):
+            self._labelled = group
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""

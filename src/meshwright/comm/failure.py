@@ -198,7 +198,7 @@ class FailureMonitor:
             return
         who = json.loads(self.board.get(f"who/{rank}"))
         if who["host"] == socket.gethostname() and _is_stopped(who["pid"]):
-            _log.warning("rank %d: killing rank %d, a stopped process", self.rank, rank)
+            _log.warning("rank %d kills rank %d, a stopped process", self.rank, rank)
             os.kill(who["pid"], signal.SIGKILL)
 
     def report(self, topic: str, text: str) -> None:
@@ -267,7 +267,7 @@ class FailureMonitor:
         elif kind == "deviation":
             self.deviations[notice["rank"]] = notice["text"]
         elif kind == "report":
-            _log.warning("rank %d: %s", self.rank, notice["text"])
+            _log.warning("%s", notice["text"])
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

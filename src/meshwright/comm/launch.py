@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from meshwright.environment import LOCAL_NETWORK
 from meshwright.errors import LaunchError
 
-__all__ = ["is_launched", "launch", "record_failure"]
+__all__ = ["first_failure", "is_launched", "launch", "record_failure"]
 
 
 def is_launched() -> bool:
@@ -59,7 +59,7 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
             with _quiet_agent():
                 launch_agent(config, "env", [*_assignments(), *command])
         except ChildFailedError as error:
-            raise LaunchError(_first_failure(error.failures, ranks)) from None
+            raise LaunchError(first_failure(error.failures, ranks)) from None
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
     return 0
@@ -71,14 +71,17 @@ def record_failure(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def _first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
+def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
     """One line about the rank that failed by itself, not because another had failed."""
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int, int]:
         rank, failure = item
-        follower = "RankFailedError" in _said(failure)
+        said = _said(failure)
+        follower = "RankFailedError" in said
         ended_by_launcher = failure.exitcode == -signal.SIGTERM
-        return follower, ended_by_launcher, int(failure.timestamp), rank
+        # Whoever gave up waiting has named the rank behind it, and may have killed it since.
+        knows_less = "CollectiveTimeoutError" not in said
+        return follower, ended_by_launcher, knows_less, int(failure.timestamp), rank
 
     rank, failure = min(failures.items(), key=order)
     if failure.exitcode < 0:
