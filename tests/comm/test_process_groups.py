@@ -25,6 +25,9 @@ def test_one_communicator_for_a_group(ranks: Ranks) -> None:
         assert comm.communicator(dist.group.WORLD) is world
         assert (world.size, world.ranks, world.axis) == (4, (0, 1, 2, 3), "world")
         assert world.backend in repr(world)
+        shard = comm.communicator(axis="shard")
+        assert shard == world and hash(shard) == hash(world) and shard.axis == "shard"
+        assert shard != comm.subgroup(world, [(0, 1), (2, 3)], "shard")
 
     ranks(4, body)
 

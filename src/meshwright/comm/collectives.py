@@ -101,6 +101,15 @@ class Communicator:
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
         self._idle_waiters: list[Any] = []
 
+    def __eq__(self, other: object) -> bool:
+        """Equal when it is the same rank of the same group, whatever axis it is named by."""
+        if not isinstance(other, Communicator):
+            return NotImplemented
+        return (self.name, self.rank) == (other.name, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.rank))
+
     def __repr__(self) -> str:
         return (
             f"Communicator(axis={self.axis!r}, rank={self.rank}, size={self.size}, "
