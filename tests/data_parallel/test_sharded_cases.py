@@ -1,4 +1,4 @@
-"""`fully_shard` where ranks, dtypes and axes differ: unused parameters, mixed dtypes, partial sums."""
+"""`fully_shard` where ranks, dtypes and axes differ: unused parameters, mixed dtypes, sums."""
 
 from __future__ import annotations
 
@@ -209,3 +209,23 @@ def body_checkpoint(folder: str, save: bool) -> None:
 def test_checkpoints_of_torch_load_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, body_checkpoint, str(tmp_path), True)
     ranks(3, body_checkpoint, str(tmp_path), False)
+
+
+def body_large_parameters() -> list[tuple[str, str]]:
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(301, 501), nn.Linear(501, 3)).double()
+    model = copy.deepcopy(one)
+    fully_shard(model)
+    x = torch.randn(8, 301, generator=torch.Generator().manual_seed(1)).double()
+    recorder = Recorder()
+    with observe(recorder):
+        for _ in range(2):
+            model(share(x)).square().mean().backward()
+            one(x).square().mean().backward()
+    same_gradients(model, one)
+    return [kind for kind in recorder.kinds() if kind[0] == "all_gather" and "unshard" in kind[1]]
+
+
+def test_large_parameters_are_gathered_by_themselves(ranks: Ranks) -> None:
+    for found in ranks(2, body_large_parameters):
+        assert len(found) == 4, "two gathers for each forward, none where the root is kept"

@@ -37,7 +37,7 @@ from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem
 
-__all__ = ["parallelize"]
+__all__ = ["check_model", "parallelize"]
 
 AUTOCAST = ("bfloat16", "float16")
 """The dtypes that torch can compute in while parameters have another."""
@@ -71,7 +71,9 @@ def parallelize(
     >>> trainable.step(inputs, targets).loss
     """
     axis = comm.connect() if group is None else comm.communicator(group, "replicate")
-    _check(model, plan, axis)
+    check_model(model, plan, axis.size)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError("the model is on the meta device: build it on a device")
     _place(model, plan, axis)
     if plan.train.batch_norm == "sync":
         synchronise_batch_norm(model, axis)
@@ -172,23 +174,19 @@ def _reduction(plan: Plan) -> ReductionSettings:
 # ------------------------------------------------------------------------------------ checks
 
 
-def _check(model: nn.Module, plan: Plan, axis: Communicator) -> None:
-    """Raise one PlanError with all that plan, model and ranks contradict."""
+def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
+    """Raise one PlanError with all that ``plan``, ``model`` and the number of ranks contradict.
+
+    It needs no rank and no data: the model may be on the meta device.
+    """
     problems: list[str] = []
     names = [name for name, _ in model.named_modules()]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     try:
-        plan.check(axis.size, shapes, modules=names)
+        plan.check(ranks, shapes, modules=names)
     except PlanError as error:
         problems.extend(error.problems)
     ours = [*_axis_problems(plan), *_train_problems(model, plan), *_precision_problems(plan)]
-    if any(parameter.is_meta for parameter in model.parameters()):
-        ours.append(
-            Problem(
-                ("axes",),
-                "the model is on the meta device, which needs axis shard: build it on a device",
-            )
-        )
     if ours:
         problems.extend(plan.origin.error(ours).problems)
     if problems:

@@ -127,7 +127,8 @@ def describe_sharded(
 def _unit_collectives(unit: Unit, group: ParameterGroup) -> Iterator[Collective]:
     """One gather before the forward, one before the backward unless kept, and the reductions."""
     layout, axes = group.buffer.layout, group.axes
-    kinds = [("all_gather", axes.shard, layout.padded_size, group.types.compute, "unshard")]
+    compute = group.types.compute
+    kinds = [("all_gather", axes.shard, size, compute, "unshard") for size in group.buffer.gathers]
     if not unit.settings.keep_full_after_forward:
         kinds *= 2
     if group.is_trainable:

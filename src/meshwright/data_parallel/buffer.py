@@ -26,7 +26,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = ["BufferTypes", "DataAxes", "FlatBuffer", "free", "is_free", "restore"]
+__all__ = ["ALONE", "BufferTypes", "DataAxes", "FlatBuffer", "free", "is_free", "restore"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,9 @@ class BufferTypes:
     """In which gradients are summed."""
 
 
+ALONE = 2**20
+"""Bytes from which a tensor is gathered by itself."""
+
 _Place = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
 """Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
 
@@ -104,8 +107,9 @@ class FlatBuffer:
         """The gradients of all tensors in the order of the reduction; without storage at rest."""
         self._slots = self._gradient_slots()
         self._sizes = list(layout.slots) if isinstance(layout, ChunkedLayout) else []
+        self._together = _gathered_together(layout, types.compute.itemsize)
         self._staging: torch.Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: list[Pending] = []
         self._gathered_version = -1
         if not self._alias:
             free(self.full)
@@ -139,6 +143,23 @@ class FlatBuffer:
         return self.shard[start : start + box.numel].view(box.shape)
 
     @property
+    def packed(self) -> int:
+        """Elements of a shard that are gathered in one piece; those after it one by one."""
+        offsets = self.layout.offsets
+        if self.is_direct or self._together == len(offsets):
+            return self.layout.shard_size
+        return offsets[self._together]
+
+    @property
+    def gathers(self) -> list[int]:
+        """Elements of each gather that brings the whole line together."""
+        parts = self.layout.parts
+        if self.is_direct:
+            return [self.layout.padded_size]
+        sizes = (self.packed, *self._sizes[self._together :])
+        return [size * parts for size in sizes if size]
+
+    @property
     def is_stale(self) -> bool:
         """Whether the shard was written after the last gather."""
         return not self._alias and self._gathered_version != self.shard._version
@@ -154,21 +175,33 @@ class FlatBuffer:
         if shard is None or shard.size == 1:
             self.full.copy_(self.shard)
             return
-        line = self.full
-        if not self.is_direct:
-            line = self._staging = torch.empty_like(self.full)
-        size = self.layout.shard_size
-        mine = line[shard.rank * size : (shard.rank + 1) * size]
-        mine.copy_(self.shard)
-        self._pending = shard.all_gather(line, mine, label=label)
+        if self.is_direct:
+            self._pending = [self._gather_into(shard, self.full, self.shard, label)]
+            return
+        packed = self.packed
+        if packed:
+            self._staging = self.full.new_empty(packed * shard.size)
+            staged = self._gather_into(shard, self._staging, self.shard[:packed], label)
+            self._pending.append(staged)
+        for index in range(self._together, len(self._regions)):
+            region, size = self._regions[index], self._sizes[index]
+            start = self.layout.offsets[index]
+            mine = self.shard[start : start + size]
+            self._pending.append(self._gather_into(shard, region.view(-1), mine, label))
+
+    def _gather_into(
+        self, shard: Communicator, line: torch.Tensor, mine: torch.Tensor, label: str
+    ) -> Pending:
+        """Gather every rank's ``mine`` into ``line``, in place from this rank's own part of it."""
+        place = line.view(shard.size, -1)[shard.rank]
+        place.copy_(mine)
+        return shard.all_gather(line, place, label=label)
 
     @torch.no_grad()
     def finish_gather(self) -> None:
         """Wait for the whole line."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        pending.wait()
+        while self._pending:
+            self._pending.pop(0).wait()
         if self._staging is not None:
             self._copy_out(self._staging)
             self._staging = None
@@ -261,9 +294,10 @@ class FlatBuffer:
             raise InternalError("a packed line needs no staging")
         rows = staging.view(layout.parts, -1)
         if self._is_on_dim_0:
-            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._regions)
+            sizes, regions = self._sizes[: self._together], self._regions[: self._together]
+            torch.split_with_sizes_copy(rows, sizes, dim=1, out=regions)
             return
-        for index, view in enumerate(self.views):
+        for index, view in enumerate(self.views[: self._together]):
             start = layout.offsets[index]
             for part in range(layout.parts):
                 box = layout.box(index, part)
@@ -296,6 +330,21 @@ class FlatBuffer:
                 ]
             )
         return slots
+
+
+def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int:
+    """How many tensors are gathered in one piece: all but large ones at the end of the line.
+
+    A large tensor that is cut along dim 0 is gathered by itself, straight to where it belongs: that
+    saves a staging line of its size and the copy out of it.
+    """
+    count = len(layout.names)
+    if not isinstance(layout, ChunkedLayout):
+        return count
+    sizes, dims = layout.slots, layout.dims
+    while count and not dims[count - 1] and sizes[count - 1] * layout.parts * itemsize >= ALONE:
+        count -= 1
+    return count
 
 
 def _is_one_line(layout: ChunkedLayout) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm.dtensor import is_dtensor, mesh_communicators
-from meshwright.data_parallel.buffer import DataAxes
+from meshwright.data_parallel.buffer import ALONE, DataAxes
 from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -201,6 +201,8 @@ def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
 
 
 def _group(slots: Sequence[Slot], axes: DataAxes, options: ShardOptions) -> ParameterGroup:
+    # Large ones last: these are gathered by themselves.
+    slots = sorted(slots, key=lambda slot: slot.original.numel() * slot.original.itemsize >= ALONE)
     dtype = slots[0].original.dtype
     layout = FlatLayout.chunked(
         [slot.name for slot in slots],
