@@ -115,7 +115,7 @@ def optimizer_of(optim_input: Input, optim: torch.optim.Optimizer | None) -> tor
     listed: list[Any] = list(optim_input)
     if not listed:
         raise ValueError("Optimizer input should not be empty: pass the model's parameters")
-    if not all(isinstance(entry, torch.Tensor | Mapping) for entry in listed):
+    if not all(isinstance(entry, torch.Tensor) or type(entry) is dict for entry in listed):
         raise TypeError(
             "Optimizer input should be an iterable of Tensors or dicts, found "
             f"{sorted({type(entry).__name__ for entry in listed})}"

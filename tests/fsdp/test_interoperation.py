@@ -1,0 +1,167 @@
+"""torch's distributed checkpoint with the facade, in both directions; older function names."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as peer_fully_shard
+
+from meshwright.comm import Recorder, observe
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.fsdp import ModuleWrapPolicy, StateDictType
+from meshwright.mesh import init_device_mesh
+from meshwright.testing import Ranks
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def wrapped(use_orig_params: bool, seed: int = 0) -> FSDP:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FSDP(net(seed), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore", message="FSDP.state_dict_type")
+    warnings.filterwarnings("ignore", message=".*deprecat", category=FutureWarning)
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def body_save(folder: str, use_orig_params: bool) -> None:
+    quiet()
+    model = wrapped(use_orig_params)
+    optimizer = trained(model)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        recorder = Recorder()
+        with observe(recorder):
+            state = {"model": model.state_dict(), "optimizer": optimizer_of(model, optimizer)}
+        assert recorder.collectives == []
+    dcp.save(state, checkpoint_id=folder)
+
+
+def optimizer_of(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return FSDP.optim_state_dict(model, optimizer)["state"]
+
+
+def body_load(folder: str, use_orig_params: bool) -> None:
+    quiet()
+    plain = net()
+    plain_optimizer = trained(plain)
+    model = wrapped(use_orig_params, seed=1)
+    optimizer = trained(model)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    if not use_orig_params:
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            named = FSDP.optim_state_dict(model, optimizer)
+            state = {"optimizer": named["state"]}
+            dcp.load(state, checkpoint_id=folder)
+            named["state"] = state["optimizer"]
+            FSDP.optim_state_dict_to_load(model, optimizer, named, load_directly=True)
+        found = FSDP.optim_state_dict(model, optimizer)["state"]
+        expected = plain_optimizer.state_dict()["state"]
+        for index, (name, _) in enumerate(plain.named_parameters()):
+            torch.testing.assert_close(found[name]["exp_avg"], expected[index]["exp_avg"])
+    peer = net(seed=2)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    peer_fully_shard(peer, mesh=mesh)
+    state = {"model": peer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    peer.load_state_dict(state["model"])
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(peer.state_dict()[name].full_tensor(), value)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_checkpoints_go_to_other_world_sizes_and_to_torch(
+    ranks: Ranks, tmp_path: Path, use_orig_params: bool
+) -> None:
+    ranks(2, body_save, str(tmp_path), use_orig_params)
+    ranks(3, body_load, str(tmp_path), use_orig_params)
+
+
+def body_from_torch(folder: str) -> None:
+    quiet()
+    peer = net()
+    peer_fully_shard(peer, mesh=init_device_mesh("cpu", (2,)))
+    dcp.save({"model": peer.state_dict()}, checkpoint_id=folder)
+    model = wrapped(False, seed=1)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+    for name, value in net().state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_checkpoints_come_from_torch(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, body_from_torch, str(tmp_path))
+
+
+def body_functions() -> None:
+    quiet()
+    plain = net().state_dict()
+    for use_orig_params in (False, True):
+        model = wrapped(use_orig_params)
+        found = get_model_state_dict(model)
+        assert list(found) == list(plain)
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+        other = wrapped(use_orig_params, seed=1)
+        set_model_state_dict(other, found)
+        assert all(torch.equal(other.state_dict()[name], plain[name]) for name in plain)
+
+
+def test_functions_of_torch_for_models(ranks: Ranks) -> None:
+    ranks(2, body_functions)
+
+
+def body_legacy() -> None:
+    model = wrapped(False)
+    optimizer = trained(model)
+    with pytest.warns(FutureWarning, match="^``FullyShardedDataParallel.full_optim_state_dict``is"):
+        whole = FSDP.full_optim_state_dict(model, optimizer)
+    assert bool(whole) == (dist.get_rank() == 0)
+    text = "^``FullyShardedDataParallel.scatter_full_optim_state_dict``is being deprecated"
+    with pytest.warns(FutureWarning, match=text):
+        mine = FSDP.scatter_full_optim_state_dict(whole or None, model, optim=optimizer)
+    with pytest.warns(FutureWarning, match="^``FullyShardedDataParallel.sharded_optim_state_dict"):
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+    with pytest.warns(FutureWarning, match="flatten_sharded_optim_state_dict``is being deprecated"):
+        flat = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+    with pytest.warns(FutureWarning, match="full_optim_state_dict"):
+        whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    with pytest.warns(FutureWarning) as caught:
+        again = FSDP.shard_full_optim_state_dict(whole, model, list(model.parameters()))
+    assert any(str(w.message).startswith("The `optim_input` argument is") for w in caught)
+    for found in (mine, flat, again):
+        assert found["state"].keys() == optimizer.state_dict()["state"].keys()
+        for key, own in optimizer.state_dict()["state"].items():
+            for name, value in own.items():
+                torch.testing.assert_close(found["state"][key][name], value)
+
+
+def test_older_names(ranks: Ranks) -> None:
+    ranks(2, body_legacy)
