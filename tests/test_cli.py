@@ -145,6 +145,9 @@ def test_a_wrong_command_is_one_line(
         (["--data.batch-size", "2000"], "found 1"),
         (["--data.batch_size", "3"], "choose a multiple of 2"),
         (["--train.recompute", '["layer.*"]'], "matches no module; did you mean 'layers.*'?"),
+        (["--train.compile", "true"], "compile = true is not available in this version"),
+        (["--train.batch_norm", "sync"], "has no effect: the model has no BatchNorm"),
+        (["--axes.pipeline", "2"], "axis pipeline = 2 is not available in this version"),
     ],
 )
 def test_a_wrong_configuration_is_found_before_any_process_starts(

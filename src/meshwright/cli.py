@@ -24,6 +24,7 @@ import tyro
 from meshwright import checkpoint
 from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.launch import is_launched, launch, record_failure
+from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
 from meshwright.errors import MeshwrightError, PlanError, RankFailedError
 from meshwright.recipes.config import TrainConfig, read_config
@@ -132,10 +133,9 @@ def _check(config: TrainConfig, ranks: int) -> None:
     """Find, before any process starts, what can be known to go wrong."""
     with torch.device("meta"):
         model = LanguageModel(config.model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     problems: list[str] = []
     try:
-        config.plan.check(ranks, shapes, modules=[name for name, _ in model.named_modules()])
+        check_model(model, config.plan, ranks)
     except PlanError as error:
         problems.extend(str(error).splitlines())
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -290,3 +291,16 @@ def test_metrics_that_cannot_be_written_do_not_stop_a_run(ranks: Ranks, tmp_path
     assert len(told) == 1
     assert told[0].endswith("training goes on")
     assert verify(tmp_path / "run" / "checkpoints" / "step_00000006").step == 6
+
+
+def test_weights_that_are_no_use_end_the_run_with_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    def body(folder: Path) -> tuple[str, str]:
+        from meshwright.recipes import loop
+
+        loop.validation_loss = lambda *_, **__: math.nan
+        return refusal(folder)
+
+    ((kind, message),) = ranks(1, body, tmp_path)
+    assert kind == "NonFiniteError"
+    assert message.startswith("the validation loss is nan after step 6: the weights in")
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -7,7 +7,7 @@ strategies).
 
 from __future__ import annotations
 
-from meshwright.composition.assembly import parallelize
+from meshwright.composition.assembly import check_model, parallelize
 from meshwright.composition.trainable import EvalResult, Loss, StepResult, Trainable
 
-__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "parallelize"]
+__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "check_model", "parallelize"]

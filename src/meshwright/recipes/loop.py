@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ import torch
 
 from meshwright.comm import Communicator, check_peers, phase
 from meshwright.composition import StepResult, Trainable, parallelize
-from meshwright.errors import CheckpointWriteError
+from meshwright.errors import CheckpointWriteError, NonFiniteError
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import (
     LanguageModel,
@@ -187,6 +188,12 @@ class _Training:
         if self._world.rank == 0:
             summary = json.dumps(asdict(outcome), indent=2) + "\n"
             (self._folder.path / "summary.json").write_text(summary, encoding="utf-8")
+        if validation is not None and not math.isfinite(validation):
+            raise NonFiniteError(
+                f"the validation loss is {validation:g} after step {self._step}: the weights in "
+                f"{self._saved} are of no use; lower [optimizer] learning_rate or choose wider "
+                "[precision] parameters, and go on from an earlier checkpoint"
+            )
         return outcome
 
     def _open_metrics(self) -> MetricsFile | None:
