@@ -72,9 +72,10 @@ def body_first(strategy: str) -> None:
     communicator().barrier()
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_invalid_first_iter_order(ranks: Ranks, strategy: str) -> None:
-    ranks(2, body_first, strategy)
+def test_invalid_first_iter_order(ranks: Ranks, strategy: str, size: int) -> None:
+    ranks(size, body_first, strategy)
 
 
 def body_later(strategy: str, iterations: int) -> None:
@@ -98,8 +99,9 @@ def body_later(strategy: str, iterations: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_invalid_later_iter_order(ranks: Ranks, strategy: str, iterations: int) -> None:
-    ranks(2, body_later, strategy, iterations)
+@pytest.mark.parametrize("size", [2, 4])
+def test_invalid_later_iter_order(ranks: Ranks, strategy: str, iterations: int, size: int) -> None:
+    ranks(size, body_later, strategy, iterations)
 
 
 def body_train_eval(strategy: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as peer_package
+import torch.distributed.fsdp.wrap as peer_wrap
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -279,3 +281,31 @@ def body_originals() -> None:
 
 def test_original_parameters_may_be_frozen_one_by_one(ranks: Ranks) -> None:
     ranks(2, body_originals)
+
+
+def body_written(use_orig_params: bool) -> None:
+    model = FSDP(
+        net(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=use_orig_params
+    )
+    plain = net()
+    model(batch())
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *plain.parameters()]:
+            parameter.add_(1.0)
+    torch.testing.assert_close(model(batch()), plain(batch()))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_parameters_written_without_a_backward_are_seen(
+    ranks: Ranks, use_orig_params: bool
+) -> None:
+    ranks(2, body_written, use_orig_params)
+
+
+# A class of meshes by role, which has no meaning here.
+ABSENT = {"DataParallelMeshDims"}
+
+
+def test_the_names_of_torch_are_here() -> None:
+    assert set(peer_package.__all__) - ABSENT <= set(fsdp.__all__)
+    assert set(peer_wrap.__all__) <= set(fsdp.wrap.__all__)

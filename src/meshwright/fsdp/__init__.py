@@ -1,5 +1,6 @@
 """`FullyShardedDataParallel`, with the API of torch's class of that name, on our engine.
 
+`fully_shard` and what belongs to it are here as well, under the names that torch's package has.
 Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
 `checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
 `building` (from module to unit), `auto_wrap`, `full_parameters`, `state_dicts`, `unit_wrapper` (one
@@ -10,6 +11,16 @@ wrapper as a module), `state_dict_types`, `optimizer_state`,
 
 from __future__ import annotations
 
+from meshwright.data_parallel import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from meshwright.fsdp.exposure import FlatParameter
 from meshwright.fsdp.grad_scaler import ShardedGradScaler
 from meshwright.fsdp.groups import hybrid_process_groups
@@ -48,7 +59,9 @@ __all__ = [
     "HYBRID_SHARDING_STRATEGIES",
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CustomPolicy",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -56,7 +69,9 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedGradScaler",
@@ -67,11 +82,15 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "UnshardHandle",
     "always_wrap_policy",
     "enable_wrap",
     "fsdp_units",
+    "fully_shard",
     "hybrid_process_groups",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]

@@ -169,6 +169,7 @@ class OriginalExposure:
     def __init__(self) -> None:
         self._targets: list[tuple[Slot, torch.Tensor]] = []
         """Each parameter, and its place in the shard."""
+        self._seen = -1
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """The original parameters."""
@@ -182,8 +183,17 @@ class OriginalExposure:
 
     def show_full(self, unit: Unit) -> None:
         """See `Exposure`."""
+        self._seen = self._version(unit)
         for slot in unit.slots:
             _show_full(slot, slot.original.requires_grad)
+
+    def is_stale(self, unit: Unit) -> bool:
+        """Whether a parameter was written after it was gathered."""
+        return self._seen != self._version(unit)
+
+    def _version(self, unit: Unit) -> int:
+        # The originals have counters of their own: the shard's does not see what they are given.
+        return sum(slot.original._version for slot in unit.slots)
 
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]

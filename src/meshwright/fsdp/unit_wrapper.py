@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
+from meshwright.fsdp.exposure import OriginalExposure
 from meshwright.fsdp.full_parameters import SummonOptions, exposed_of, summon_own
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import (
@@ -122,8 +123,8 @@ class UnitWrapper(nn.Module):
         driver, unit = self._driver, self._unit
         self._prepare(driver)
         args, kwargs = self._prepare_inputs(args, kwargs)
-        if unit is not None and unit.phase is Phase.SHARDED:
-            exposed_of(unit).refresh(unit)
+        if unit is not None:
+            _take_changes(unit)
         args, kwargs = driver.before_forward(self, args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
         return driver.after_forward(self, args, output)
@@ -270,6 +271,16 @@ class UnitWrapper(nn.Module):
         if not self.check_is_root():
             raise kind(text)
         self._driver.start(self)
+
+
+def _take_changes(unit: Unit) -> None:
+    """See to it that the next gather has what the user or an optimizer has written."""
+    exposure = exposed_of(unit)
+    is_full = unit.phase is Phase.FULL
+    if is_full and isinstance(exposure, OriginalExposure) and exposure.is_stale(unit):
+        unit.reshard()
+    if unit.phase is Phase.SHARDED:
+        exposure.refresh(unit)
 
 
 def wrappers_in(module: nn.Module) -> list[UnitWrapper]:
