@@ -52,6 +52,8 @@ class InPlaceGradient:
         self._began_without = False
         self._taken = False
         self._references = _fewest_references()
+        # Now and not in the first backward pass, where it would lie among what autograd frees.
+        self._renew()
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -92,10 +94,12 @@ class InPlaceGradient:
 
     def _free_memory(self) -> torch.UntypedStorage | None:
         if not _is_ours_alone(self._kept):
-            base = self._allocate(self.layout.numel, self.layout.dtype)
-            self._kept, self._offset = base.untyped_storage(), int(base.storage_offset())
-            del base
+            self._renew()
         return self._kept if _is_ours_alone(self._kept) else None
+
+    def _renew(self) -> None:
+        base = self._allocate(self.layout.numel, self.layout.dtype)
+        self._kept, self._offset = base.untyped_storage(), int(base.storage_offset())
 
     def fill(self, scale: float) -> None:
         """Scale this rank's gradient, or stand in with zeros."""
