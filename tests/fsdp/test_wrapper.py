@@ -302,6 +302,27 @@ def test_parameters_written_without_a_backward_are_seen(
     ranks(2, body_written, use_orig_params)
 
 
+def body_autocast() -> None:
+    model = FSDP(net(), auto_wrap_policy=LINEARS, use_orig_params=True)
+    plain = net()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = model(batch(dist.get_rank())), plain(batch(dist.get_rank()))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected)
+    found.float().sum().backward()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(batch()), plain(batch()))
+    model.zero_grad()
+    plain.zero_grad()
+    model(batch(dist.get_rank())).square().mean().backward()
+    plain(batch()).square().mean().backward()
+    same_gradients(model, plain)
+
+
+def test_autocast_and_inference_mode(ranks: Ranks) -> None:
+    ranks(2, body_autocast)
+
+
 # A class of meshes by role, which has no meaning here.
 ABSENT = {"DataParallelMeshDims"}
 
