@@ -281,3 +281,42 @@ def test_bytes_of_dtypes() -> None:
     assert [dtype_bytes(name) for name in ("bool", "bfloat16", "float32", "int64")] == [1, 2, 4, 8]
     with pytest.raises(LayoutError, match="unknown dtype 'float31'"):
         dtype_bytes("float31")
+
+
+# --------------------------------------------------------------------------------------- chunked
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5), st.integers(0, 1)), min_size=1),
+    st.sampled_from([1, 2, 3, 8, 1024]),
+)
+@quick
+def test_chunks_hold_every_element_once(cases: list[tuple[int, int, int]], parts: int) -> None:
+    shapes = [(rows, columns) for rows, columns, _ in cases]
+    names = [str(number) for number in range(len(cases))]
+    dims = [dim for _, _, dim in cases]
+    layout = FlatLayout.chunked(names, shapes, "float32", parts, dims=dims)
+    assert layout.padded_size == parts * sum(layout.slots) >= layout.numel
+    held: list[list[int]] = [[] for _ in cases]
+    for part in range(parts):
+        for index, box in layout.owned(part):
+            held[index] += elements(box, shapes[index])
+            assert box.numel <= layout.slots[index]
+    for shape, found in zip(shapes, held, strict=True):
+        assert sorted(found) == list(range(math.prod(shape)))
+
+
+def test_chunks_as_drawn() -> None:
+    layout = FlatLayout.chunked(["a", "b"], [(3, 2), (4,)], "float32", 2)
+    assert (layout.offsets, layout.shard_size, layout.slots) == ((0, 4), 6, (4, 2))
+    assert layout.owned(1) == ((0, Box((2, 0), (1, 2))), (1, Box((2,), (2,))))
+    assert layout.padding == pytest.approx(0.2)
+
+
+def test_chunks_refuse_dims_and_parts_that_are_not_there() -> None:
+    with pytest.raises(LayoutError, match=r"'a' of shape \(3, 2\) has no dim 2"):
+        FlatLayout.chunked(["a"], [(3, 2)], "float32", 2, dims=[2])
+    with pytest.raises(LayoutError, match="expected one dim for each tensor"):
+        FlatLayout.chunked(["a"], [(3, 2)], "float32", 2, dims=[])
+    with pytest.raises(LayoutError, match="expected a part from 0 to 1, found 2"):
+        FlatLayout.chunked(["a"], [(3, 2)], "float32", 2).box(0, 2)
