@@ -160,6 +160,13 @@ def heterogeneous() -> None:
     FSDP(model)(torch.ones(1, 2))
 
 
+def shared_by_hand(*, use_orig_params: bool) -> None:
+    model = pair()
+    model[1].weight = model[0].weight
+    FSDP(model[0], use_orig_params=use_orig_params)
+    FSDP(model[1], use_orig_params=use_orig_params)
+
+
 def ignore(**options: Any) -> None:
     FSDP(pair(), **options)
 
@@ -209,6 +216,16 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
         ValueError,
         "0 has both parameters with requires_grad=True and False.",
         lambda: FSDP(frozen(), auto_wrap_policy=LINEARS),
+    ),
+    (
+        ValueError,
+        "Parameter 'weight' is shared with a module that was wrapped before.",
+        lambda: shared_by_hand(use_orig_params=False),
+    ),
+    (
+        ValueError,
+        "Parameter 'weight' is shared with a module that was wrapped before.",
+        lambda: shared_by_hand(use_orig_params=True),
     ),
     (ValueError, "Expects one homogeneous value for limit_all_gathers but got", heterogeneous),
     (

@@ -20,7 +20,7 @@ from meshwright.data_parallel.unit import (
     group_slots,
 )
 from meshwright.fsdp.checks import Ignored
-from meshwright.fsdp.exposure import FlatExposure, OriginalExposure
+from meshwright.fsdp.exposure import FlatExposure, FlatParameter, OriginalExposure
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.traversal import clean_name
@@ -30,6 +30,7 @@ __all__ = [
     "TAKEN",
     "UnitPlan",
     "build_unit",
+    "check_shared",
     "materialise",
     "named_unmanaged",
     "resolve_device_id",
@@ -65,6 +66,20 @@ def named_unmanaged(
         and parameter not in deferred
         and not hasattr(parameter, TAKEN)
     ]
+
+
+def check_shared(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise ValueError for a parameter that a unit elsewhere has taken and ``root`` still uses."""
+    places = {(id(module), name) for u in units for slot in u.slots for module, name in slot.places}
+    for prefix, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            is_taken = hasattr(parameter, TAKEN) and not isinstance(parameter, FlatParameter)
+            if is_taken and (id(module), name) not in places:
+                raise ValueError(
+                    f"Parameter {clean_name(f'{prefix}.{name}').lstrip('.')!r} is shared with a "
+                    "module that was wrapped before. Wrap with auto_wrap_policy, which gives it "
+                    "to the lowest common unit, or wrap one module that holds both"
+                )
 
 
 def resolve_device_id(device_id: int | torch.device | None) -> torch.device | None:

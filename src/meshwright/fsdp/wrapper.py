@@ -180,6 +180,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             for buffer in buffers:
                 setattr(buffer, SYNCHRONISED, True)
         self._unit = building.build_unit(module, plan, ignored, self._deferred)
+        own = [] if self._unit is None else [self._unit]
+        building.check_shared(module, [*fsdp_units(module), *own])
         self._ignored = ignored
         self._driver = UnitDriver(self._unit, sends_use_counts=self._use_orig_params)
         self._is_inner = False
