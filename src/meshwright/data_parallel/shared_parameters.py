@@ -58,7 +58,8 @@ def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Sl
     moved: list[Slot] = []
     for driver in drivers:
         unit = driver.unit
-        spread = [] if unit is None else [slot for slot in unit.slots if slot.is_spread]
+        slots_of_unit = () if unit is None else tuple(unit.slots)
+        spread = [slot for slot in slots_of_unit if slot.is_spread]
         inner = [s for s in spread if all(module in inside for module, _ in s.places)]
         moved += [_release(driver, slot) for slot in inner]
     return own, moved
