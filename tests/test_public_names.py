@@ -16,6 +16,8 @@ import meshwright
 DEVELOPMENT = ("codespell_lib", "hypothesis", "pytest", "rich", "ruff", "sphinx", "tyro")
 # The public names of this version: adding or removing one is a decision, made here too.
 NAMES = {
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "Plan",
     "__version__",
     "clip_grad_norm_",

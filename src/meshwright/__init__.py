@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwright.composition import parallelize
-    from meshwright.data_parallel import flat_groups, fully_shard, replicate
+    from meshwright.data_parallel import (
+        DistributedDataParallel,
+        flat_groups,
+        fully_shard,
+        replicate,
+    )
     from meshwright.errors import (
         CheckpointDamagedError,
         CheckpointError,
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
         PlanError,
         RankFailedError,
     )
+    from meshwright.fsdp import FullyShardedDataParallel
     from meshwright.gradients import clip_grad_norm_
     from meshwright.mesh import init_device_mesh
     from meshwright.plan import Plan
@@ -43,6 +49,8 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationError",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "InternalError",
     "LaunchError",
     "LayoutError",
@@ -63,6 +71,8 @@ __all__ = [
 
 _HOME = MappingProxyType(
     {
+        "DistributedDataParallel": "data_parallel",
+        "FullyShardedDataParallel": "fsdp",
         "Plan": "plan",
         "clip_grad_norm_": "gradients",
         "flat_groups": "data_parallel",

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
@@ -115,6 +115,7 @@ def test_every_key_refuses_another_type(table: str, key: str) -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"\x00\x0b\x00")
 def test_any_file_is_a_configuration_or_a_plan_error(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:

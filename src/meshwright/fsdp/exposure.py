@@ -236,7 +236,7 @@ class OriginalExposure:
 
     def _hold(self, slot: Slot) -> None:
         for module, name in slot.places:
-            module._parameters[name] = slot.original  # pyrefly: ignore[unsupported-operation]
+            module._parameters[name] = slot.original
 
     @torch.no_grad()
     def _point(self, unit: Unit, *, keep: bool = False) -> None:
