@@ -271,7 +271,8 @@ def test_overrides_win_and_are_typed_like_the_text() -> None:
 )
 def test_wrong_overrides_are_quoted(override: str, message: str) -> None:
     found = problems('[run]\nfolder = "x"', overrides=(override,))
-    assert found == [f"override '{override}': {found[0].split(': ', 1)[1]}"]
+    quoted = override.replace("\n", "\\n")  # a problem stays on one line
+    assert found == [f"override '{quoted}': {found[0].split(': ', 1)[1]}"]
     assert message in found[0]
 
 

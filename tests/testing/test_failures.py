@@ -192,7 +192,7 @@ class TestHangs:
     def test_a_stopped_rank_is_named_and_killed(self, ranks: Ranks) -> None:
         def body() -> int:
             if communicator().rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP), time.sleep(60)  # wakes to show its stack
             return os.getpid()
 
         error = failing(ranks, 2, body, timeout=2.0)
