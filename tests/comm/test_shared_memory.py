@@ -19,10 +19,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.comm import shared_memory
-from meshwright.comm.shared_arena import ArenaLayout, SharedTensors
-from meshwright.comm.shared_channels import CHANNEL_BYTES
-from meshwright.comm.shared_collectives import SLOT_BYTES
-from meshwright.comm.shared_reductions import accumulate, check_reduction
+from meshwright.comm.shared_memory.arena import ArenaLayout, SharedTensors
+from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
+from meshwright.comm.shared_memory.collectives import SLOT_BYTES
+from meshwright.comm.shared_memory.reductions import accumulate, check_reduction
 from meshwright.testing import Ranks
 
 

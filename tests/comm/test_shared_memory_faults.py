@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import shared_joining, shared_memory
-from meshwright.comm.shared_arena import Segment
+from meshwright.comm import shared_memory
+from meshwright.comm.shared_memory import joining
+from meshwright.comm.shared_memory.arena import Segment
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -342,7 +343,7 @@ def test_a_rank_of_another_host_is_refused(ranks: Ranks) -> None:
     def body() -> None:
         rank = int(os.environ["RANK"])
         if rank == 1:
-            shared_joining.host_identity = lambda: "elsewhere/boot/namespace/0"
+            joining.host_identity = lambda: "elsewhere/boot/namespace/0"
         error = error_of(join, 2)
         assert "elsewhere" in str(error)
         assert "gloo" in str(error)

@@ -2,8 +2,9 @@
 
 Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `registry` (the state of
 this process), `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`,
-`collectives` (the door), `process_groups` (joining and leaving), `functional` (autograd), `launch`,
-`spread` (over which axes a tensor lies), `dtensor` and `shard_view` (state dicts and checkpoints).
+`shared_memory` (a folder: the backend of CPU ranks on one host), `collectives` (the door),
+`process_groups` (joining and leaving), `functional` (autograd), `launch`, `spread` (over which axes
+a tensor lies), `dtensor` and `shard_view` (state dicts and checkpoints).
 """
 
 from __future__ import annotations

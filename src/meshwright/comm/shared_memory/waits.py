@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.comm.shared_arena import ArenaLayout, Segment
+from meshwright.comm.shared_memory.arena import ArenaLayout, Segment
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

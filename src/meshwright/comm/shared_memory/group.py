@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.shared_arena import SharedTensors
-from meshwright.comm.shared_buffers import contiguous, copied_back, name_of, on_cpu, writable
-from meshwright.comm.shared_calls import Call
-from meshwright.comm.shared_collectives import Exchange, Steps
-from meshwright.comm.shared_joining import join
-from meshwright.comm.shared_queue import JoinedWork, OperationQueue, SharedWork
-from meshwright.comm.shared_reductions import check_reduction
-from meshwright.comm.shared_transfers import ANY_SOURCE, Transfers
+from meshwright.comm.shared_memory.arena import SharedTensors
+from meshwright.comm.shared_memory.buffers import contiguous, copied_back, name_of, on_cpu, writable
+from meshwright.comm.shared_memory.calls import Call
+from meshwright.comm.shared_memory.collectives import Exchange, Steps
+from meshwright.comm.shared_memory.joining import join
+from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
+from meshwright.comm.shared_memory.reductions import check_reduction
+from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.errors import CommunicationError
 
 __all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]

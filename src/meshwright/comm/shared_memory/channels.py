@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.comm.shared_calls import digest
-from meshwright.comm.shared_queue import SharedWork
-from meshwright.comm.shared_waits import Meeting
+from meshwright.comm.shared_memory.calls import digest
+from meshwright.comm.shared_memory.queue import SharedWork
+from meshwright.comm.shared_memory.waits import Meeting
 
 __all__ = ["CHANNEL_BYTES", "EAGER_BYTES", "Channel", "Inbox", "Message", "Outbox", "Transfer"]
 

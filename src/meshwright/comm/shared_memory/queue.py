@@ -18,9 +18,9 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from meshwright.comm.shared_calls import Call
-from meshwright.comm.shared_collectives import Steps
-from meshwright.comm.shared_waits import Meeting, unusable
+from meshwright.comm.shared_memory.calls import Call
+from meshwright.comm.shared_memory.collectives import Steps
+from meshwright.comm.shared_memory.waits import Meeting, unusable
 from meshwright.errors import CollectiveTimeoutError
 
 __all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.comm.shared_arena import Location
-from meshwright.comm.shared_waits import Meeting
+from meshwright.comm.shared_memory.arena import Location
+from meshwright.comm.shared_memory.waits import Meeting
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["Call", "Records", "digest"]

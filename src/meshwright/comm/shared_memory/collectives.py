@@ -21,10 +21,10 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from meshwright.comm.shared_arena import Location, SharedTensors
-from meshwright.comm.shared_calls import Call, Records
-from meshwright.comm.shared_reductions import accumulate
-from meshwright.comm.shared_waits import Meeting
+from meshwright.comm.shared_memory.arena import Location, SharedTensors
+from meshwright.comm.shared_memory.calls import Call, Records
+from meshwright.comm.shared_memory.reductions import accumulate
+from meshwright.comm.shared_memory.waits import Meeting
 
 __all__ = ["SLOT_BYTES", "Exchange", "Steps"]
 

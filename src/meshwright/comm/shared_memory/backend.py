@@ -1,4 +1,4 @@
-"""The c10d backend ``meshwright``: collectives through shared memory on one CPU host.
+"""The c10d backend ``meshwright``, as `torch.distributed` learns of it.
 
 ``register()`` makes it known to `torch.distributed`; then
 ``init_process_group("cpu:meshwright")``, subgroups, `DeviceMesh`, functional collectives and
@@ -13,18 +13,11 @@ import os
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.shared_arena import SharedTensors, host_identity, unsupported
-from meshwright.comm.shared_group import BACKEND, GroupOptions, SharedMemoryGroup
+from meshwright.comm.shared_memory.arena import SharedTensors, unsupported
+from meshwright.comm.shared_memory.group import BACKEND, GroupOptions, SharedMemoryGroup
 from meshwright.errors import CommunicationError
 
-__all__ = [
-    "BACKEND",
-    "SharedMemoryGroup",
-    "allocate",
-    "host_identity",
-    "is_supported",
-    "register",
-]
+__all__ = ["allocate", "is_supported", "register"]
 
 
 class _Host:

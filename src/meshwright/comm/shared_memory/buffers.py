@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.comm.shared_collectives import Steps
+from meshwright.comm.shared_memory.collectives import Steps
 
 __all__ = ["contiguous", "copied_back", "name_of", "on_cpu", "writable"]
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from meshwright.comm.shared_arena import ArenaLayout, Segment, host_identity
-from meshwright.comm.shared_channels import CHANNEL_BYTES
-from meshwright.comm.shared_collectives import SLOT_BYTES
-from meshwright.comm.shared_waits import (
+from meshwright.comm.shared_memory.arena import ArenaLayout, Segment, host_identity
+from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
+from meshwright.comm.shared_memory.collectives import SLOT_BYTES
+from meshwright.comm.shared_memory.waits import (
     PID,
     STARTED,
     Meeting,

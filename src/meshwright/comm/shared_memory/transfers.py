@@ -20,8 +20,8 @@ from collections import deque
 
 import torch
 
-from meshwright.comm.shared_calls import digest
-from meshwright.comm.shared_channels import (
+from meshwright.comm.shared_memory.calls import digest
+from meshwright.comm.shared_memory.channels import (
     EAGER_BYTES,
     Channel,
     Inbox,
@@ -29,8 +29,8 @@ from meshwright.comm.shared_channels import (
     Outbox,
     Transfer,
 )
-from meshwright.comm.shared_queue import Background, SharedWork
-from meshwright.comm.shared_waits import LEFT, Meeting, unusable
+from meshwright.comm.shared_memory.queue import Background, SharedWork
+from meshwright.comm.shared_memory.waits import LEFT, Meeting, unusable
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -282,7 +282,7 @@ class ArenaLayout:
 
     @property
     def states(self) -> int:
-        """First word of the array of states: 0 takes part, otherwise see `shared_waits`."""
+        """First word of the array of states: 0 takes part, otherwise see `waits`."""
         return self.listening + -(-self.size // LINE) * LINE
 
     @property
