@@ -6,14 +6,16 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.axes import Axes
 from meshwright.comm import communicator
+from meshwright.comm.dtensor import mesh_communicators
 from meshwright.composition import parallelize
-from meshwright.errors import NonFiniteError
+from meshwright.errors import NonFiniteError, PlanError
 from meshwright.plan import Plan, ShardPlan, TrainPlan
 from meshwright.testing import MODELS, Ranks, assert_same_training
 
@@ -99,3 +101,86 @@ def body_non_finite() -> None:
 
 def test_a_gradient_that_is_not_finite_stops_all_ranks(ranks: Ranks) -> None:
     ranks(2, body_non_finite)
+
+
+def train_on(ranks_of_group: tuple[int, ...], plan: Plan) -> None:
+    """Train on the ranks of a group that holds not all; the others do nothing meanwhile."""
+    world = communicator()
+    group = dist.new_group(list(ranks_of_group))
+    if world.rank not in ranks_of_group:
+        return
+    size, mine = len(ranks_of_group), ranks_of_group.index(world.rank)
+    one = mlp()
+    model = copy.deepcopy(one)
+    if mine:
+        nn.init.zeros_(model[0].weight)
+    trainable = parallelize(model, plan, optimizer=torch.optim.Adam, loss=F.mse_loss, group=group)
+    assert (trainable.data_rank, trainable.data_size) == (mine, size)
+    plain = torch.optim.Adam(one.parameters())
+    for step in range(3):
+        x = torch.randn(size * 2, 6, generator=torch.Generator().manual_seed(step)).double()
+        y = torch.zeros(size * 2, 3).double()
+        trainable.step(x.chunk(size)[mine], y.chunk(size)[mine])
+        F.mse_loss(one(x), y).backward()
+        plain.step()
+        plain.zero_grad()
+    for name, value in one.state_dict().items():
+        found = trainable.state_dict()["model"][name]
+        torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12)
+
+
+def body_smaller_group() -> None:
+    train_on((2, 3), plan_of(2))
+    train_on((1, 2, 3), plan_of(3))
+    group = dist.new_group([0, 3])
+    if communicator().rank in (0, 3):
+        with pytest.raises(PlanError, match=r"axes multiply to 4 .* but there are 2 ranks"):
+            parallelize(mlp(), plan_of(2, 2), optimizer=None, loss=F.mse_loss, group=group)
+
+
+def test_a_group_of_some_ranks_trains_by_itself(ranks: Ranks) -> None:
+    ranks(4, body_smaller_group)
+
+
+@pytest.mark.slow
+def test_a_group_of_some_ranks_trains_in_hybrid(ranks: Ranks) -> None:
+    ranks(5, train_on, (1, 2, 3, 4), plan_of(2, 2))
+
+
+def body_order_of_axes() -> dict[str, tuple[int, ...]]:
+    plan = Plan(axes=Axes.of({"shard": 2, "replicate": 2}))
+    trainable = parallelize(mlp(), plan, optimizer=None, loss=F.mse_loss)
+    weight = next(trainable.module.parameters())
+    assert isinstance(weight, DTensor)
+    axes = mesh_communicators(weight.device_mesh)
+    return {axis.axis: axis.ranks for axis in axes}
+
+
+def test_the_first_axis_of_a_plan_varies_slowest(ranks: Ranks) -> None:
+    found = ranks(4, body_order_of_axes)
+    assert found[0] == {"replicate": (0, 1), "shard": (0, 2)}
+    assert found[3] == {"replicate": (2, 3), "shard": (1, 3)}
+    plan = Plan(axes=Axes.of({"shard": 2, "replicate": 2}))
+    assert_same_training(MODELS["tied"], plan, world=4, ranks=ranks)
+
+
+def body_plans_that_do_not_fit() -> None:
+    for sizes, text in (
+        ({"shard": 3}, r"axes multiply to 3 \(shard = 3\), but there are 2 ranks"),
+        ({"replicate": 2, "shard": 2}, r"multiply to 4 \(replicate = 2 x shard = 2\), but there"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            parallelize(mlp(), Plan(axes=Axes.of(sizes)), optimizer=None, loss=F.mse_loss)
+    with pytest.raises(PlanError, match=r"'layer\.\*' in \[shard\] units matches no module"):
+        parallelize(mlp(), plan_of(2, units=("layer.*",)), optimizer=None, loss=F.mse_loss)
+    idle = Plan(axes=Axes.of({"replicate": 2}), shard=ShardPlan(reshard_after_forward=False))
+    with pytest.raises(PlanError, match="'reshard_after_forward' in .* has no effect"):
+        parallelize(mlp(), idle, optimizer=None, loss=F.mse_loss)
+    scalar = mlp()
+    scalar.register_parameter("scale", nn.Parameter(torch.tensor(1.0).double()))
+    with pytest.raises(ValueError, match="scalar parameters. Change scale to a 1D tensor"):
+        parallelize(scalar, plan_of(2), optimizer=None, loss=F.mse_loss)
+
+
+def test_plans_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+    ranks(2, body_plans_that_do_not_fit)

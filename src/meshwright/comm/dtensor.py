@@ -6,6 +6,7 @@ apart again. Forward and backward run on local tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.process_groups import communicator
+from meshwright.comm.process_groups import communicator, peers
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
 
@@ -33,6 +34,7 @@ __all__ = [
     "local_box",
     "local_of",
     "mesh_communicators",
+    "mesh_over",
     "torch_placements",
 ]
 
@@ -165,6 +167,33 @@ def mesh_communicators(mesh: DeviceMesh) -> tuple[Communicator, ...]:
     """The communicator of each dim of ``mesh``, under the mesh's own axis names."""
     names = mesh.mesh_dim_names or ("shard",) * mesh.ndim
     return tuple(communicator(mesh.get_group(dim), axis=name) for dim, name in enumerate(names))
+
+
+def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:
+    """A mesh of the ranks of ``parent``, which ``axes`` number, with the axes ``names`` as dims.
+
+    Only the ranks of ``parent`` call it. ``names`` are those axes with more than one rank, in any
+    order; each dim has a group of its own, made for its ranks where there is none.
+    """
+    here = axes.coordinate(parent.rank)
+    groups = [
+        peers(parent, [parent.ranks[rank] for rank in axes.peers(parent.rank, name)], name)
+        for name in names
+    ]
+    sizes = [axes.size(name) for name in names]
+    numbers = [
+        parent.ranks[axes.rank({**here, **dict(zip(names, position, strict=True))})]
+        for position in itertools.product(*map(range, sizes))
+    ]
+    kind = parent.device.type
+    if len(names) == 1:
+        return DeviceMesh.from_group(groups[0].group, kind, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(
+        [each.group for each in groups],
+        kind,
+        mesh=torch.tensor(numbers).view(sizes),
+        mesh_dim_names=tuple(names),
+    )
 
 
 def torch_placements(

@@ -42,6 +42,7 @@ __all__ = [
     "disconnect",
     "host_store",
     "is_connected",
+    "peers",
     "subgroup",
 ]
 
@@ -186,6 +187,29 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     if not isinstance(group, dist.ProcessGroup):
         raise LayoutError(f"axis {axis}: rank {dist.get_rank()} is in none of the groups")
+    return communicator(group, axis, timeout=parent.timeout)
+
+
+def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator:
+    """The communicator of ``ranks`` (numbers of the world), among them this one, of ``parent``.
+
+    Only they call it, so the rest of the world may do something else. No group is made for ranks
+    that have one already, under that axis or as ``parent``.
+    """
+    wanted, mine = tuple(ranks), dist.get_rank()
+    if mine not in wanted or not set(wanted) <= set(parent.ranks):
+        raise LayoutError(
+            f"axis {axis}: expected some of the ranks {list(parent.ranks)} and rank {mine} among "
+            f"them, found {list(wanted)}"
+        )
+    if wanted == parent.ranks:
+        return communicator(parent.group, axis)
+    for known in list(PROCESS.communicators.values()):
+        if known.ranks == wanted and known.axis == axis:
+            return known
+    group = dist.new_group(list(wanted), use_local_synchronization=True)
+    if not isinstance(group, dist.ProcessGroup):
+        raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
     return communicator(group, axis, timeout=parent.timeout)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import comm
 from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import mesh_communicators
+from meshwright.comm.dtensor import mesh_communicators, mesh_over
 from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
 from meshwright.composition.trainable import Loss, Trainable
 from meshwright.data_parallel import (
@@ -33,7 +33,6 @@ from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.errors import PlanError
-from meshwright.mesh import init_device_mesh
 from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem
 
@@ -109,12 +108,9 @@ def _sharded(model: nn.Module, plan: Plan, everyone: Communicator) -> ShardedLay
     compare_parameters(everyone, list(model.named_parameters()))
     tensors = [*model.parameters(), *model.buffers()]
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
-    names = tuple(
-        name for name in plan.axes.names if name in DATA_AXES and plan.axes.size(name) > 1
-    )
-    sizes = tuple(plan.axes.size(name) for name in ("replicate", "shard") if name in names)
-    ordered = tuple(name for name in ("replicate", "shard") if name in names)
-    mesh = init_device_mesh(everyone.device.type, sizes, mesh_dim_names=ordered)
+    # What is cut last lies innermost, whatever the order of the ranks.
+    names = [name for name in ("replicate", "shard") if plan.axes.size(name) > 1]
+    mesh = mesh_over(everyone, plan.axes, names)
     reduce = plan.precision.reduce
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -132,7 +128,7 @@ def _sharded(model: nn.Module, plan: Plan, everyone: Communicator) -> ShardedLay
         for part in model.modules()
         if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
     ]
-    communicators = dict(zip(ordered, mesh_communicators(mesh), strict=True))
+    communicators = dict(zip(names, mesh_communicators(mesh), strict=True))
     return ShardedLayout(model, units, everyone, communicators)
 
 
