@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.axes import Axes
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.composition import Trainable, parallelize
-from meshwright.errors import NonFiniteError, PlanError
+from meshwright.errors import CheckpointMismatchError, NonFiniteError, PlanError
 from meshwright.plan import BucketPlan, Plan, TrainPlan
 from meshwright.precision import Precision
 from meshwright.reference import first_difference, record, train_reference
@@ -397,8 +397,9 @@ def body_state_dict() -> None:
         assert torch.equal(weight, second.module.state_dict()[name])
     other = parallelize(build("skip"), plan, optimizer=adam, loss=mean)
     wrong = {**state, "model": other.module.state_dict()}
-    with pytest.raises(ValueError, match="the optimizer state belongs to another optimizer"):
+    with pytest.raises(CheckpointMismatchError, match="the saved optimizer does not fit") as caught:
         other.load_state_dict(wrong)
+    assert "'into.weight' is saved but not a parameter here" in str(caught.value)
 
 
 def body_non_finite() -> None:

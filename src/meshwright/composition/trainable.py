@@ -227,7 +227,7 @@ class Trainable:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
-        Raises ValueError or RuntimeError naming what is missing or not known.
+        Raises RuntimeError, or CheckpointMismatchError, naming what is missing or not known.
         """
         held = self.module.state_dict()
         parts = {
