@@ -166,7 +166,7 @@ class Driver:
             self._to_run.update(self._parts)
         unit = self.unit
         if unit is None:
-            return args, kwargs
+            return self._cast_inputs(args, kwargs)
         unit.unshard()
         self._gather_ahead(unit, following)
         unit.wait_unshard()
@@ -175,9 +175,7 @@ class Driver:
                 self._uses += 1
                 self._has_run = True
             return self._watch_inputs(args, kwargs)
-        if self.cast.inputs is not None:
-            return tree_map(self._cast_input, args), tree_map(self._cast_input, kwargs)
-        return args, kwargs
+        return self._cast_inputs(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """The forward hook: the unit is freed, unless it is kept."""
@@ -259,6 +257,13 @@ class Driver:
         if type(value) is dict:
             return {key: self._alias(item, watched) for key, item in value.items()}
         return value
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.cast.inputs is None:
+            return args, kwargs
+        return tree_map(self._cast_input, args), tree_map(self._cast_input, kwargs)
 
     def _cast_input(self, value: Any) -> Any:  # noqa: ANN401
         dtype = self.cast.inputs
