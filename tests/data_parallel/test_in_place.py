@@ -74,9 +74,7 @@ def test_alone_gradients_are_counted_in_the_last_bucket() -> None:
 
 def test_sizes_one_by_one_and_delayed_ones_last() -> None:
     slots = [
-        GradientSlot(
-            index=i, name=f"p{i}", shape=(10,), dtype=torch.float32, is_delayed=i in (5, 4)
-        )
+        GradientSlot(index=i, name=f"p{i}", shape=(10,), dtype=torch.float32, turn=int(i in (5, 4)))
         for i in range(6)
     ]
     layouts = plan_buckets(slots, first_bytes=1, cap_bytes=1, listed_bytes=[40, 80])

@@ -1,10 +1,12 @@
 """Training the same parameters on different batches.
 
-Bottom-up: `starting_state` (what ranks must hold alike), `slots` (which gradients go together),
-`buckets` (gradients in one buffer), `in_place` (a large one alone), `gradient_bucket` (what a hook
-sees), `reducer` (hooks and order of the reductions), `replica` (a module that is kept equal),
-`join` (uneven inputs), `replicated` and `distributed` (the function and the class that users call),
-`comm_hooks` (other ways to reduce), `batch_norm` (statistics of all ranks).
+Bottom-up: `options` (what users ask for), `starting_state` (what ranks must hold alike), `slots`
+(which gradients go together), `buckets` (gradients in one buffer), `in_place` (a large one alone),
+`sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees), `static_graph` (the same
+parameters each time), `reducer` (hooks and order of the reductions), `low_precision` (computing in
+another dtype), `replica` (a module that is kept equal), `join` (uneven inputs), `replicated` and
+`distributed` (the function and the class that users call), `comm_hooks`, `power_sgd` and
+`local_steps` (other ways to reduce), `batch_norm` (statistics of all ranks).
 
 Sharded: `buffer` (one line of elements and its moves), `parameter_group` and `unit` (parameters
 that come and go together), `order` and `iteration` (what units of one root share), `driver`
@@ -19,10 +21,14 @@ from meshwright.data_parallel.distributed import DistributedDataParallel
 from meshwright.data_parallel.gradient_bucket import GradBucket
 from meshwright.data_parallel.low_precision import MixedPrecision
 from meshwright.data_parallel.optimizer import flat_groups
+from meshwright.data_parallel.options import (
+    ReductionSettings,
+    ReplicateKeywords,
+    ReplicateOptions,
+)
 from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from meshwright.data_parallel.reducer import ReductionSettings
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.replicated import ReplicateOptions, replicate
+from meshwright.data_parallel.replicated import replicate
 from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
 from meshwright.data_parallel.sharded_module import FSDPModule, UnshardHandle, share_comm_ctx
 
@@ -36,6 +42,7 @@ __all__ = [
     "OffloadPolicy",
     "ReductionSettings",
     "Replica",
+    "ReplicateKeywords",
     "ReplicateOptions",
     "UnshardHandle",
     "batch_norms",

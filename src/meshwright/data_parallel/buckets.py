@@ -46,6 +46,7 @@ class Bucket:
         *,
         is_gradient_view: bool,
         riders: Sequence[InPlaceGradient] = (),
+        zeros_for_unused: bool = False,
     ) -> None:
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -67,6 +68,7 @@ class Bucket:
             _gradient_view(buffer, offset, parameter)
             for offset, parameter in zip(layout.flat.offsets, self.parameters, strict=True)
         ]
+        self._zeros_for_unused = zeros_for_unused
         self.arrived = bytearray(len(self.parameters))
         self.missing = len(self.parameters)
         """Parameters without a gradient so far in this backward pass."""
@@ -180,7 +182,7 @@ class Bucket:
     def finish(self) -> None:
         """Wait for the means and make them the parameters' gradients.
 
-        A parameter that had a gradient on no rank keeps ``.grad`` None.
+        A parameter that had a gradient on no rank keeps ``.grad`` None, or gets zeros on request.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -194,6 +196,12 @@ class Bucket:
             self._adopt_absent()
         if not self.is_gradient_view:
             self._copy_out()
+
+    def unused(self) -> tuple[int, ...]:
+        """Indices of the parameters, riders too, that no rank had a gradient of; once reduced."""
+        slots = [*self.layout.slots, *(rider.layout.slots[0] for rider in self.riders)]
+        found = zip(slots, self._counts(), strict=True)
+        return tuple(slot.index for slot, count in found if count == 0)
 
     def non_finite(self) -> tuple[str, ...]:
         """Names of the parameters whose values in the buffer are not finite; cheap when all are."""
@@ -248,15 +256,18 @@ class Bucket:
             self.counts[place] = 0 if rider.is_absent else 1
 
     def _adopt_absent(self) -> None:
-        counts = (self.counts.real if self.counts.is_complex() else self.counts).tolist()
+        counts = self._counts()
         for slot in self._absent:
             # A void count is not a number, and must not pass for "nobody".
-            if counts[slot] == 0:
+            if counts[slot] == 0 and not self._zeros_for_unused:
                 continue
             parameter, view = self.parameters[slot], self.views[slot]
             parameter.grad = view if self.is_gradient_view else torch.empty_like(parameter)
         for count, rider in zip(counts[len(self.parameters) :], self.riders, strict=True):
-            rider.adopt(count)
+            rider.adopt(math.inf if self._zeros_for_unused else count)
+
+    def _counts(self) -> list[float]:
+        return (self.counts.real if self.counts.is_complex() else self.counts).tolist()
 
     def _explain(self, gradients: Sequence[torch.Tensor | None], error: RuntimeError) -> None:
         for slot, gradient in zip(self.layout.slots, gradients, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -13,16 +13,10 @@ from meshwright.comm import communicator
 from meshwright.data_parallel.gradient_bucket import check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import LowPrecision, compute_in
-from meshwright.data_parallel.reducer import ReductionSettings
-from meshwright.data_parallel.replica import Replica
-from meshwright.mesh import DeviceMesh
+from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
+from meshwright.data_parallel.replica import Replica, left_out
 
 __all__ = ["DistributedDataParallel"]
-
-IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module with the names of tensors that are left alone, as torch's."""
-
-AXIS = "replicate"
 
 
 class DistributedDataParallel(nn.Module):
@@ -31,15 +25,13 @@ class DistributedDataParallel(nn.Module):
     Constructing it is collective: parameters are compared, and with ``init_sync`` those and the
     buffers of rank 0 are given to all. Gradients become their mean over the ranks during each
     backward pass. A parameter that some ranks did not use counts as zero there; one that no rank
-    used keeps ``.grad`` None. ``find_unused_parameters``, ``skip_all_reduce_unused_params`` and
-    ``batched_grad_copy`` are not needed for that: they are accepted and change nothing.
+    used keeps ``.grad`` None. Sparse gradients stay sparse.
 
-    ``bucket_cap_mb`` (MiB, 25 when None) bounds a bucket, ``bucket_cap_mb_list`` each of them;
-    ``static_graph`` checks that every iteration uses the same parameters;
-    ``delay_all_reduce_named_params`` are reduced after all others. ``mixed_precision`` is a
-    `MixedPrecision`. Arguments and errors are those of torch's class of this name.
+    ``keywords`` are those of `ReplicateKeywords`. On a GPU ``device_ids`` holds the one device that
+    inputs are moved to. ``output_device``, ``dim`` and ``check_reduction`` are accepted as torch's
+    class accepts them. Errors are those of torch's class of this name.
 
-    >>> model = DistributedDataParallel(Net())
+    >>> model = DistributedDataParallel(Net(), static_graph=True)
     >>> loss(model(batch)).backward()
     """
 
@@ -49,57 +41,29 @@ class DistributedDataParallel(nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
+        *,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
-        param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: LowPrecision | None = None,
-        device_mesh: DeviceMesh | None = None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
+        **keywords: Unpack[ReplicateKeywords],
     ) -> None:
         super().__init__()
-        group, axis = _axis_of(process_group, device_mesh)
-        devices = _device_ids(module, device_ids, output_device)
-        reduction = ReductionSettings.of(
-            bucket_cap_mb=bucket_cap_mb,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            is_gradient_view=gradient_as_bucket_view,
-            reduce_dtype=None if mixed_precision is None else mixed_precision.reduce_dtype,
-            delayed=_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
-            is_static=static_graph,
+        options = resolved(
+            module,
+            keywords,
+            device_ids=_device_ids(module, device_ids, output_device),
+            wrong_mesh=RuntimeError(
+                f"Only 1D device mesh is supported, but got {keywords.get('device_mesh')}. "
+                'Select one axis of it, for example mesh["replicate"]'
+            ),
         )
-        ignored = frozenset(getattr(module, IGNORED_NAMES, ()))
         self.module = module
-        self.device_ids = devices
+        self.options = options
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
         self.output_device = output_device
         self.dim = dim
-        self.broadcast_buffers = _broadcasts(broadcast_buffers, forward_sync_buffers)
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self.mixed_precision = mixed_precision
-        self.process_group = group
-        self._replica = Replica(
-            module,
-            communicator(group, axis),
-            ignored=(),
-            ignored_names=ignored,
-            device_ids=devices,
-            init_sync=init_sync,
-            broadcast_buffers=self.broadcast_buffers,
-            reduction=reduction,
-        )
-        if mixed_precision is not None:
-            compute_in(module, mixed_precision, ignored)
+        self.find_unused_parameters = keywords.get("find_unused_parameters", False)
+        self._replica = Replica(module, communicator(options.process_group, options.axis), options)
+        if options.mixed_precision is not None:
+            compute_in(module, options.mixed_precision, left_out(module, (), options.ignored_names))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         """The module's forward pass; inputs are moved to ``device_ids``."""
@@ -109,6 +73,31 @@ class DistributedDataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         self._replica.after_forward(output)
         return output
+
+    @property
+    def process_group(self) -> Any:  # noqa: ANN401 - c10d's type stays in comm
+        """The group that was asked for; None for all ranks."""
+        return self.options.process_group
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are broadcast in each forward pass."""
+        return self.options.broadcast_buffers
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """Whether each ``.grad`` is a view of its bucket."""
+        return self.options.reduction.is_gradient_view
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every iteration has to use the same parameters."""
+        return self.options.reduction.is_static
+
+    @property
+    def mixed_precision(self) -> LowPrecision | None:
+        """The dtypes it computes in, if others than those of its parameters."""
+        return self.options.mixed_precision
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -158,22 +147,6 @@ class DistributedDataParallel(nn.Module):
         )
 
 
-def _axis_of(process_group: Any, mesh: DeviceMesh | None) -> tuple[Any, str]:  # noqa: ANN401
-    if mesh is None:
-        return process_group, AXIS
-    if process_group is not None:
-        raise RuntimeError(
-            "Cannot specify both process_group and device_mesh arguments. Pass the mesh alone"
-        )
-    if mesh.ndim != 1:
-        raise RuntimeError(
-            f"Only 1D device mesh is supported, but got {mesh}. "
-            'Select one axis of it, for example mesh["replicate"]'
-        )
-    names = mesh.mesh_dim_names
-    return mesh.get_group(), names[0] if names else AXIS
-
-
 def _device_ids(
     module: nn.Module,
     device_ids: Sequence[int | torch.device] | None,
@@ -192,30 +165,3 @@ def _device_ids(
             "parameters on the CPU. Leave both out"
         )
     return list(device_ids) if device_ids else None
-
-
-def _broadcasts(older: bool | None, newer: bool | None) -> bool:
-    if older is not None and newer is not None:
-        raise ValueError("broadcast_buffers is the older name of forward_sync_buffers: give one")
-    return older is not False and newer is not False
-
-
-def _delayed(
-    module: nn.Module,
-    named: Sequence[tuple[str, nn.Parameter]] | None,
-    trigger: nn.Parameter | None,
-) -> frozenset[str]:
-    """Names of the parameters that are reduced last."""
-    if (named is None) != (trigger is None):
-        raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
-            "same time. Give both or neither"
-        )
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for name, parameter in named or ():
-        if id(parameter) not in names:
-            raise ValueError(
-                f"delay_all_reduce_named_params has {name!r}, which is no parameter of the "
-                f"{type(module).__name__}"
-            )
-    return frozenset(names[id(parameter)] for _, parameter in named or ())

@@ -38,10 +38,8 @@ class MixedPrecision:
 Place = tuple[nn.Module, str, nn.Parameter]
 
 
-def compute_in(module: nn.Module, precision: LowPrecision, names: Collection[str]) -> None:
-    """Let ``module`` compute in ``precision``, but for the tensors whose ``names`` are given."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    ignored = {id(tensor) for name, tensor in tensors if name in names}
+def compute_in(module: nn.Module, precision: LowPrecision, ignored: Collection[int]) -> None:
+    """Let ``module`` compute in ``precision``, but for tensors whose ``id`` is in ``ignored``."""
     if precision.buffer_dtype is not None:
         for buffer in module.buffers():
             if buffer.is_floating_point() and id(buffer) not in ignored:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -29,11 +28,16 @@ from meshwright.comm import Communicator
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
 from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
+from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.slots import BucketLayout, GradientSlot, plan_buckets
+from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
-from meshwright.data_parallel.static_graph import StaticGraph
+from meshwright.data_parallel.static_graph import StaticGraph, named_with_modules
 
-__all__ = ["GradientReducer", "ReductionPhase", "ReductionSettings"]
+__all__ = ["GradientReducer", "ReductionPhase"]
+
+
+Reduction = Bucket | InPlaceGradient | SparseGradient
 
 
 class ReductionPhase(StrEnum):
@@ -41,59 +45,6 @@ class ReductionPhase(StrEnum):
 
     IDLE = "idle"
     BACKWARD = "backward"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReductionSettings:
-    """How gradients are put together and reduced."""
-
-    first_bytes: int = 2**20
-    """The first bucket of a dtype is closed at this size."""
-    cap_bytes: int = 25 * 2**20
-    """Every later bucket is closed at this size."""
-    is_gradient_view: bool = False
-    """Leave ``.grad`` as a view of the bucket: saves one copy and the memory of the gradients."""
-    reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are summed; that of each parameter when None."""
-    is_watched: bool = False
-    """Look for values that are not finite before they are mixed with those of other ranks."""
-    listed_bytes: tuple[int, ...] = ()
-    """The buckets' sizes one by one, instead of first and cap."""
-    alone_bytes: int = 4 * 2**20
-    """A gradient of this size or more is reduced in its own memory, unless it is a view."""
-    delayed: frozenset[str] = frozenset()
-    """Names of parameters that are reduced after all others."""
-    is_static: bool = False
-    """Every iteration uses the same parameters: checked, see `StaticGraph`."""
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        bucket_cap_mb: float | None,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        is_gradient_view: bool = False,
-        is_static: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-        delayed: frozenset[str] = frozenset(),
-    ) -> ReductionSettings:
-        """The settings with sizes in MiB. Raises ValueError for sizes that are not above 0."""
-        listed = tuple(bucket_cap_mb_list or ())
-        cap = 25 if bucket_cap_mb is None else bucket_cap_mb
-        if min(cap, *listed, cap) <= 0:
-            raise ValueError(
-                f"expected bucket sizes above 0 MiB, found bucket_cap_mb={bucket_cap_mb}, "
-                f"bucket_cap_mb_list={bucket_cap_mb_list}"
-            )
-        return cls(
-            first_bytes=int(min(1, cap) * 2**20),
-            cap_bytes=int(cap * 2**20),
-            is_gradient_view=is_gradient_view,
-            reduce_dtype=reduce_dtype,
-            listed_bytes=tuple(int(size * 2**20) for size in listed),
-            delayed=delayed,
-            is_static=is_static,
-        )
 
 
 class GradientReducer:
@@ -127,13 +78,15 @@ class GradientReducer:
         """Called before the first bucket of a pass; may return the factor of the mean."""
         self._registered: RegisteredHook | None = None
         self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
+        self._unused: frozenset[int] | None = None
+        """Parameters that no rank used in the first reduction, when they are to be skipped."""
         self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
         self._trainable: list[bool] = []
-        self.buckets: tuple[Bucket | InPlaceGradient, ...] = ()
+        self.buckets: tuple[Reduction, ...] = ()
         self._alone: tuple[InPlaceGradient, ...] = ()
-        self._homes: list[tuple[Bucket | InPlaceGradient, int] | None] = []
+        self._homes: list[tuple[Reduction, int] | None] = []
         self._arrange()
 
     @property
@@ -170,6 +123,12 @@ class GradientReducer:
             )
         if self.phase is not ReductionPhase.IDLE:
             raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
+        if self.settings.sparse:
+            raise RuntimeError(
+                f"parameters {', '.join(sorted(self.settings.sparse))} have sparse gradients, "
+                "which a communication hook does not see in a bucket's buffer: build their "
+                "embeddings with sparse=False, or leave the hook out"
+            )
         self._registered = RegisteredHook(hook=hook, state=state)
         self._arrange()
 
@@ -179,7 +138,7 @@ class GradientReducer:
             self.abandon()
         self.is_synchronising = self.is_wanted
         if [parameter.requires_grad for parameter in self._parameters] != self._trainable:
-            compare_parameters(self.communicator, self.named)
+            compare_parameters(self.communicator, self.named, self.settings.sparse)
             self._arrange()
 
     def begin_backward(self) -> None:
@@ -223,6 +182,7 @@ class GradientReducer:
         self._share_counts()
         self._next = 0
         self._refuse_deviation()
+        self._skip_unused()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -236,7 +196,12 @@ class GradientReducer:
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
-        slots = [self._slot(index) for index, wanted in enumerate(self._trainable) if wanted]
+        skipped = self._unused or frozenset()
+        slots = [
+            self._slot(index)
+            for index, wanted in enumerate(self._trainable)
+            if wanted and index not in skipped
+        ]
         settings = self.settings
         layouts = plan_buckets(
             slots,
@@ -272,14 +237,30 @@ class GradientReducer:
             and parameter.nbytes >= settings.alone_bytes
             and parameter.dtype == dtype
             and is_dense(parameter),
-            is_delayed=name in settings.delayed,
+            is_sparse=name in settings.sparse,
+            turn=self._turn(index),
         )
 
-    def _build(self, layouts: Sequence[BucketLayout]) -> tuple[Bucket | InPlaceGradient, ...]:
-        built: list[Bucket | InPlaceGradient] = []
+    def _turn(self, index: int) -> int:
+        """Delayed parameters come right after the bucket of the one they wait for."""
+        settings = self.settings
+        if not settings.delayed:
+            return 0
+        if self.named[index][0] in settings.delayed:
+            return 1
+        names = [name for name, _ in self.named]
+        trigger = names.index(settings.trigger) if settings.trigger in names else 0
+        return 0 if index >= trigger else 2
+
+    def _build(self, layouts: Sequence[BucketLayout]) -> tuple[Reduction, ...]:
+        built: list[Reduction] = []
         alone: list[InPlaceGradient] = []
         for layout in layouts:
             parameters = [self._parameters[slot.index] for slot in layout.slots]
+            zeros = self.settings.zeros_for_unused
+            if layout.is_sparse:
+                built.append(SparseGradient(layout, parameters[0], zeros_for_unused=zeros))
+                continue
             if layout.is_alone:
                 alone.append(InPlaceGradient(layout, parameters[0], self.communicator.empty_shared))
                 built.append(alone[-1])
@@ -290,14 +271,24 @@ class GradientReducer:
             buffer = self.communicator.empty_shared(layout.numel, layout.dtype)
             riders = alone if layout is layouts[-1] else ()
             built.append(
-                Bucket(layout, parameters, buffer, is_gradient_view=is_view, riders=riders)
+                Bucket(
+                    layout,
+                    parameters,
+                    buffer,
+                    is_gradient_view=is_view,
+                    riders=riders,
+                    zeros_for_unused=zeros,
+                )
             )
         return tuple(built)
 
     def _arrived(self, index: int, _: torch.Tensor) -> None:
         """One gradient is complete on this rank. Called for every parameter: keep it short."""
         home = self._homes[index]
-        if not self.is_synchronising or home is None:
+        if not self.is_synchronising:
+            return
+        if home is None:
+            self._refuse_skipped(index)
             return
         if self.phase is not ReductionPhase.BACKWARD:
             self.begin_backward()
@@ -320,7 +311,7 @@ class GradientReducer:
             self._launch_next()
 
     @torch.no_grad()
-    def _take(self, bucket: Bucket | InPlaceGradient, place: int) -> None:
+    def _take(self, bucket: Reduction, place: int) -> None:
         bucket.take(place, self._current_factor())
 
     def _current_factor(self) -> float:
@@ -348,7 +339,7 @@ class GradientReducer:
         """Start the next reduction, whose bucket has been filled."""
         bucket = self.buckets[self._next]
         registered = self._registered
-        if registered is None or isinstance(bucket, InPlaceGradient):
+        if registered is None or not isinstance(bucket, Bucket):
             bucket.launch(self.communicator)
         elif bucket.parameters:
             before = self.buckets[self._next - 1] if self._next else None
@@ -379,6 +370,33 @@ class GradientReducer:
         if self._static is not None:
             self._static.end()
         self._reset()
+        self._skip_unused()
+
+    def _skip_unused(self) -> None:
+        """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
+        is_local = self._registered and getattr(self._registered.hook, "is_local", False)
+        if not self.settings.skips_unused or self._unused is not None or is_local:
+            return
+        found: set[int] = set()
+        for bucket in self.buckets:
+            if isinstance(bucket, Bucket):
+                found.update(bucket.unused())
+            elif isinstance(bucket, SparseGradient) and bucket.is_unused:
+                found.add(bucket.layout.slots[0].index)
+        self._unused = frozenset(found)
+        if found:
+            self._arrange()
+
+    def _refuse_skipped(self, index: int) -> None:
+        if self._unused is None or index not in self._unused:
+            return
+        name = self.named[index][0]
+        raise RuntimeError(
+            "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
+            f"first one did, but on rank {self._rank} parameter {name!r} (of "
+            f"{name.rpartition('.')[0] or 'the module itself'}) got a gradient. Leave the option "
+            "out, or make forward take the same path each time"
+        )
 
     def _share_counts(self) -> None:
         """Sum the use counts over the ranks when a communication hook has reduced without them."""
@@ -413,11 +431,23 @@ class GradientReducer:
             self._static.reset()
         self.phase = ReductionPhase.IDLE
 
-    def _refuse_late(self, bucket: Bucket | InPlaceGradient, place: int) -> None:
+    @property
+    def _rank(self) -> int:
+        return self.communicator.ranks[self.communicator.rank]
+
+    def _refuse_late(self, bucket: Reduction, place: int) -> None:
         name = bucket.layout.slots[place].name
+        waiting = [
+            slot.name
+            for other in self.buckets
+            for slot, has_come in zip(other.layout.slots, other.arrived, strict=True)
+            if not has_come
+        ]
         raise RuntimeError(
-            f"Expected to mark a variable ready only once. Rank {self.communicator.rank}: "
-            f"parameter {name!r} got another gradient after the first had gone into "
-            f"{bucket.layout.label!r}. A reentrant activation checkpoint around a module that is "
-            "used twice does this: pass use_reentrant=False to torch.utils.checkpoint"
+            f"Expected to mark a variable ready only once. Rank {self._rank}: parameter {name!r} "
+            f"(of {name.rpartition('.')[0] or 'the module itself'}) got another gradient after the "
+            f"first had gone into {bucket.layout.label!r}; no gradient yet: "
+            f"{named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
+            "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
+            "torch.utils.checkpoint, or static_graph=True"
         )

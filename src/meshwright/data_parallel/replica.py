@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.reducer import GradientReducer, ReductionSettings
+from meshwright.data_parallel.options import ReplicateOptions
+from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "left_out"]
 
 
 class Replica:
@@ -28,29 +30,27 @@ class Replica:
         self,
         module: nn.Module,
         communicator: Communicator,
-        *,
-        ignored: Collection[nn.Module],
-        device_ids: Sequence[int | torch.device] | None,
-        init_sync: bool,
-        broadcast_buffers: bool,
-        reduction: ReductionSettings,
-        ignored_names: Collection[str] = (),
+        options: ReplicateOptions,
     ) -> None:
         self.communicator = communicator
-        self.device_ids = None if device_ids is None else list(device_ids)
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
         """The device that inputs are moved to, as a list of one; None on the CPU."""
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = options.broadcast_buffers
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
-        parameters, buffers = _managed(module, ignored, ignored_names)
+        skipped = left_out(module, options.ignored, options.ignored_names)
+        parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in skipped]
         _check(module, parameters, self.device_ids)
-        self.buffers = tuple(buffers)
+        self.buffers = tuple(b for b in module.buffers() if id(b) not in skipped)
         """The buffers that are kept equal."""
-        compare_parameters(communicator, parameters)
-        if init_sync:
+        sparse = _sparse_names(module, parameters)
+        compare_parameters(communicator, parameters, sparse)
+        if options.init_sync:
             tensors = [parameter for _, parameter in parameters]
-            broadcast_tensors(communicator, [*tensors, *buffers], label="broadcast parameters")
-        self.reducer = GradientReducer(communicator, parameters, reduction)
+            broadcast_tensors(communicator, [*tensors, *self.buffers], label="broadcast parameters")
+        self.reducer = GradientReducer(
+            communicator, parameters, replace(options.reduction, sparse=sparse)
+        )
 
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,16 +92,13 @@ class Replica:
         self.reducer.begin_backward()
 
 
-def _managed(
+def left_out(
     module: nn.Module, ignored: Collection[nn.Module], names: Collection[str]
-) -> tuple[list[tuple[str, nn.Parameter]], list[torch.Tensor]]:
-    """Parameters by name and buffers of ``module`` without those of ``ignored``, each once."""
-    left_out = {id(tensor) for part in ignored for tensor in _tensors(part)}
-    left_out |= {id(p) for n, p in module.named_parameters() if n in names}
-    left_out |= {id(b) for n, b in module.named_buffers() if n in names}
-    parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in left_out]
-    buffers = [b for b in module.buffers() if id(b) not in left_out]
-    return parameters, buffers
+) -> frozenset[int]:
+    """The ``id`` of the tensors of ``module`` that are left alone: of modules, and by name."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    of_modules = {id(tensor) for part in ignored for tensor in _tensors(part)}
+    return frozenset(of_modules | {id(tensor) for name, tensor in tensors if name in names})
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -140,15 +137,18 @@ def _check(
             f"modules on one GPU, but the parameters are on the CPU and device_id is "
             f"{device_ids[0]}. Leave device_id out"
         )
-    managed = {id(parameter) for _, parameter in parameters}
-    for name, part in module.named_modules():
-        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or id(part.weight) not in managed:
-            continue
-        if part.sparse:
-            raise RuntimeError(
-                f"module {name!r} has sparse=True and gives a sparse gradient, which replicate "
-                "does not reduce: build it with sparse=False, or put it into ignored_modules"
-            )
+
+
+def _sparse_names(
+    module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> frozenset[str]:
+    """The parameters that modules look rows up in with sparse gradients."""
+    tables = {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    return frozenset(name for name, parameter in parameters if id(parameter) in tables)
 
 
 def _moved(device: int | torch.device, value: object) -> object:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import nn
@@ -21,13 +21,12 @@ from torch import nn
 from meshwright.comm import communicator
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.join import UnevenInputs
-from meshwright.data_parallel.reducer import ReductionSettings
-from meshwright.data_parallel.replica import Replica
-from meshwright.mesh import DeviceMesh
+from meshwright.data_parallel.low_precision import compute_in
+from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions, resolved
+from meshwright.data_parallel.replica import Replica, left_out
 
 __all__ = [
     "Replicate",
-    "ReplicateOptions",
     "ReplicateState",
     "ReplicatedModule",
     "check_names",
@@ -37,20 +36,7 @@ __all__ = [
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
 
-AXIS = "replicate"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicateOptions:
-    """What was asked for in the call of `replicate`."""
-
-    process_group: Any = None
-    axis: str = AXIS
-    ignored: frozenset[nn.Module] = frozenset()
-    device_ids: tuple[int | torch.device, ...] | None = None
-    init_sync: bool = True
-    broadcast_buffers: bool = True
-    reduction: ReductionSettings = field(default_factory=ReductionSettings)
+NAME = "replicate"
 
 
 class ReplicateState:
@@ -73,14 +59,9 @@ class ReplicateState:
             if module is None:
                 raise RuntimeError("the replicated module is gone")
             options = self.options
+            options = replace(options, ignored=_with_managed(module, options.ignored))
             self._replica = Replica(
-                module,
-                communicator(options.process_group, options.axis),
-                ignored=_with_replicated(module, options.ignored),
-                device_ids=options.device_ids,
-                init_sync=options.init_sync,
-                broadcast_buffers=options.broadcast_buffers,
-                reduction=options.reduction,
+                module, communicator(options.process_group, options.axis), options
             )
             self._replica.reducer.is_wanted = self.is_synchronised
             if self._hook is not None:
@@ -184,61 +165,35 @@ class Replicate:
         self,
         module: nn.Module,
         ignored_modules: Iterable[nn.Module] | None = None,
-        *,
-        process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
-        device_mesh: DeviceMesh | None = None,
         device_id: int | torch.device | None = None,
-        init_sync: bool = True,
-        broadcast_buffers: bool = True,
-        bucket_cap_mb: float | None = None,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        find_unused_parameters: bool = False,
-        batched_grad_copy: bool = False,
+        **keywords: Unpack[ReplicateKeywords],
     ) -> nn.Module:
         """Keep ``module`` equal on all ranks of one axis; returns the same module.
 
-        Parameters and buffers are broadcast from rank 0 in the first forward pass (``init_sync``),
-        gradients become their mean over the ranks during each backward pass, and buffers are
-        broadcast in each forward pass (``broadcast_buffers``). A parameter that got no gradient on
-        some ranks counts as zero there; one that got none on any rank keeps ``.grad`` None.
+        Parameters and buffers are broadcast from rank 0 in the first forward pass, gradients become
+        their mean over the ranks during each backward pass, and buffers are broadcast in each
+        forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
+        got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
 
-        The axis is ``process_group`` or a 1-D ``device_mesh``, all ranks when neither is given.
-        Gradients of ``ignored_modules`` are left alone. ``bucket_cap_mb`` (MiB, 25 when None)
-        bounds a gradient bucket, ``bucket_cap_mb_list`` each of them; with
-        ``gradient_as_bucket_view`` each ``.grad`` is a view of its bucket. ``static_graph`` checks
-        that every iteration uses the same parameters. ``find_unused_parameters`` and
-        ``batched_grad_copy`` are accepted and not needed. On a GPU ``device_id`` is where inputs
-        are moved to.
+        Gradients of ``ignored_modules`` are left alone. On a GPU ``device_id`` is where inputs are
+        moved to. ``keywords`` are those of `ReplicateKeywords`.
 
         Raises AssertionError when the module is replicated already, RuntimeError for a
-        ``device_id`` of another type, ValueError for a mesh with more than one dimension.
+        ``device_id`` of another type, TypeError for a keyword that there is none of, ValueError
+        for a mesh with more than one dimension and for values out of range.
 
-        >>> model = replicate(Net())
+        >>> model = replicate(Net(), bucket_cap_mb=10)
         >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
         """
-        device_ids = _device_ids(device_id)
-        axis = AXIS
-        if device_mesh is not None:
-            if process_group is not None:
-                raise RuntimeError(
-                    "Cannot specify both process_group and device_mesh arguments. "
-                    "Pass the mesh alone"
-                )
-            process_group, axis = _axis_of(device_mesh)
-        options = ReplicateOptions(
-            process_group=process_group,
-            axis=axis,
+        mesh = keywords.get("device_mesh")
+        options = resolved(
+            module,
+            keywords,
             ignored=frozenset(ignored_modules or ()),
-            device_ids=device_ids,
-            init_sync=init_sync,
-            broadcast_buffers=broadcast_buffers,
-            reduction=ReductionSettings.of(
-                bucket_cap_mb=bucket_cap_mb,
-                bucket_cap_mb_list=bucket_cap_mb_list,
-                is_gradient_view=gradient_as_bucket_view,
-                is_static=static_graph,
+            device_ids=_device_ids(device_id),
+            wrong_mesh=ValueError(
+                f"replicate expects a 1D DeviceMesh but got {mesh}. "
+                'Select one axis of it, for example mesh["replicate"]'
             ),
         )
         return self.apply(module, options)
@@ -246,7 +201,7 @@ class Replicate:
     def apply(self, module: nn.Module, options: ReplicateOptions) -> nn.Module:
         """Apply to ``module`` what ``options`` say; `__call__` with the arguments made up."""
         states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
-        if AXIS in states:
+        if NAME in states:
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"replicate has been applied to this {type(module).__name__} before"
@@ -258,9 +213,16 @@ class Replicate:
             )
         before = _names(module)
         state = ReplicateState(module, options)
-        states[AXIS] = state
+        states[NAME] = state
         cls = type(module)
         module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), {})
+        if options.mixed_precision is not None:
+            # Before the other hooks, which then run outside of the casts.
+            compute_in(
+                module,
+                options.mixed_precision,
+                left_out(module, _with_managed(module, options.ignored), options.ignored_names),
+            )
         module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state.after_forward)
         check_names("replicate", before, _names(module))
@@ -268,7 +230,7 @@ class Replicate:
 
     def state(self, module: nn.Module) -> ReplicateState:
         """What replicate knows about ``module``. Raises ValueError when it was not applied."""
-        state = module.__dict__.get(STATES, {}).get(AXIS)
+        state = module.__dict__.get(STATES, {}).get(NAME)
         if not isinstance(state, ReplicateState):
             raise ValueError(
                 f"expected a replicated module, found a {type(module).__name__} that replicate was "
@@ -323,17 +285,7 @@ def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.devic
     return (device_id,)
 
 
-def _axis_of(mesh: DeviceMesh) -> tuple[Any, str]:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"replicate expects a 1D DeviceMesh but got {mesh}. "
-            'Select one axis of it, for example mesh["replicate"]'
-        )
-    names = mesh.mesh_dim_names
-    return mesh.get_group(), names[0] if names else AXIS
-
-
-def _with_replicated(module: nn.Module, ignored: Collection[nn.Module]) -> frozenset[nn.Module]:
-    """``ignored`` and the submodules that have a state of their own."""
-    own = {m for m in module.modules() if m is not module and AXIS in m.__dict__.get(STATES, {})}
+def _with_managed(module: nn.Module, ignored: Collection[nn.Module]) -> frozenset[nn.Module]:
+    """``ignored`` and the submodules that a composable function has been applied to before."""
+    own = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
     return frozenset(ignored) | own

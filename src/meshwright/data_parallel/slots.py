@@ -28,8 +28,10 @@ class GradientSlot:
     dtype: torch.dtype
     is_alone: bool = False
     """Reduced in its own memory and not in a bucket's buffer."""
-    is_delayed: bool = False
-    """Reduced after all that are not."""
+    is_sparse: bool = False
+    """Its gradients are sparse, see `SparseGradient`; it is alone too."""
+    turn: int = 0
+    """Reduced after all with a lower one."""
 
     @property
     def bytes(self) -> int:
@@ -48,6 +50,8 @@ class BucketLayout:
     flat: FlatLayout
     is_alone: bool = False
     """One gradient in its own memory; its use count rides elsewhere."""
+    is_sparse: bool = False
+    """One sparse gradient, which sends its own use count."""
     notes: int = 0
     """Numbers behind the gradients: use counts, and what else all ranks must know of each other."""
 
@@ -92,13 +96,14 @@ def plan_buckets(
     open_by_dtype: dict[torch.dtype, list[GradientSlot]] = {}
     limits = list(listed_bytes) or [first_bytes, cap_bytes]
     counts: dict[torch.dtype, int] = {}
-    is_delayed = False
-    for slot in sorted(slots, key=lambda slot: (slot.is_delayed, -slot.index)):
-        if slot.is_delayed and not is_delayed:
-            is_delayed = True
+    turn = (0, False)
+    # Sparse gradients come last in their turn: tables are where a backward pass ends.
+    for slot in sorted(slots, key=lambda slot: (slot.turn, slot.is_sparse, -slot.index)):
+        if (slot.turn, slot.is_sparse) > turn:
+            turn = (slot.turn, slot.is_sparse)
             closed.extend(open_by_dtype.values())
             open_by_dtype.clear()
-        if slot.is_alone:
+        if slot.is_alone or slot.is_sparse:
             closed.append([slot])
             continue
         current = open_by_dtype.setdefault(slot.dtype, [])
@@ -112,7 +117,7 @@ def plan_buckets(
     riders = sum(layout.is_alone for layout in layouts) + extra_notes
     if not riders:
         return tuple(layouts)
-    if not layouts or layouts[-1].is_alone:
+    if not layouts or layouts[-1].is_alone or layouts[-1].is_sparse:
         layouts.append(_layout(len(layouts), []))
     layouts[-1] = replace(layouts[-1], notes=layouts[-1].notes + riders)
     return tuple(layouts)
@@ -120,22 +125,29 @@ def plan_buckets(
 
 def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
     dtype = members[0].dtype if members else torch.float32
-    is_alone = len(members) == 1 and members[0].is_alone
+    is_sparse = len(members) == 1 and members[0].is_sparse
+    is_alone = len(members) == 1 and members[0].is_alone and not is_sparse
     flat = FlatLayout.pack(
         [slot.name for slot in members],
         [slot.shape for slot in members],
         str(dtype).removeprefix("torch."),
         1,
     )
-    notes = 0 if is_alone else len(members)
     return BucketLayout(
-        index=index, slots=tuple(members), dtype=dtype, flat=flat, is_alone=is_alone, notes=notes
+        index=index,
+        slots=tuple(members),
+        dtype=dtype,
+        flat=flat,
+        is_alone=is_alone,
+        is_sparse=is_sparse,
+        notes=0 if is_alone or is_sparse else len(members),
     )
 
 
 def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
     """The refusal of a gradient that has no place in a buffer."""
     return RuntimeError(
-        f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), which replicate does "
-        "not reduce: build its embedding with sparse=False, or put the module into ignored_modules"
+        f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), and no module that "
+        "announces one: replicate reduces sparse gradients of nn.Embedding and nn.EmbeddingBag "
+        "with sparse=True. Use one of them, or put the module into ignored_modules"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -18,15 +18,21 @@ SLAB_BYTES = 64 * 2**20
 
 
 def compare_parameters(
-    communicator: Communicator, named: Sequence[tuple[str, torch.Tensor]]
+    communicator: Communicator,
+    named: Sequence[tuple[str, torch.Tensor]],
+    sparse: Collection[str] = (),
 ) -> None:
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
+
+    Those whose names are in ``sparse`` give sparse gradients; that is compared too.
 
     Raises CollectiveMismatchError on every rank, naming the first parameter that differs and the
     ranks on both sides.
     """
     rows = [
-        [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad] for name, t in named
+        [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad]
+        + ["sparse gradient"] * (name in sparse)
+        for name, t in named
     ]
     text = json.dumps(rows).encode()
     digest = hashlib.sha256(text).digest()

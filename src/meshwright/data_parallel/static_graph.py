@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.comm import Communicator
 
-__all__ = ["StaticGraph"]
+__all__ = ["StaticGraph", "named_with_modules"]
 
 
 class StaticGraph:
@@ -58,7 +58,7 @@ class StaticGraph:
         for rank, row in zip(communicator.ranks, rows, strict=True):
             for verb, names in json.loads(row).items():
                 if names:
-                    sentences.append(f"rank {rank} {verb} {_listed(names)}")
+                    sentences.append(f"rank {rank} {verb} {named_with_modules(names)}")
         return RuntimeError(
             "static_graph=True expects every iteration to use the parameters of the first, but "
             f"{'; '.join(sentences)}. Leave static_graph out, or make forward take the same path "
@@ -66,7 +66,7 @@ class StaticGraph:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def named_with_modules(names: Sequence[str]) -> str:
     """The parameters, and the modules that they belong to."""
     modules = sorted({name.rpartition(".")[0] or "the module itself" for name in names})
     return f"parameters {', '.join(names)} (of {', '.join(modules)})"

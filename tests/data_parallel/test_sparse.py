@@ -1,0 +1,196 @@
+"""Sparse gradients over several ranks: equal to one process, sparse, and sent as rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from meshwright.comm import Recorder, communicator, observe
+from meshwright.data_parallel import DistributedDataParallel, replicate
+from meshwright.data_parallel.comm_hooks import allreduce_hook
+from meshwright.errors import CollectiveMismatchError
+from meshwright.testing import Ranks
+
+ROWS = 12
+
+
+class Words(nn.Module):
+    """Two sparse tables, one of which is tied to a dense layer on request."""
+
+    def __init__(self, is_tied: bool = False, is_sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(ROWS, 3, sparse=is_sparse)
+        self.bag = nn.EmbeddingBag(ROWS, 3, mode="sum", sparse=is_sparse)
+        self.last = nn.Linear(3, ROWS, bias=False)
+        if is_tied:
+            self.last.weight = self.table.weight
+        self.double()
+
+    def forward(
+        self, x: torch.Tensor, uses_bag: bool = True, uses_table: bool = True
+    ) -> torch.Tensor:
+        found = self.bag(x) if uses_bag else torch.zeros(len(x), 3, dtype=torch.float64)
+        found = found + self.table(x).sum(1) if uses_table else found
+        return self.last(found).tanh()
+
+
+def batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch, and this rank's share; ranks look up different numbers of rows."""
+    world = communicator()
+    torch.manual_seed(step + 1)
+    x = torch.randint(0, ROWS, (4 * world.size, 2))
+    return x, x.chunk(world.size)[world.rank]
+
+
+def same(found: nn.Module, expected: nn.Module, *, sparse: bool) -> None:
+    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is None:
+            continue
+        if sparse and ("table" in name or "bag" in name):
+            assert a.grad.is_sparse, name
+            assert a.grad.is_coalesced()
+        torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())
+
+
+def body_trains(wrap: Callable[..., nn.Module], is_tied: bool, options: dict[str, Any]) -> None:
+    """Also with an accumulated pass, and with torch's class where it can."""
+    one = Words(is_tied)
+    ours = wrap(copy.deepcopy(one), **options)
+    theirs = None if is_tied else TorchDDP(copy.deepcopy(one))
+    models = [m for m in (one, ours, theirs) if m is not None]
+    steps = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    for step in range(3):
+        x, share = batch(step)
+        more, more_share = batch(step + 10)
+        one(x).square().mean().backward()
+        one(more).square().mean().backward()
+        with ours.no_sync():
+            ours(share).square().mean().backward()
+        ours(more_share).square().mean().backward()
+        if theirs is not None:
+            with theirs.no_sync():
+                theirs(share).square().mean().backward()
+            theirs(more_share).square().mean().backward()
+            same(theirs, one, sparse=True)
+        same(ours, one, sparse=not is_tied)
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    x, share = batch(20)
+    for _ in range(2):
+        one(x).square().mean().backward()
+        ours(share).square().mean().backward()
+    same(ours, one, sparse=not is_tied)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_trains_as_one_process(ranks: Ranks, size: int) -> None:
+    ranks(size, body_trains, DistributedDataParallel, False, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True, "bucket_cap_mb": 1e-5},
+        {"unused_gradient": "zeros", "skip_all_reduce_unused_params": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_trains_with_options(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks(2, body_trains, replicate, False, options)
+
+
+def test_a_table_that_is_used_densely_too(ranks: Ranks) -> None:
+    ranks(2, body_trains, replicate, True, {})
+
+
+def body_unused() -> None:
+    """Used on one rank, and on none; with zeros on request; and in a pass that was given up."""
+    world = communicator()
+    for unused in ("none", "zeros"):
+        one = Words()
+        ours = DistributedDataParallel(copy.deepcopy(one), unused_gradient=unused)
+        x, share = batch()
+        for rank, rows in enumerate(x.chunk(world.size)):
+            (one(rows, rank == 1, False).square().mean() / world.size).backward()
+        value = ours(share, world.rank == 1, False).square().mean()
+        # Rank 0 has no rows of the bag, and nobody has any of the table.
+        with observe(recorder := Recorder()):
+            value.backward()
+        assert recorder.kinds() == [
+            ("all_reduce", "reduce bucket 0"),
+            ("all_gather", "reduce bucket 1: rows"),
+            ("all_gather", "reduce bucket 2: rows"),
+            ("all_gather", "reduce bucket 1: indices"),
+            ("all_gather", "reduce bucket 1"),
+        ]
+        table = ours.module.table.weight
+        assert (table.grad is None) is (unused == "none")
+        if unused == "zeros":
+            assert table.grad.is_sparse
+            assert not table.grad.to_dense().any()
+            table.grad = None
+        same(ours, one, sparse=True)
+
+
+def body_bytes() -> None:
+    """What is sent grows with the rows that were looked up and not with the table."""
+    torch.manual_seed(0)
+    ours = replicate(nn.Embedding(10_000, 4, sparse=True))
+    ours(torch.zeros(1, dtype=torch.int64))
+    value = ours(torch.tensor([5, 7, 5])).sum()
+    with observe(recorder := Recorder()):
+        value.backward()
+    assert [(c.kind, c.shape) for c in recorder.collectives] == [
+        ("all_gather", (2,)),
+        ("all_gather", (2, 2)),
+        ("all_gather", (2, 2, 4)),
+    ]
+    expected = torch.sparse_coo_tensor(
+        [[5, 7]], [[2.0] * 4, [1.0] * 4], (10_000, 4), check_invariants=True
+    )
+    torch.testing.assert_close(ours.weight.grad, expected.coalesce())
+
+
+def body_gives_up() -> None:
+    """A peer that goes on gets NaN and never a mean that lacks a rank."""
+    world = communicator()
+    ours = replicate(Words())
+    _, share = batch()
+    value = ours(share).square().mean()
+    if world.rank == 0:
+        ours.last.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            value.backward()
+        ours(share)
+    else:
+        value.backward()
+        assert bool(ours.table.weight.grad.to_dense().isnan().any())
+
+
+def body_refusals() -> None:
+    world = communicator()
+    hooked = DistributedDataParallel(Words())
+    with pytest.raises(RuntimeError, match=r"bag.weight, table.weight have sparse gradients"):
+        hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(CollectiveMismatchError, match="sparse gradient"):
+        DistributedDataParallel(Words(is_sparse=world.rank == 0))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [body_unused, body_bytes, body_gives_up, body_refusals],
+    ids=lambda body: body.__name__.removeprefix("body_"),
+)
+def test_sparse(ranks: Ranks, body: Callable[[], None]) -> None:
+    ranks(2, body)
