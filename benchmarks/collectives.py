@@ -4,8 +4,8 @@
 
 A size is that of the full tensor: what all_reduce reduces, what all_gather writes, what
 reduce_scatter and all_to_all read. The arms take turns in short rounds, so that a busy machine
-slows all of them alike; a ratio is taken within a round. Printed: the median time of a call and,
-in brackets, the quartiles of the rounds.
+slows all of them alike; a ratio is taken within a round. Printed: the median time of a call, its
+CPU time over all threads of the rank, and the ratios of both with the quartiles of the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ __all__ = ["main"]
 
 UNITS = {"KB": 1 << 10, "MB": 1 << 20}
 ARMS = ("memcpy", "gloo", "staged", "in place")
+RATIOS = (
+    ("gloo", "staged"),
+    ("gloo", "in place"),
+    ("staged", "memcpy"),
+    ("in place", "memcpy"),
+)
 Call = Callable[[], object]
+Times = dict[str, list[tuple[float, float]]]
+"""By arm and round: seconds and CPU seconds of a call."""
 
 
 def size_of(text: str) -> int:
@@ -79,21 +87,22 @@ def calls(
     return {kind: every[kind] for kind in kinds}
 
 
-def seconds_of(call: Call, count: int) -> float:
-    """The median time of a call."""
+def seconds_of(call: Call, count: int) -> tuple[float, float]:
+    """The median time of a call, and its mean CPU time."""
     call()
     times = []
+    cpu = time.process_time()
     for _ in range(count):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times), (time.process_time() - cpu) / count
 
 
 def measure(
     nbytes: int, kinds: list[str], rounds: int, ours: dist.ProcessGroup
-) -> dict[str, dict[str, list[float]]]:
-    """By operation and arm, the time of a call in each round."""
+) -> dict[str, Times]:
+    """By operation and arm, the times of a call in each round."""
     numel = nbytes // 4
     world = dist.group.WORLD
     assert world is not None
@@ -105,7 +114,7 @@ def measure(
         "in place": calls(ours, shared[0], shared[1], kinds),
     }
     count = max(2, min(100, (8 << 20) // nbytes))
-    times: dict[str, dict[str, list[float]]] = {kind: {arm: [] for arm in ARMS} for kind in kinds}
+    times: dict[str, Times] = {kind: {arm: [] for arm in ARMS} for kind in kinds}
     for _ in range(rounds):
         for kind in kinds:
             times[kind]["memcpy"].append(seconds_of(lambda: plain[0].copy_(plain[1]), count))
@@ -115,24 +124,20 @@ def measure(
     return times
 
 
-def report(label: str, kind: str, times: dict[str, list[float]]) -> str:
-    """A line: the arms in microseconds, and the ratios of the rounds."""
+def report(label: str, kind: str, times: Times) -> str:
+    """A line: microseconds of each arm (CPU), and the ratios of the rounds (CPU)."""
     fields = []
     for arm in ARMS:
-        low, middle, high = quartiles([1e6 * value for value in times[arm]])
-        fields.append(f"{middle:9.1f} [{low:.1f}, {high:.1f}]")
-    ratios = []
-    for name, over, under in (
-        ("gloo/staged", "gloo", "staged"),
-        ("gloo/in place", "gloo", "in place"),
-        ("staged/memcpy", "staged", "memcpy"),
-        ("in place/memcpy", "in place", "memcpy"),
-    ):
-        pairs = zip(times[over], times[under], strict=True)
-        ratios.append(f"{name} {statistics.median(a / b for a, b in pairs):.1f}")
-    return (
-        f"{label:>6} {kind:<17}" + " ".join(f"{field:<28}" for field in fields) + ", ".join(ratios)
-    )
+        wall, cpu = (1e6 * statistics.median(column) for column in zip(*times[arm], strict=True))
+        fields.append(f"{wall:9.1f} ({cpu:.1f})")
+    for over, under in RATIOS:
+        if under == "memcpy" and "MB" not in label:
+            continue
+        pairs = list(zip(times[over], times[under], strict=True))
+        low, middle, high = quartiles([a[0] / b[0] for a, b in pairs])
+        cpu = statistics.median(a[1] / max(b[1], 1e-9) for a, b in pairs)
+        fields.append(f"{over}/{under} {middle:.1f} [{low:.1f}, {high:.1f}] (CPU {cpu:.1f})")
+    return f"{label:>6} {kind:<17}" + "  ".join(f"{field:<22}" for field in fields)
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -148,8 +153,8 @@ def rank_main(rank: int, size: int, directory: str, options: argparse.Namespace)
     ours = dist.new_group(backend=shared_memory.BACKEND)
     assert ours is not None
     if rank == 0:
-        print(f"{size} ranks; microseconds, median [quartiles] of {options.rounds} rounds")
-        print(f"{'':>6} {'':<17}" + " ".join(f"{arm:<28}" for arm in ARMS))
+        print(f"{size} ranks; microseconds (CPU), ratios [quartiles], of {options.rounds} rounds")
+        print(f"{'':>6} {'':<17}" + "  ".join(f"{arm:<22}" for arm in ARMS))
     for text in options.sizes:
         kinds = list(options.operations)
         if text != options.sizes[0]:
