@@ -15,6 +15,7 @@ from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    flat_groups,
     fully_shard,
     share_comm_ctx,
 )
@@ -229,3 +230,40 @@ def body_large_parameters() -> list[tuple[str, str]]:
 def test_large_parameters_are_gathered_by_themselves(ranks: Ranks) -> None:
     for found in ranks(2, body_large_parameters):
         assert len(found) == 4, "two gathers for each forward, none where the root is kept"
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always = nn.Linear(6, 3)
+        self.sometimes = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.always(x) + self.sometimes(x) if use else self.always(x)
+
+
+def body_flat_gradients_are_zeroed_together(through_model: bool) -> None:
+    """A unit that does not run again is not stepped with the gradient of the step before."""
+    one = Optional().double()
+    model = copy.deepcopy(one)
+    fully_shard(model.sometimes)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(flat_groups(model), lr=0.1)
+    plain = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step, use in enumerate((True, False, True)):
+        x = batch(step)
+        model(share(x), use).square().mean().backward()
+        one(x, use).square().mean().backward()
+        assert (model.sometimes.weight.grad is None) is not use
+        optimizer.step()
+        plain.step()
+        (model if through_model else optimizer).zero_grad()
+        plain.zero_grad()
+    for mine, theirs in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs)
+
+
+def test_flat_gradients_are_zeroed_together(ranks: Ranks) -> None:
+    for through_model in (False, True):
+        ranks(2, body_flat_gradients_are_zeroed_together, through_model)

@@ -91,8 +91,6 @@ class ExposedTensors:
     def show_full(self, unit: Unit) -> None:
         """Let modules hold the whole parameters, trainable as the DTensors are now."""
         for group in unit.groups:
-            if group in self._flat:
-                self._zero_alike(group)
             for entry in self.entries(group):
                 full = entry.slot.full
                 if full.requires_grad is not entry.exposed.requires_grad:
@@ -100,14 +98,15 @@ class ExposedTensors:
                 for cells, name in entry.cells:
                     cells[name] = full
 
-    def _zero_alike(self, group: ParameterGroup) -> None:
-        """Who zeroed the flat gradient meant those of the parameters too, and the reverse."""
-        flat, entries = self._flat[group], self.entries(group)
-        if flat.grad is None:
-            for entry in entries:
-                entry.exposed.grad = None
-        elif all(entry.exposed.grad is None for entry in entries):
-            flat.grad = None
+    def zero_alike(self) -> None:
+        """Who zeroed a flat gradient meant those of the parameters too, and the reverse."""
+        for group, flat in self._flat.items():
+            entries = self.entries(group)
+            if flat.grad is None:
+                for entry in entries:
+                    entry.exposed.grad = None
+            elif all(entry.exposed.grad is None for entry in entries):
+                flat.grad = None
 
     @torch.no_grad()
     def set_gradients(

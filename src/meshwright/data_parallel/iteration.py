@@ -17,6 +17,7 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 
@@ -45,6 +46,8 @@ class Iteration:
         """Units whose gradients are being reduced, the oldest first."""
         self.is_in_backward = False
         self.is_in_forward = False
+        units = [driver.unit for driver in drivers if driver.unit is not None]
+        self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
@@ -57,6 +60,8 @@ class Iteration:
         if self.is_in_backward or self.is_in_forward:
             self.reset()
         self.is_in_forward = True
+        for exposure in self._exposures:
+            exposure.zero_alike()
         if self._order:
             self._expected, self._order = self._order, self._expected
             self._order.clear()
