@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
+from data_parallel.replica_samples import Branches, batch, loss, same_gradients
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import (
     DistributedDataParallel,
@@ -44,23 +45,10 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
 
 
-def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    world = communicator()
-    torch.manual_seed(7)
-    x = torch.randn(rows * world.size, 3, dtype=torch.float64)
-    return x, x.chunk(world.size)[world.rank]
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def same(found: nn.Module, expected: nn.Module) -> None:
     for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad)
+    same_gradients(found, expected)
 
 
 def raises(kind: type[BaseException], text: str, call: Callable[[], object]) -> None:
@@ -491,22 +479,10 @@ def test_mixed_precision(ranks: Ranks, is_checkpointed: bool) -> None:
 # ------------------------------------------------------------------------------ static graph
 
 
-class Paths(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]).double()
-
-    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        for number in used:
-            x = self.layers[number](x)
-        return x
-
-
 def body_static_graph(wrap: Callable[..., nn.Module], is_swap: bool) -> None:
     """Both ranks are told, also when rank 1 gives up what rank 0 takes up."""
     world = communicator()
-    ours = wrap(Paths(), static_graph=True)
+    ours = wrap(Branches(), static_graph=True)
     _, share = batch()
     paths = [[0, 1], [0, 2]] if is_swap else [[0, 1], [0, 1]]
     for _ in range(2):

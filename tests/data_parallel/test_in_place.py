@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gradients
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
 from meshwright.data_parallel.slots import GradientSlot, plan_buckets
@@ -21,41 +21,11 @@ SOME = ReductionSettings(alone_bytes=8 * 9)
 """Weights of 3 x 3 in float64 are reduced alone, biases are not."""
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]).double()
-
-    def forward(self, x: torch.Tensor, used: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
-        for number in used:
-            x = self.layers[number](x)
-        return x
-
-
 def pair(settings: ReductionSettings) -> tuple[Branches, Branches]:
     one = Branches()
     ours = copy.deepcopy(one)
     replicate.apply(ours, ReplicateOptions(reduction=settings))
     return one, ours
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    world = communicator()
-    torch.manual_seed(7)
-    x = torch.randn(4 * world.size, 3, dtype=torch.float64)
-    return x, x.chunk(world.size)[world.rank]
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def same_gradients(found: nn.Module, expected: nn.Module) -> None:
-    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_alone_gradients_are_counted_in_the_last_bucket() -> None:
@@ -166,16 +136,6 @@ def body_other_forms() -> None:
     loss(one, x).backward()
     loss(ours, share).backward()
     same_gradients(ours, one)
-
-
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("planted")
 
 
 def body_failed_backward(set_to_none: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gradients
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import replicate
 from meshwright.testing import Ranks
@@ -25,27 +26,6 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     ).to(dtype)
 
 
-def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch, and this rank's share."""
-    world = communicator()
-    torch.manual_seed(7)
-    x = torch.randn(rows * world.size, 3, dtype=torch.float64)
-    return x, x[world.rank * rows : (world.rank + 1) * rows]
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def same_gradients(found: nn.Module, expected: nn.Module) -> None:
-    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            torch.testing.assert_close(
-                a.grad, b.grad, msg=lambda text, name=name: f"{name}: {text}"
-            )
-
-
 def pair(is_view: bool) -> tuple[nn.Sequential, nn.Sequential]:
     one = mlp()
     both = replicate(copy.deepcopy(one), gradient_as_bucket_view=is_view, bucket_cap_mb=SMALL)
@@ -55,9 +35,9 @@ def pair(is_view: bool) -> tuple[nn.Sequential, nn.Sequential]:
 # ------------------------------------------------------------------------------ accumulation
 
 
-def body_two_backwards(is_view: bool) -> None:
-    one, ours = pair(is_view)
-    x, share = batch()
+def accumulate_and_zero(
+    one: nn.Module, ours: nn.Module, x: torch.Tensor, share: torch.Tensor
+) -> None:
     for set_to_none in (True, False, True):
         for factor in (1, 2, 3):
             loss(one, x * factor).backward()
@@ -65,6 +45,12 @@ def body_two_backwards(is_view: bool) -> None:
         same_gradients(ours, one)
         one.zero_grad(set_to_none=set_to_none)
         ours.zero_grad(set_to_none=set_to_none)
+
+
+def body_two_backwards(is_view: bool) -> None:
+    one, ours = pair(is_view)
+    x, share = batch()
+    accumulate_and_zero(one, ours, x, share)
 
 
 def body_large_gradients(is_view: bool) -> None:
@@ -74,13 +60,7 @@ def body_large_gradients(is_view: bool) -> None:
     one = nn.Sequential(nn.Linear(3, 150), again, nn.Tanh(), again, nn.Linear(150, 2)).double()
     ours = replicate(copy.deepcopy(one), gradient_as_bucket_view=is_view)
     x, share = batch()
-    for set_to_none in (True, False, True):
-        for factor in (1, 2, 3):
-            loss(one, x * factor).backward()
-            loss(ours, share * factor).backward()
-        same_gradients(ours, one)
-        one.zero_grad(set_to_none=set_to_none)
-        ours.zero_grad(set_to_none=set_to_none)
+    accumulate_and_zero(one, ours, x, share)
     with ours.no_sync():
         loss(ours, share).backward()
     loss(ours, share).backward()
@@ -154,20 +134,6 @@ def test_accumulation_on_three_ranks(ranks: Ranks) -> None:
 
 
 # -------------------------------------------------------------------- unused, frozen, reused
-
-
-class Branches(nn.Module):
-    """Uses the layers it is told to use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]).double()
-
-    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        for number in used:
-            x = self.layers[number](x)
-        return x
 
 
 def body_unused(is_view: bool) -> None:
@@ -350,16 +316,6 @@ def body_order_is_fixed() -> None:
     same_gradients(ours, one)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("planted")
-
-
 class Breakable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +323,7 @@ class Breakable(nn.Module):
 
     def forward(self, x: torch.Tensor, broken: int | None = None) -> torch.Tensor:
         for number, layer in enumerate(self.inner):
-            x = layer(Fails.apply(x) if number == broken else x)
+            x = layer(Breaks.apply(x) if number == broken else x)
         return x
 
 
