@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +57,19 @@ def run_tiny(
     world = connect()
     config = read_run(folder, *overrides)
     return train(config, world, tell if world.rank == 0 else lambda line: None)
+
+
+def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
+    """A run in which rank 1 alone is asked to stop, while ``step`` runs on rank 0."""
+    world = connect()
+    config = read_run(folder, *overrides)
+    neighbour = int(world.gather_bytes(str(os.getpid()).encode(), label="process ids")[-1])
+
+    def tell(line: str) -> None:
+        if world.rank == 0 and line.startswith(f"step {step}/"):
+            os.kill(neighbour, signal.SIGTERM)
+
+    return train(config, world, tell)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from meshwright.comm import connect
 from meshwright.recipes.config import read_config
 from meshwright.recipes.loop import Outcome, train
@@ -12,8 +14,16 @@ from meshwright.testing import Ranks
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.toml"
 
 
-def train_briefly(folder: Path) -> Outcome:
+LAYOUTS = {
+    "replicate=4": ("axes.replicate=4",),
+    "replicate=1, shard=4": ("axes.replicate=1", "axes.shard=4"),
+    "replicate=2, shard=2": ("axes.replicate=2", "axes.shard=2"),
+}
+
+
+def train_briefly(folder: Path, layout: str) -> Outcome:
     overrides = [
+        *LAYOUTS[layout],
         f"run.folder={folder}",
         "run.steps=2",
         "run.parity_steps=1",
@@ -23,8 +33,17 @@ def train_briefly(folder: Path) -> Outcome:
     return train(read_config(EXAMPLE, overrides), connect(), lambda line: None)
 
 
-def test_the_example_trains_on_four_ranks_and_checks_parity(ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = ranks(4, train_briefly, tmp_path)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[] if name == "replicate=4" else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
+def test_the_example_trains_on_four_ranks_and_checks_parity(
+    ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    outcomes = ranks(4, train_briefly, tmp_path, layout)
     assert all(outcome.is_finished for outcome in outcomes)
-    assert outcomes[0].parity.startswith("parity: replicate=4 equals one process over 1 step in")
+    assert outcomes[0].parity.startswith(f"parity: {layout} equals one process over 1 step in")
     assert Path(outcomes[0].trace).is_file()

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.checkpoint import latest, verify
 from meshwright.comm import connect
@@ -21,7 +22,7 @@ from meshwright.errors import (
 from meshwright.recipes.loop import Outcome, train
 from meshwright.report import read_chrome_trace
 from meshwright.testing import Ranks
-from recipes.runs import losses, read_run, run_tiny, saved_tensors
+from recipes.runs import losses, read_run, run_tiny, saved_tensors, stop_in_step
 
 TWO = "axes.replicate=2"
 
@@ -84,19 +85,6 @@ def test_numbers_do_not_depend_on_the_ranks(ranks: Ranks, tmp_path: Path) -> Non
 # ----------------------------------------------------------------------------- going on exactly
 
 
-def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
-    """A run in which rank 1 alone is asked to stop, while ``step`` runs on rank 0."""
-    world = connect()
-    config = read_run(folder, *overrides)
-    neighbour = int(world.gather_bytes(str(os.getpid()).encode(), label="process ids")[-1])
-
-    def tell(line: str) -> None:
-        if world.rank == 0 and line.startswith(f"step {step}/"):
-            os.kill(neighbour, signal.SIGTERM)
-
-    return train(config, world, tell)
-
-
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -114,6 +102,39 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     assert resumed[0].is_finished
     assert losses(parts) == losses(whole)
     assert saved_tensors(parts) == saved_tensors(whole)
+
+
+IN_DOUBLE = ("precision.parameters=float64", "train.clip_norm=0.5")
+
+
+def go_on(folder: Path, *overrides: str) -> Outcome:
+    return run_tiny(folder, *IN_DOUBLE, *overrides, "run.accept_changes=true")
+
+
+def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """Copies on 4 ranks, then parts on 4 ranks, then both: the numbers of a run without a stop."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    ranks(1, run_tiny, whole, *IN_DOUBLE)
+    first = ranks(4, stop_in_step, parts, 1, *IN_DOUBLE, "axes.replicate=4")[0]
+    sharded = ("axes.shard=4", "run.accept_changes=true")
+    second = ranks(4, stop_in_step, parts, first.step + 1, *IN_DOUBLE, *sharded)[0]
+    assert 1 <= first.step < second.step < 6
+    assert not second.is_finished
+    last = ranks(4, go_on, parts, "axes.replicate=2", "axes.shard=2")
+    assert all(outcome.is_finished for outcome in last)
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-12)
+    found, wanted = saved_tensors(parts), saved_tensors(whole)
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        torch.testing.assert_close(
+            torch.tensor(found[name], dtype=torch.float64),
+            torch.tensor(values, dtype=torch.float64),
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_a_finished_run_has_nothing_left_to_do(ranks: Ranks, tmp_path: Path) -> None:
