@@ -218,7 +218,8 @@ def same_as_one_process(case: Case) -> None:
         reference = replace(
             reference, weights={n: w for n, w in reference.weights.items() if n in learned}
         )
-    assert first_difference(run, reference, TOLERANCE) is None
+    # A bias before BatchNorm has a gradient of rounding alone, of which Adam makes steps.
+    assert first_difference(run, reference, 10 * TOLERANCE if norm else TOLERANCE) is None
 
 
 def table(cases: Iterable[Case]) -> None:

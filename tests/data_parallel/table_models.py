@@ -130,7 +130,7 @@ _ROWS: dict[str, Row] = {
 } | {
     "frozen": Row(
         sample=MODELS["frozen"],
-        refused_flat="Must flatten tensors with uniform `requires_grad`",
+        refused_flat="has both parameters with requires_grad=True and False",
     ),
     "unused in a unit": Row(sample=MODELS["unused"], units=root_only),
     "tied in a unit": Row(sample=MODELS["tied"], units=root_only),

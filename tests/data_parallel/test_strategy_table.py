@@ -69,7 +69,7 @@ def test_pairwise_rows_hold_every_pair() -> None:
 
 
 def test_pairs(ranks: Ranks) -> None:
-    check(ranks, 2, cells(pairwise(COLUMNS, is_legal)), 120)
+    check(ranks, 2, cells(pairwise(COLUMNS, is_legal)), 300)
 
 
 def product(model: str) -> list[Cell]:
@@ -79,19 +79,19 @@ def product(model: str) -> list[Cell]:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ROWS)
 def test_whole_product(ranks: Ranks, model: str) -> None:
-    check(ranks, 2, product(model), 400)
+    check(ranks, 2, product(model), 600)
 
 
 @pytest.mark.slow
 def test_pairs_on_four_ranks(ranks: Ranks) -> None:
-    check(ranks, 4, cells(pairwise(COLUMNS, is_legal)), 400)
+    check(ranks, 4, cells(pairwise(COLUMNS, is_legal)), 600)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ROWS)
 def test_two_axes_of_two_ranks(ranks: Ranks, model: str) -> None:
     chosen = [cell for cell in product(model) if "hybrid" in cell.strategy.lower()]
-    check(ranks, 4, [cell for cell in chosen if cell.precision == "double"], 400)
+    check(ranks, 4, [cell for cell in chosen if cell.precision == "double"], 600)
 
 
 def body_refused(names: list[str]) -> None:
