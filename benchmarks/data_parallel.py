@@ -1,194 +1,328 @@
-"""CPU time of data-parallel training against torch's own: interleaved arms, medians of ratios.
+"""Data-parallel training against torch's own, on the CPU: time, memory, Python, optimizer.
 
     python benchmarks/data_parallel.py --models tiny gpt net --ranks 2 --rounds 9
-    python benchmarks/data_parallel.py --family sharded
+    python benchmarks/data_parallel.py --family sharded --backend shm
+    python benchmarks/data_parallel.py --memory
+    python benchmarks/data_parallel.py --python-per-unit
+    python benchmarks/data_parallel.py --optimizer
 
 Of the family ``replicated`` the peer is torch's DDP at its best setting, of ``sharded`` the faster
-one of torch's FSDP1 and FSDP2.
+one of torch's FSDP1 and FSDP2. Torch's arms always run on Gloo.
 
-Every arm trains the same model on every rank in one process each; the arms take turns in short
-rounds, so that a busy machine slows all of them alike. A ratio is taken within a round.
+Time: every arm trains the same model on every rank, one thread each; the arms take turns in short
+rounds, so that a busy machine slows all of them alike. A ratio is taken within a round; printed is
+the median of the rounds, and their quartiles.
+
+Memory: every arm in processes of its own, one after another; the most that a rank's share of the
+pages (Pss) grows over what it was before the model was built, sampled while steps run.
+
+Python: one process on c10d's ``fake`` backend, which sends nothing; what a step takes longer than
+the plain model's, for each unit.
+
+Optimizer: AdamW on the shards of one rank, parameter by parameter and unit by unit.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from _data_parallel_arms import FAMILIES, MODELS, PEERS, WORKLOADS, Workload, make
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import comm
-from meshwright.data_parallel import replicate
-from meshwright.data_parallel.sharded import fully_shard
+from meshwright.data_parallel import flat_groups
 
 __all__ = ["main"]
 
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, one rank's batch, and how many steps make a round."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[], torch.Tensor]
-    steps: int
+Spent = dict[str, list[tuple[float, ...]]]
+"""For each arm and round: CPU seconds, wall seconds, page faults."""
 
 
-def encoder(layers: int, dim: int, heads: int) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(
-        dim, heads, 4 * dim, dropout=0.0, batch_first=True, norm_first=True
-    )
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
-def linears() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(4)))
-
-
-WORKLOADS = {
-    "tiny": Workload(lambda: encoder(60, 32, 4), lambda: torch.randn(4, 16, 32), 6),
-    "gpt": Workload(lambda: encoder(6, 256, 8), lambda: torch.randn(4, 128, 256), 3),
-    "net": Workload(linears, lambda: torch.randn(1, 2000), 6),
-}
-
-
-PEERS = {
-    "replicated": ("ddp", "ddp view", "ddp static"),
-    "sharded": ("fsdp1", "fsdp1 orig", "fsdp2"),
-}
-"""The arms of each family that ours are compared with."""
-
-
-def arms(model: nn.Module, family: str) -> dict[str, nn.Module]:
-    """The same model under each strategy, each a copy of its own."""
-    return replicated_arms(model) if family == "replicated" else sharded_arms(model)
-
-
-def sharded_arms(model: nn.Module) -> dict[str, nn.Module]:
-    """Each layer a unit, and the root."""
-    layer = type(next(iter(model.layers if hasattr(model, "layers") else model)))
-    cpu = torch.device("cpu")
-    flat: dict[str, Any] = {"device_id": cpu, "auto_wrap_policy": ModuleWrapPolicy({layer})}
-    torch_2, ours = copy.deepcopy(model), copy.deepcopy(model)
-    for name, apply in (("fsdp2", torch_fully_shard), ("ours", fully_shard)):
-        whole = torch_2 if name == "fsdp2" else ours
-        for part in list(whole.modules()):
-            if isinstance(part, layer):
-                apply(part)
-        apply(whole)
-    return {
-        "plain": copy.deepcopy(model),
-        "fsdp1": FullyShardedDataParallel(copy.deepcopy(model), **flat),
-        "fsdp1 orig": FullyShardedDataParallel(copy.deepcopy(model), use_orig_params=True, **flat),
-        "fsdp2": torch_2,
-        "ours": ours,
+def enter(rank: int, options: argparse.Namespace) -> Any:  # noqa: ANN401 - c10d's group or None
+    """Join the run; returns the group for torch's arms, None for the default one."""
+    environment = {
+        "RANK": rank,
+        "WORLD_SIZE": options.ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": options.port,
     }
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    torch.set_num_threads(1)
+    comm.connect(options.backend)
+    return None if options.backend == "gloo" else dist.new_group(backend="gloo")
 
 
-def replicated_arms(model: nn.Module) -> dict[str, nn.Module]:
-    """The same model under DDP and replicate."""
-    torchs: dict[str, dict[str, bool]] = {
-        "ddp": {},
-        "ddp view": {"gradient_as_bucket_view": True},
-        "ddp static": {"gradient_as_bucket_view": True, "static_graph": True},
-    }
-    return {
-        "plain": copy.deepcopy(model),
-        **{
-            name: DistributedDataParallel(copy.deepcopy(model), **options)
-            for name, options in torchs.items()
-        },
-        "ours": replicate(copy.deepcopy(model)),
-        "ours view": replicate(copy.deepcopy(model), gradient_as_bucket_view=True),
-    }
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, work: Workload) -> None:
+    """One step."""
+    model(work.batch()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------ time
+
+
+def faults() -> float:
+    """Pages that this process has been given so far."""
+    with open("/proc/self/stat") as file:
+        return float(file.read().rpartition(")")[2].split()[7])
 
 
 def spend(
     model: nn.Module, optimizer: torch.optim.Optimizer, work: Workload
-) -> tuple[float, float]:
-    """CPU seconds and wall seconds of one round."""
-    batch = work.batch()
+) -> tuple[float, float, float]:
+    """CPU seconds, wall seconds and page faults of one round."""
     comm.communicator().barrier()
+    before = faults()
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(work.steps):
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return time.process_time() - cpu, time.perf_counter() - wall
+        train(model, optimizer, work)
+    spent = time.process_time() - cpu, time.perf_counter() - wall
+    return *spent, faults() - before
 
 
-def measure(rank: int, size: int, port: int, names: list[str], rounds: int, family: str) -> None:
-    """One rank of the benchmark; rank 0 prints the table."""
-    environment = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({key: str(value) for key, value in environment.items()})
-    torch.set_num_threads(1)
-    world = comm.connect("gloo")
-    for name in names:
-        torch.manual_seed(0)
+def measure_time(rank: int, options: argparse.Namespace) -> None:
+    """One rank of the comparison of times; rank 0 prints the tables."""
+    group = enter(rank, options)
+    world = comm.communicator()
+    for name in options.models:
         work = WORKLOADS[name]
-        models = arms(work.build(), family)
-        optimizers = {arm: torch.optim.SGD(m.parameters(), lr=1e-4) for arm, m in models.items()}
-        spent: dict[str, list[tuple[float, float]]] = {arm: [] for arm in models}
-        for number in range(rounds + 1):
-            order = list(models) if number % 2 else list(models)[::-1]
-            for arm in order:
-                seconds = spend(models[arm], optimizers[arm], work)
-                mine = world.gather_numbers(seconds, label="seconds")
-                if number:
-                    spent[arm].append((sum(c for c, _ in mine) / size, max(w for _, w in mine)))
-        if rank == 0:
-            show(name, work.steps, spent, PEERS[family])
+        for family in options.family:
+            torch.manual_seed(0)
+            model = work.build()
+            chosen = [arm for arm in FAMILIES[family] if not options.arms or arm in options.arms]
+            models = {arm: make(name, arm, model, group) for arm in chosen}
+            optimizers = {arm: torch.optim.SGD(m.parameters(), 1e-4) for arm, m in models.items()}
+            spent: Spent = {arm: [] for arm in models}
+            for number in range(options.rounds + 1):
+                for arm in chosen if number % 2 else chosen[::-1]:
+                    numbers = spend(models[arm], optimizers[arm], work)
+                    rows = world.gather_numbers(numbers, label="seconds")
+                    if number:
+                        cpu, wall, pages = zip(*rows, strict=True)
+                        mine = statistics.mean(cpu), max(wall), statistics.mean(pages)
+                        spent[arm].append(mine)
+            if rank == 0:
+                peers = [arm for arm in PEERS[family] if arm in spent]
+                show_times(f"{name}, {options.backend}", work.steps, spent, peers)
+            del models, optimizers
     comm.disconnect()
 
 
-def show(
-    name: str,
-    steps: int,
-    spent: dict[str, list[tuple[float, float]]],
-    peers: tuple[str, ...],
-) -> None:
-    print(f"{name}: median of {len(spent['plain'])} rounds of {steps} steps")
-    columns = f"{'CPU ms':>8} {'CPU/plain':>10} {'CPU/peer':>9} {'wall ms':>8}"
-    print(f"  {'arm':<10} {columns} {'wall/peer (quartiles)':>24}")
-    best = spent[min(peers, key=lambda arm: statistics.median(cpu for cpu, _ in spent[arm]))]
+def ratios(spent: Spent, arm: str, to: str, column: int = 0) -> list[float]:
+    """``arm`` over ``to``, round by round."""
+    return [a[column] / b[column] for a, b in zip(spent[arm], spent[to], strict=True)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median and the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f}..{high:.2f})"
+
+
+def show_times(title: str, steps: int, spent: Spent, peers: Sequence[str]) -> None:
+    rounds = len(next(iter(spent.values())))
+    print(f"{title}: medians and quartiles of {rounds} rounds of {steps} steps")
+    print(
+        f"  {'arm':<15}{'CPU ms':>9}{'CPU/plain':>11}{'CPU/best peer':>20}{'wall ms':>10}"
+        f"{'wall/best peer':>20}{'faults':>9}"
+    )
+    best = min(peers, key=lambda arm: statistics.median(row[0] for row in spent[arm]), default="")
     for arm, rows in spent.items():
-        cpu = statistics.median(c for c, _ in rows) / steps * 1e3
-        wall = statistics.median(w for _, w in rows) / steps * 1e3
-        plain = statistics.median(r[0] / p[0] for r, p in zip(rows, spent["plain"], strict=True))
-        ddp = statistics.median(r[0] / d[0] for r, d in zip(rows, best, strict=True))
-        walls = [r[1] / d[1] for r, d in zip(rows, best, strict=True)]
-        low, middle, high = statistics.quantiles(walls, n=4)
-        spread = f"{middle:.2f} ({low:.2f}..{high:.2f})"
-        row = f"{cpu:8.2f} {plain:10.2f} {ddp:9.2f} {wall:8.2f} {spread:>24}"
-        print(f"  {arm:<10} {row}", flush=True)
+        cpu, wall, pages = (statistics.median(column) / steps for column in zip(*rows, strict=True))
+        plain = statistics.median(ratios(spent, arm, "plain")) if "plain" in spent else 0.0
+        columns = [spread(ratios(spent, arm, best, column)) if best else "" for column in (0, 1)]
+        mark = "*" if arm == best else " "
+        print(
+            f" {mark}{arm:<15}{cpu * 1e3:9.2f}{plain:11.2f}{columns[0]:>20}{wall * 1e3:10.2f}"
+            f"{columns[1]:>20}{pages:9.0f}",
+            flush=True,
+        )
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def pss() -> int:
+    """Bytes of this process, a page that n processes share counted as one part in n."""
+    with open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("expected a line Pss: in /proc/self/smaps_rollup, found none")
+
+
+class Sampler:
+    """The highest `pss` while it runs, looked at every millisecond from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.001):
+            self.highest = max(self.highest, pss())
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def measure_memory(rank: int, options: argparse.Namespace, name: str, arm: str) -> None:
+    """One rank of one arm; rank 0 prints a row."""
+    group = enter(rank, options)
+    world = comm.communicator()
+    work = WORKLOADS[name]
+    world.barrier()
+    before = pss()
+    torch.manual_seed(0)
+    model = make(name, arm, work.build(), group)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    train(model, optimizer, work)
+    world.barrier()
+    with Sampler() as sampler:
+        for _ in range(12):
+            train(model, optimizer, work)
+    world.barrier()
+    grown = sampler.highest - before, pss() - before
+    rows = world.gather_numbers(grown, label="bytes")
+    if rank == 0:
+        peak, rest = (max(column) / 2**20 for column in zip(*rows, strict=True))
+        print(f"  {arm:<15}{peak:9.0f} MiB at most{rest:9.0f} MiB between steps", flush=True)
+    comm.disconnect()
+
+
+def show_memory(options: argparse.Namespace) -> None:
+    for name in options.models:
+        print(f"{name}, {options.backend}: growth of a rank's Pss from before the model was built")
+        for family in options.family:
+            for arm in FAMILIES[family]:
+                if not options.arms or arm in options.arms:
+                    options.port += 1
+                    mp.spawn(measure_memory, (options, name, arm), nprocs=options.ranks)
+
+
+# ---------------------------------------------------------------------------------- python
+
+
+def measure_python(options: argparse.Namespace) -> None:
+    """Microseconds that each arm adds to a step, for each unit, where nothing is sent."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=options.ranks)
+    work = WORKLOADS["few"]
+    torch.manual_seed(0)
+    model = work.build()
+    units = sum(isinstance(part, work.layer) for part in model.modules()) + 1
+    arms = [arm for arm in FAMILIES["sharded"] if not options.arms or arm in options.arms]
+    models = {arm: make("few", arm, model) for arm in arms}
+    spent: Spent = {arm: [] for arm in arms}
+    for number in range(options.rounds + 1):
+        for arm in arms if number % 2 else arms[::-1]:
+            begun = time.process_time()
+            for _ in range(work.steps):
+                models[arm](work.batch()).square().mean().backward()
+                models[arm].zero_grad()
+            if number:
+                spent[arm].append(((time.process_time() - begun) / work.steps,))
+    print(f"fake, {units} units: microseconds of a step for each unit, above the plain model")
+    added = {
+        arm: [
+            (mine[0] - plain[0]) / units * 1e6
+            for mine, plain in zip(rows, spent["plain"], strict=True)
+        ]
+        for arm, rows in spent.items()
+        if arm != "plain"
+    }
+    peers = [arm for arm in ("fsdp1 orig", "fsdp2") if arm in added]
+    print(f"  {'arm':<15}{'microseconds':>26}" + "".join(f"{'/ ' + arm:>24}" for arm in peers))
+    for arm, values in added.items():
+        columns = [
+            spread([m / p for m, p in zip(values, added[peer], strict=True)]) for peer in peers
+        ]
+        print(f"  {arm:<15}{spread(values):>26}" + "".join(f"{text:>24}" for text in columns))
+    dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------- optimizer
+
+
+def measure_optimizer(options: argparse.Namespace) -> None:
+    """AdamW over the shards that one of two ranks holds of ``tiny``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=options.ranks)
+    torch.manual_seed(0)
+    sharded = make("tiny", "fully_shard", WORKLOADS["tiny"].build())
+    plain = [
+        nn.Parameter(p._local_tensor.detach().clone())  # pyrefly: ignore[missing-attribute]
+        for p in sharded.parameters()
+    ]
+    kinds: dict[str, tuple[Sequence[nn.Parameter], dict[str, bool]]] = {
+        "DTensor foreach": (list(sharded.parameters()), {"foreach": True}),
+        "local foreach": (plain, {"foreach": True}),
+        "local fused": (plain, {"fused": True}),
+        "flat foreach": (flat_groups(sharded), {"foreach": True}),
+        "flat fused": (flat_groups(sharded), {"fused": True}),
+    }
+    steps: dict[str, Callable[[], object]] = {}
+    spent: Spent = {kind: [] for kind in kinds}
+    for kind, (parameters, settings) in kinds.items():
+        steps[kind] = torch.optim.AdamW(parameters, 1e-4, **settings).step
+    for number in range(2 * options.rounds + 1):
+        for kind, (parameters, _) in kinds.items():
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.ones_like(parameter)
+            begun = time.process_time()
+            for _ in range(5):
+                steps[kind]()
+            if number:
+                spent[kind].append(((time.process_time() - begun) / 5,))
+    print("tiny, one of two ranks: milliseconds of an AdamW step, and how often slower than flat")
+    for kind, rows in spent.items():
+        columns = [spread(ratios(spent, kind, flat)) for flat in ("flat foreach", "flat fused")]
+        seconds = statistics.median(row[0] for row in rows)
+        print(f"  {kind:<16}{seconds * 1e3:8.2f}  / flat foreach {columns[0]:>24}"
+              f"  / flat fused {columns[1]:>24}")  # fmt: skip
+    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--family", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--arms", nargs="+", default=[], help="only these")
+    parser.add_argument("--backend", choices=("gloo", "shm"), default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--port", type=int, default=29731)
-    parser.add_argument("--family", choices=list(PEERS), default="replicated")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--python-per-unit", action="store_true")
+    parser.add_argument("--optimizer", action="store_true")
     options = parser.parse_args()
-    arguments = (options.ranks, options.port, options.models, options.rounds, options.family)
-    mp.spawn(measure, arguments, nprocs=options.ranks)
+    if options.python_per_unit:
+        measure_python(options)
+    elif options.optimizer:
+        measure_optimizer(options)
+    elif options.memory:
+        show_memory(options)
+    else:
+        mp.spawn(measure_time, (options,), nprocs=options.ranks)
 
 
 if __name__ == "__main__":
