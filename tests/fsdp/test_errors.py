@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,15 +19,19 @@ from meshwright.fsdp import (
     CPUOffload,
     CustomPolicy,
     FullStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardedOptimStateDictConfig,
     ShardingStrategy,
+    StateDictSettings,
     StateDictType,
     always_wrap_policy,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.fsdp.checks import check_devices, choose_device
+from meshwright.fsdp.building import resolve_device_id, synchronise
+from meshwright.fsdp.checks import check_devices, check_parameters, choose_device
+from meshwright.fsdp.exposure import _write_back
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
@@ -134,12 +140,15 @@ def settings(*configs: Any) -> None:
         FSDP.set_state_dict_type(FSDP(pair()), StateDictType.FULL_STATE_DICT, *configs)
 
 
-def local_with_mesh() -> None:
+def local_with_mesh(*, optimizer: bool = False) -> None:
     model = FSDP(pair(), device_mesh=mesh(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    model.state_dict()
+    if optimizer:
+        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    else:
+        model.state_dict()
 
 
 def reshaped(*, gradient: bool) -> None:
@@ -147,17 +156,94 @@ def reshaped(*, gradient: bool) -> None:
     weight = model.module.weight
     if gradient:
         weight.grad = torch.ones_like(weight)
+        weight.grad.data = torch.ones(3)
         weight.data = weight.data.clone()
-        weight.__dict__["grad"] = None
     else:
         weight.data = torch.ones(4, 4)
     model(torch.ones(1, 4))
 
 
-def heterogeneous() -> None:
+def heterogeneous(**options: Any) -> None:
     model = pair()
-    model[0] = FSDP(model[0], limit_all_gathers=False)
+    model[0] = FSDP(model[0], **options)
     FSDP(model)(torch.ones(1, 2))
+
+
+def other_environment() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        model = pair()
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        model[0] = FSDP(model[0])
+        patch.delenv("FSDP_USE_FULL_PREC_IN_EVAL")
+        FSDP(model)(torch.ones(1, 2))
+
+
+def moved_away(offload: CPUOffload | None) -> None:
+    for use_orig_params in (True, False):
+        model = FSDP(pair(), cpu_offload=offload, use_orig_params=use_orig_params)
+        model(torch.ones(1, 2)).sum().backward()
+        model.to("meta")
+        try:
+            model(torch.ones(1, 2))
+        except RuntimeError:
+            if not use_orig_params:
+                raise
+        else:
+            raise InterruptedError("original parameters on meta were not noticed")
+
+
+def changed_between(strategy: str, how: str, *, use_orig_params: bool) -> None:
+    model = FSDP(
+        pair(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params
+    )
+    loss = model(torch.ones(1, 2)).sum()
+    for parameter in model.parameters():
+        if how == "in place":
+            with torch.no_grad():
+                parameter.add_(1.0)
+        else:
+            parameter.data = parameter.data.clone()
+    loss.backward()
+
+
+def twice_backward() -> None:
+    model = FSDP(pair(), auto_wrap_policy=LINEARS)
+    x = torch.ones(1, 2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(RuntimeError, match="^FSDP does not support gradients of gradients"):
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        # The next iteration trains.
+        model(x).sum().backward()
+        model(x).sum().backward(create_graph=True)
+
+
+def local_into_whole() -> None:
+    model = FSDP(pair())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        state = model.state_dict()
+        whole = FSDP(pair(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    whole.load_state_dict(state)
+
+
+def called_while_summoned(name: str) -> None:
+    model = FSDP(pair())
+    with FSDP.summon_full_params(model):
+        if name == "apply":
+            model.apply(lambda _: None)
+        elif name == "no_sync":
+            with model.no_sync():
+                pass
+        else:
+            model.clip_grad_norm_(1.0)
+
+
+def differing(**configs: Any) -> None:
+    both = nn.Sequential(FSDP(pair()), FSDP(pair()))
+    both[1]._state_dict_settings = StateDictSettings(**configs)
+    FSDP.get_state_dict_type(both)
 
 
 def shared_by_hand(*, use_orig_params: bool) -> None:
@@ -227,7 +313,11 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
         "Parameter 'weight' is shared with a module that was wrapped before.",
         lambda: shared_by_hand(use_orig_params=True),
     ),
-    (ValueError, "Expects one homogeneous value for limit_all_gathers but got", heterogeneous),
+    (
+        ValueError,
+        "Expects one homogeneous value for limit_all_gathers but got",
+        lambda: heterogeneous(limit_all_gathers=False),
+    ),
     (
         ValueError,
         "Cannot pass both ignored_modules and ignored_states at the same time.",
@@ -324,9 +414,77 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
         local_with_mesh,
     ),
     (
-        NotImplementedError,
-        "keep_low_precision_grads=True is not supported",
-        lambda: FSDP(pair(), mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
+        RuntimeError,
+        "Cannot writeback when the gradient shape changes",
+        lambda: reshaped(gradient=True),
+    ),
+    (
+        ValueError,
+        "Expects one homogeneous value for _use_orig_params but got",
+        lambda: heterogeneous(use_orig_params=True),
+    ),
+    (
+        ValueError,
+        "Expects one homogeneous value for _use_full_prec_in_eval but got",
+        other_environment,
+    ),
+    (
+        RuntimeError,
+        "An FSDP-managed module unexpectedly has parameters on meta",
+        lambda: moved_away(None),
+    ),
+    (
+        RuntimeError,
+        "An FSDP-managed module with parameter CPU offloading enabled has parameters on meta",
+        lambda: moved_away(CPUOffload(offload_params=True)),
+    ),
+    *(
+        (
+            AssertionError,
+            "FSDP does not support changing the parameters between forward and backward for "
+            f"ShardingStrategy.{strategy}",
+            partial(changed_between, strategy, how, use_orig_params=use_orig_params),
+        )
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+        for how in ("in place", "data")
+        for use_orig_params in (False, True)
+    ),
+    (RuntimeError, "FSDP does not support gradients of gradients", twice_backward),
+    (AssertionError, "FSDP does not support deepcopy", lambda: copy.deepcopy(FSDP(pair()))),
+    (
+        AssertionError,
+        "FSDP does not support deepcopy",
+        lambda: copy.deepcopy(nn.Sequential(FSDP(pair()))),
+    ),
+    (
+        RuntimeError,
+        "``local_state_dict`` can only be used when parameters are flatten and sharded.",
+        local_into_whole,
+    ),
+    *(
+        (ValueError, "expected to be in states", partial(called_while_summoned, name))
+        for name in ("apply", "no_sync", "clip_grad_norm_")
+    ),
+    (
+        AssertionError,
+        "All FSDP modules must have the same type of state_dict_config.",
+        lambda: differing(state_dict_config=LocalStateDictConfig()),
+    ),
+    (
+        AssertionError,
+        "All FSDP modules must have the same type of optim_state_dict_config.",
+        lambda: differing(optim_state_dict_config=ShardedOptimStateDictConfig()),
+    ),
+    (
+        AssertionError,
+        "All FSDP modules must have the same state dict settings.",
+        lambda: differing(state_dict_config=FullStateDictConfig(offload_to_cpu=True)),
+    ),
+    (
+        RuntimeError,
+        "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
+        "LOCAL_STATE_DICT.",
+        lambda: local_with_mesh(optimizer=True),
     ),
     (
         ValueError,
@@ -470,3 +628,41 @@ def test_devices_are_chosen() -> None:
         choose_device([GPU], OTHER, GPU, 3)
     with pytest.warns(UserWarning, match="^The passed-in `module` is on CPU and will thus have"):
         assert choose_device([CPU], None, GPU, 0) == GPU
+
+
+def test_one_unit_lies_on_one_device() -> None:
+    named = [
+        ("a", nn.Parameter(torch.ones(2))),
+        ("b", nn.Parameter(torch.ones(2, device="meta"))),
+    ]
+    with pytest.raises(ValueError, match=r"^Must flatten tensors on the same device but got both"):
+        check_parameters(named, use_orig_params=True)
+
+
+def test_a_flat_parameter_elsewhere_is_refused() -> None:
+    away = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(RuntimeError, match="^Expected `FlatParameter` to be on the compute device"):
+        _write_back(away, torch.ones(2), "_flat_param")
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with pytest.warns(UserWarning, match="^FSDP got the argument `device_id` cuda"):
+        assert resolve_device_id(torch.device("cuda")) == torch.device("cuda", 3)
+    assert resolve_device_id(1) == torch.device("cuda", 1)
+
+
+class OnGpu:
+    """Stands for groups whose ranks communicate on a GPU."""
+
+    class shard:  # noqa: N801
+        device = GPU
+
+    replicate = None
+
+
+def test_states_on_the_cpu_are_not_sent_between_gpus() -> None:
+    groups: Any = OnGpu()
+    text = "^The module has CPU parameters or buffers when `sync_module_states=True`"
+    with pytest.raises(ValueError, match=text):
+        synchronise([torch.ones(2)], groups, GPU)

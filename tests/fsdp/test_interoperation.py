@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard as peer_fully_shard
@@ -132,6 +134,12 @@ def body_functions() -> None:
         other = wrapped(use_orig_params, seed=1)
         set_model_state_dict(other, found)
         assert all(torch.equal(other.state_dict()[name], plain[name]) for name in plain)
+        # Its optimizer holds this rank's elements as if they were all: never saved like that.
+        optimizer = trained(model)
+        with pytest.raises(RuntimeError, match="cannot read the optimizer of a FullyShardedData"):
+            get_optimizer_state_dict(model, optimizer)
+        with pytest.raises(RuntimeError, match="cannot read the optimizer of a FullyShardedData"):
+            get_state_dict(nn.Sequential(model), optimizer)
 
 
 def test_functions_of_torch_for_models(ranks: Ranks) -> None:

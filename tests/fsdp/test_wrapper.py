@@ -323,6 +323,77 @@ def test_autocast_and_inference_mode(ranks: Ranks) -> None:
     ranks(2, body_autocast)
 
 
+def body_gradients_of_some() -> None:
+    model = FSDP(net(), use_orig_params=True)
+    unused = model.module[2].bias
+    model.module[2].bias.requires_grad_(False)
+    model(batch(dist.get_rank())).square().mean().backward()
+    unused.requires_grad_(True)
+    found = gradients(model)
+    assert [name for name, gradient in found.items() if gradient is None] == ["2.bias"]
+    # The last rank holds no element of the first weight, and another rank has its gradient.
+    assert found["0.weight"] is not None
+    with FSDP.summon_full_params(model, with_grads=True):
+        for _, parameter in model.named_parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+    assert all((gradient == 2.0).all() for gradient in gradients(model).values())
+    model.zero_grad()
+    assert set(gradients(model).values()) == {None}
+
+
+def test_gradients_that_no_rank_has_are_none(ranks: Ranks) -> None:
+    ranks(3, body_gradients_of_some)
+
+
+def body_looked_at() -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        model = FSDP(
+            net(), auto_wrap_policy=LINEARS, use_orig_params=True, sharding_strategy=strategy
+        )
+        plain = net()
+        loss = model(batch(dist.get_rank())).square().mean()
+        with FSDP.summon_full_params(model):
+            assert sum(p.numel() for p in model.parameters()) == 66
+        assert len(model.state_dict()) == 4
+        loss.backward()
+        plain(batch()).square().mean().backward()
+        same_gradients(model, plain)
+
+
+def test_parameters_may_be_looked_at_between_forward_and_backward(ranks: Ranks) -> None:
+    ranks(2, body_looked_at)
+
+
+def body_compiled() -> None:
+    for use_orig_params in (False, True):
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            torch._dynamo.reset()
+            model = FSDP(
+                net(),
+                auto_wrap_policy=LINEARS,
+                use_orig_params=use_orig_params,
+                sharding_strategy=strategy,
+            )
+            plain = net()
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+            compiled = torch.compile(model, backend="aot_eager")
+            for _ in range(3):
+                loss = compiled(batch(dist.get_rank())).square().mean()
+                loss.backward()
+                plain(batch()).square().mean().backward()
+                with torch.no_grad():
+                    torch.testing.assert_close(compiled(batch()), plain(batch()))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_wrapper_trains_alike(ranks: Ranks) -> None:
+    ranks(2, body_compiled)
+
+
 # A class of meshes by role, which has no meaning here.
 ABSENT = {"DataParallelMeshDims"}
 

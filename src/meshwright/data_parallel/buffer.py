@@ -70,6 +70,16 @@ class BufferTypes:
     reduce: torch.dtype
     """In which gradients are summed."""
 
+    @classmethod
+    def of(
+        cls, master: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
+    ) -> BufferTypes:
+        """``compute`` is ``master`` when None, ``reduce`` is ``compute``; integers stay theirs."""
+        if not (master.is_floating_point or master.is_complex):
+            return cls(master=master, compute=master, reduce=master)
+        compute = compute or master
+        return cls(master=master, compute=compute, reduce=reduce or compute)
+
 
 ALONE = 2**20
 """Bytes from which a tensor is gathered by itself."""
@@ -87,15 +97,19 @@ class FlatBuffer:
         axes: DataAxes,
         types: BufferTypes,
         device: torch.device,
+        shard: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.axes = axes
         self.types = types
         self.device = device
         """Where the gathered parameters and their gradients are."""
-        self.shard = torch.zeros(layout.shard_size, dtype=types.master, device=device)
-        """This rank's part, in the optimizer's dtype."""
-        self._alias = axes.parts == 1 and types.master == types.compute
+        if shard is None:
+            shard = torch.zeros(layout.shard_size, dtype=types.master, device=device)
+        self.shard = shard
+        """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
+        is_here = shard.device.type == device.type
+        self._alias = axes.parts == 1 and types.master == types.compute and is_here
         self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
         """Whether what is gathered lies as the tensors do."""
         self.full = self.shard if self._alias else _line(layout.padded_size, types.compute, device)
@@ -194,7 +208,7 @@ class FlatBuffer:
     ) -> Pending:
         """Gather every rank's ``mine`` into ``line``, in place from this rank's own part of it."""
         place = line.view(shard.size, -1)[shard.rank]
-        place.copy_(mine)
+        place.copy_(mine, non_blocking=True)
         return shard.all_gather(line, place, label=label)
 
     @torch.no_grad()

@@ -101,7 +101,8 @@ class Driver:
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
         self._uses = 0
-        self._has_run = False
+        self.has_run = False
+        """Whether its forward has run and its backward has not ended yet."""
 
     # ---------------------------------------------------------------------------- set-up
 
@@ -173,7 +174,7 @@ class Driver:
         if torch.is_grad_enabled():
             if not is_recompute:
                 self._uses += 1
-                self._has_run = True
+                self.has_run = True
             return self._watch_inputs(args, kwargs)
         return self._cast_inputs(args, kwargs)
 
@@ -282,7 +283,7 @@ class Driver:
         unit.unshard()
         ahead: Sequence[Driver] | None = self.backward_ahead
         if ahead is None:
-            other = iteration.before(self) if unit.settings.backward_prefetch else None
+            other = iteration.before(self) if unit.settings.backward_prefetch == "before" else None
             ahead = [other] if other is not None else NOBODY
         for driver in ahead:
             if driver.unit is not None and driver.unit.settings.unshard_in_backward:
@@ -298,24 +299,28 @@ class Driver:
         if iteration is None or unit is None:
             return
         iteration.begin_backward()
+        if unit.settings.backward_prefetch == "after":
+            other = iteration.before(self)
+            if other is not None and other.unit is not None and other.has_run:
+                other.unit.unshard()
         self._end(iteration, unit, is_due=True)
 
     def finish_backward(self, iteration: Iteration) -> None:
         """The whole backward pass has ended: do what no input's gradient has triggered."""
-        unit, has_run = self.unit, self._has_run
-        self._uses, self._has_run = 0, False
+        unit, has_run = self.unit, self.has_run
+        self._uses, self.has_run = 0, False
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
     def drop(self) -> None:
         """Give up an iteration that ended in an exception."""
-        self._uses, self._has_run = 0, False
+        self._uses, self.has_run = 0, False
         self._to_run.clear()
         if self.unit is not None:
             self.unit.drop()
 
     def _end(self, iteration: Iteration, unit: Unit, *, is_due: bool) -> None:
-        self._has_run = False
+        self.has_run = False
         if not unit.settings.synchronise:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):

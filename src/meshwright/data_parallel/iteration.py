@@ -101,6 +101,13 @@ class Iteration:
         """Ask autograd for a call at the end of this backward pass, once."""
         if not self.is_in_backward:
             self.is_in_backward = True
+            if torch.is_grad_enabled():
+                # Only `create_graph=True` leaves gradients enabled within a backward pass.
+                raise RuntimeError(
+                    "FSDP does not support gradients of gradients: the parameters that the second "
+                    "backward pass needs are given back after the first. Call backward without "
+                    "create_graph=True, or compute that loss on a module that is not sharded"
+                )
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def before(self, driver: Driver) -> Driver | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
 
 from meshwright.comm import Pending
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes, FlatBuffer, free
+from meshwright.data_parallel.buffer import BufferTypes, DataAxes, FlatBuffer, free, restore
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
@@ -53,8 +54,9 @@ class UnitSettings:
     """Called with each finished sum of this rank's part, before it becomes a gradient."""
     forward_prefetch: bool = False
     """Whether the unit that came next in the last iteration is gathered ahead in the forward."""
-    backward_prefetch: bool = True
-    """Whether the unit that ran before is gathered ahead in the backward."""
+    backward_prefetch: Literal["before", "after"] | None = "before"
+    """When the backward gathers ahead the unit that ran before: before this unit's gradients are
+    computed, after that, or never."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -96,11 +98,15 @@ class ParameterGroup:
         axes: DataAxes,
         types: BufferTypes,
         device: torch.device,
+        home: torch.device | None = None,
     ) -> None:
         self.slots = tuple(slots)
         self.axes = axes
         self.types = types
-        self.buffer = FlatBuffer(layout, axes, types, device)
+        self.home = home
+        """Where shards and gradients are kept while the parameters compute on ``device``; None
+        where that is the same."""
+        self.buffer = FlatBuffer(layout, axes, types, device, self._empty_shard(layout, home))
         self.buffer.fill([None if slot.local is not None else slot.original for slot in slots])
         for index, slot in enumerate(slots):
             if slot.local is not None:
@@ -127,8 +133,40 @@ class ParameterGroup:
             compute=dtype if before.compute == before.master else before.compute,
             reduce=dtype if before.reduce == before.master else before.reduce,
         )
-        self.buffer = FlatBuffer(self.buffer.layout, self.axes, self.types, device)
+        layout = self.buffer.layout
+        if self.home is None:
+            self.buffer = FlatBuffer(layout, self.axes, self.types, device)
+        else:
+            shard = self._empty_shard(layout, device)
+            self.buffer = FlatBuffer(layout, self.axes, self.types, self.buffer.device, shard)
         self._show_views()
+
+    @torch.no_grad()
+    def compute_in(self, compute: torch.dtype | None, reduce: torch.dtype | None) -> None:
+        """Compute and reduce in other dtypes from now on; the shard stays the same object.
+
+        None stands for the dtype of the shard, and of the computation.
+        """
+        self.accumulate()
+        before = self.buffer
+        self.types = BufferTypes.of(self.types.master, compute, reduce)
+        self.buffer = FlatBuffer(
+            before.layout, self.axes, self.types, before.device, shard=before.shard
+        )
+        if before.has_gradient:
+            restore(self.buffer.gradient, before.layout.padded_size)
+            self.buffer.gradient.copy_(before.gradient)
+        self._show_views()
+
+    def _empty_shard(
+        self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
+    ) -> torch.Tensor | None:
+        if home is None:
+            return None
+        # Page-locked, so that copies to a GPU run beside its work.
+        pins = home.type == "cpu" and torch.cuda.is_available()
+        size, dtype = layout.shard_size, self.types.master
+        return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
 
     def _show_views(self) -> None:
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
@@ -225,7 +263,7 @@ class ParameterGroup:
             self._factor *= settings.scale() * (settings.divide_factor or self.axes.size)
         if settings.shard_hook is not None:
             settings.shard_hook(reduced)
-        reduced = reduced.to(self.types.master)
+        reduced = reduced.to(self.buffer.shard.device, self.types.master)
         if self._factor != 1.0:
             reduced.mul_(self._factor)
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)

@@ -26,10 +26,7 @@ class MixedPrecisionPolicy:
 
     def types_for(self, master: torch.dtype) -> BufferTypes:
         """The dtypes of the buffer of parameters whose own dtype is ``master``."""
-        if not master.is_floating_point:
-            return BufferTypes(master=master, compute=master, reduce=master)
-        compute = self.param_dtype or master
-        return BufferTypes(master=master, compute=compute, reduce=self.reduce_dtype or compute)
+        return BufferTypes.of(master, self.param_dtype, self.reduce_dtype)
 
 
 @dataclass(frozen=True)

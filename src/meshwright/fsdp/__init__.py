@@ -3,10 +3,10 @@
 `fully_shard` and what belongs to it are here as well, under the names that torch's package has.
 Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
 `checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
-`building` (from module to unit), `auto_wrap`, `full_parameters`, `state_dicts`, `unit_wrapper` (one
-wrapper as a module), `state_dict_types`, `optimizer_state`,
-`legacy_optimizer_state`, `wrapper` (the public class);
-`grad_scaler`.
+`building` (from module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`,
+`state_dicts`, `unit_wrapper` (one wrapper as a module), `state_dict_types`, `optimizer_exchange`
+(what ranks tell each other), `optimizer_state`, `legacy_optimizer_state`, `wrapper` (the public
+class); `grad_scaler`.
 """
 
 from __future__ import annotations

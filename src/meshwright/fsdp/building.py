@@ -53,6 +53,8 @@ class UnitPlan:
     settings: UnitSettings
     device: torch.device
     use_orig_params: bool
+    offloads: bool = False
+    """Whether shards and gradients stay on the CPU."""
 
 
 def named_unmanaged(
@@ -159,7 +161,9 @@ def build_unit(
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]
-    exposure = OriginalExposure() if plan.use_orig_params else FlatExposure(root)
+    precision = plan.precision
+    kept = precision.param_dtype if precision.keep_low_precision_grads else None
+    exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(root, kept)
     for slot in slots:
         setattr(slot.original, TAKEN, name)
     return Unit(name, groups, exposure, plan.settings)
@@ -179,8 +183,6 @@ def _slots(root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter])
 
 def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:
     master = slots[0].original.dtype
-    compute = plan.precision.param_dtype or master
-    reduce = plan.precision.reduce_dtype or compute
     axes = plan.groups.axes
     layout = FlatLayout.pack(
         [slot.name for slot in slots],
@@ -189,5 +191,6 @@ def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:
         axes.parts,
         tensor_alignment=ALIGNMENT // master.itemsize if plan.use_orig_params else 1,
     )
-    types = BufferTypes(master=master, compute=compute, reduce=reduce)
-    return ParameterGroup(slots, layout, axes, types, plan.device)
+    types = BufferTypes.of(master, plan.precision.param_dtype, plan.precision.reduce_dtype)
+    home = torch.device("cpu") if plan.offloads and plan.device.type != "cpu" else None
+    return ParameterGroup(slots, layout, axes, types, plan.device, home)

@@ -23,6 +23,7 @@ __all__ = [
     "FlatExposure",
     "FlatParameter",
     "OriginalExposure",
+    "exposed_of",
     "flat_layout",
     "hide_full",
     "own_pieces",
@@ -46,13 +47,37 @@ class Exposed(Exposure, Protocol):
         """What the optimizer sees of ``unit``."""
         ...
 
+    def registered(self, unit: Unit) -> list[torch.Tensor]:
+        """What modules hold now in the places of those."""
+        ...
+
     def refresh(self, unit: Unit) -> None:
         """Take over what the user has put into the exposed tensors, before they are gathered."""
+        ...
+
+    def version(self, unit: Unit) -> int:
+        """A number that grows when a parameter is written in place."""
+        ...
+
+    def is_stale(self, unit: Unit) -> bool:
+        """Whether a parameter was written in place after it was gathered."""
+        ...
+
+    def is_replaced(self, unit: Unit) -> bool:
+        """Whether a parameter has other memory than its place in the shard, or is another one."""
         ...
 
     def convert(self, unit: Unit) -> None:
         """Rebuild buffers from exposed tensors that ``.to`` or ``.half`` has replaced."""
         ...
+
+
+def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
+    """How ``unit`` looks from outside."""
+    exposure = unit.exposure
+    if not isinstance(exposure, FlatExposure | OriginalExposure):
+        raise InternalError(f"unit {unit.name!r} does not belong to the facade")
+    return exposure
 
 
 def flat_layout(group: ParameterGroup) -> FlatLayout:
@@ -86,9 +111,11 @@ def _show_full(slot: Slot, requires_grad: bool) -> None:
 class FlatExposure:
     """One flat parameter on the wrapped module; while sharded the modules hold empty tensors."""
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, gradient_dtype: torch.dtype | None = None) -> None:
         self.owner = owner
         """The module that holds the flat parameter."""
+        self._gradient_dtype = gradient_dtype
+        self._seen = -1
         self._flat: FlatParameter | None = None
 
     def _only_group(self, unit: Unit) -> ParameterGroup:
@@ -117,6 +144,11 @@ class FlatExposure:
         """The flat parameter."""
         return [self.flat]
 
+    def registered(self, unit: Unit) -> list[torch.Tensor]:
+        """See `Exposed`."""
+        held = self.owner._parameters.get(FLAT)
+        return [self.flat if held is None else held]
+
     def show_sharded(self, unit: Unit) -> None:
         """See `Exposure`."""
         if self._flat is None:
@@ -129,8 +161,23 @@ class FlatExposure:
 
     def show_full(self, unit: Unit) -> None:
         """See `Exposure`."""
+        self._seen = self.version(unit)
         for slot in unit.slots:
             _show_full(slot, self.flat.requires_grad)
+
+    def is_stale(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        return self._seen != self.version(unit)
+
+    def is_replaced(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        flat = self.flat
+        is_held = self.owner._parameters.get(FLAT) is flat
+        return not is_held or flat.data_ptr() != self._only_group(unit).buffer.shard.data_ptr()
+
+    def version(self, unit: Unit) -> int:
+        """See `Exposed`."""
+        return self._only_group(unit).buffer.shard._version
 
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
@@ -138,7 +185,7 @@ class FlatExposure:
         """See `Exposure`. What had no gradient anywhere gets zeros: there is only one ``.grad``."""
         flat = self.flat
         if flat.grad is None:
-            flat.grad = reduced
+            _give_gradient(flat, reduced, self._gradient_dtype)
         else:
             flat.grad.add_(reduced)
 
@@ -166,7 +213,8 @@ class OriginalExposure:
     Where nothing is sharded they keep their shapes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
+        self._gradient_dtype = gradient_dtype
         self._targets: list[tuple[Slot, torch.Tensor]] = []
         """Each parameter, and its place in the shard."""
         self._seen = -1
@@ -174,6 +222,12 @@ class OriginalExposure:
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """The original parameters."""
         return [slot.original for slot in unit.slots]
+
+    def registered(self, unit: Unit) -> list[torch.Tensor]:
+        """See `Exposed`."""
+        places = [(slot, *slot.places[0]) for slot in unit.slots]
+        held = [(slot, module._parameters.get(name)) for slot, module, name in places]
+        return [slot.original if tensor is None else tensor for slot, tensor in held]
 
     def show_sharded(self, unit: Unit) -> None:
         """See `Exposure`."""
@@ -183,15 +237,27 @@ class OriginalExposure:
 
     def show_full(self, unit: Unit) -> None:
         """See `Exposure`."""
-        self._seen = self._version(unit)
+        self._seen = self.version(unit)
         for slot in unit.slots:
             _show_full(slot, slot.original.requires_grad)
 
     def is_stale(self, unit: Unit) -> bool:
-        """Whether a parameter was written after it was gathered."""
-        return self._seen != self._version(unit)
+        """See `Exposed`."""
+        return self._seen != self.version(unit)
 
-    def _version(self, unit: Unit) -> int:
+    def is_replaced(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        for slot, target in self._targets:
+            module, name = slot.places[0]
+            original = slot.original
+            if module._parameters.get(name) is not original or (
+                original.data_ptr() != target.data_ptr()
+            ):
+                return True
+        return False
+
+    def version(self, unit: Unit) -> int:
+        """See `Exposed`."""
         # The originals have counters of their own: the shard's does not see what they are given.
         return sum(slot.original._version for slot in unit.slots)
 
@@ -206,7 +272,7 @@ class OriginalExposure:
                 continue
             part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
             if original.grad is None:
-                original.grad = part
+                _give_gradient(original, part, self._gradient_dtype)
             else:
                 original.grad.add_(part)
 
@@ -258,6 +324,16 @@ def _mark(parameter: nn.Parameter, group: ParameterGroup) -> None:
     spread_over(parameter, () if shard is None else (shard,))
 
 
+def _give_gradient(
+    parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
+) -> None:
+    """Set ``.grad``, perhaps in another dtype than the parameter's."""
+    parameter.grad = gradient
+    if dtype is not None and parameter.grad is not None:
+        # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
+        parameter.grad.data = gradient.to(dtype)
+
+
 def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
     return parameter.data_ptr() == target.data_ptr() and parameter.dtype == target.dtype
 
@@ -280,6 +356,11 @@ def _places_in_shards(
 @torch.no_grad()
 def _write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
     """Copy what the user has put into an exposed parameter to the shard, and look there again."""
+    if parameter.device.type != target.device.type:
+        raise RuntimeError(
+            "Expected `FlatParameter` to be on the compute device or where it is offloaded to, "
+            f"{target.device}, but got {parameter.device} for {name}. Move the whole module"
+        )
     if parameter.shape != target.shape:
         raise RuntimeError(
             "Cannot writeback when the parameter shape changes: this rank's part has shape "

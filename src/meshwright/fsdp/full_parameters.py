@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.unit import ParameterGroup, Unit
-from meshwright.errors import InternalError
 from meshwright.fsdp.exposure import (
     FLAT,
-    FlatExposure,
     OriginalExposure,
+    exposed_of,
     flat_layout,
     hide_full,
     own_pieces,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SummonOptions",
     "cut_line",
-    "exposed_of",
     "gather_line",
     "summon_all",
     "summon_own",
@@ -50,22 +48,15 @@ class SummonOptions:
     with_gradients: bool = False
 
 
-def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
-    """How ``unit`` looks from outside."""
-    exposure = unit.exposure
-    if not isinstance(exposure, FlatExposure | OriginalExposure):
-        raise InternalError(f"unit {unit.name!r} does not belong to the facade")
-    return exposure
-
-
 @torch.no_grad()
 def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
     """All shards of a line with the layout of ``group``; ``line`` is this rank's."""
     shard = group.axes.shard
     if shard is None or shard.size == 1:
         return line.clone()
+    line = line.to(shard.device).contiguous()
     whole = line.new_empty(shard.size * line.numel())
-    shard.all_gather(whole, line.contiguous(), label=label).wait()
+    shard.all_gather(whole, line, label=label).wait()
     return whole
 
 
@@ -114,7 +105,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
         with _shown(unit, views, gradients):
             yield
         if options.writes_back:
-            _write_back(unit, views)
+            _write_back(unit, lines)
     finally:
         wrapper._is_summoned = False
 
@@ -153,7 +144,7 @@ def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
 
 @contextlib.contextmanager
 def _shown(
-    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None
+    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
 ) -> Iterator[None]:
     """Let the modules hold parameters with the values of ``views``."""
     exposure = exposed_of(unit)
@@ -182,7 +173,7 @@ def _shown(
 
 @contextlib.contextmanager
 def _originals_shown(
-    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None
+    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
 ) -> Iterator[None]:
     """Let the original parameters hold ``views``, and whole gradients if there are some."""
     slots = unit.slots
@@ -213,31 +204,42 @@ def _write_gradients(unit: Unit, shown: Sequence[torch.Tensor | None]) -> None:
     for group in unit.groups:
         pieces = own_pieces(group)
         for index, slot in enumerate(group.slots):
-            whole, piece = next(rest), pieces.get(index)
-            if whole is None or piece is None or slot.original.grad is None:
+            whole, piece, original = next(rest), pieces.get(index), slot.original
+            if whole is None or piece is None:
                 continue
-            part = whole.reshape(-1)[piece.start : piece.stop]
-            slot.original.grad.copy_(part.view(slot.original.shape))
+            part = whole.reshape(-1)[piece.start : piece.stop].view(original.shape)
+            if original.grad is None:
+                original.grad = part.clone()
+            else:
+                original.grad.copy_(part)
 
 
-def _all_gradients(unit: Unit) -> list[torch.Tensor]:
+def _all_gradients(unit: Unit) -> list[torch.Tensor | None]:
+    """Whole gradients; None where no rank has one, which optimizers tell from zeros."""
     return [whole for group in unit.groups for whole in _whole_gradients(group, unit.name)]
 
 
-def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor]:
+def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor | None]:
+    label = f"summon gradients of {name}"
+    held = [slot.original.grad is not None for slot in group.slots]
+    if group.axes.shard is not None:
+        everyone = group.axes.shard.gather_numbers(held, label=label)
+        held = [any(flags) for flags in zip(*everyone, strict=True)]
     line = torch.zeros_like(group.buffer.shard)
     for index, piece in own_pieces(group).items():
         gradient = group.slots[index].original.grad
         if gradient is not None:
             line[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
-    return cut_line(group, gather_line(group, line, f"summon gradients of {name}"))
+    wholes = cut_line(group, gather_line(group, line, label))
+    return [whole if is_held else None for whole, is_held in zip(wholes, held, strict=True)]
 
 
 @torch.no_grad()
-def _write_back(unit: Unit, views: Sequence[torch.Tensor]) -> None:
-    """Take this rank's part of what was shown."""
-    at = 0
-    for group in unit.groups:
-        mine = views[at : at + len(group.slots)]
-        group.buffer.fill(mine)
-        at += len(group.slots)
+def _write_back(unit: Unit, lines: Sequence[torch.Tensor]) -> None:
+    """Take this rank's part of what was shown, where it is not what it was."""
+    for group, line in zip(unit.groups, lines, strict=True):
+        shard = group.buffer.shard
+        mine = line.view(group.axes.parts, -1)[group.axes.part].to(shard.device)
+        # Unchanged, it does not count as written: a backward may still be to come.
+        if not torch.equal(mine, shard):
+            shard.copy_(mine)

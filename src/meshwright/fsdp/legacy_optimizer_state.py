@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator, communicator
+from meshwright.comm import communicator
+from meshwright.fsdp.optimizer_exchange import from_first_rank
 from meshwright.fsdp.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
@@ -39,7 +39,8 @@ class LegacyOptimizerState:
         _warn("full_optim_state_dict", "optim_state_dict")
         optimizer_of(optim_input, optim)
         config = FullOptimStateDictConfig(rank0_only=rank0_only)
-        return optimizer_state(model, optim, StateDictSettings(optim_state_dict_config=config))
+        settings = StateDictSettings(optim_state_dict_config=config)
+        return optimizer_state(model, optim, settings, group=group)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -87,7 +88,7 @@ class LegacyOptimizerState:
         """Deprecated: `optim_state_dict_to_load`. The state is needed on the first rank only."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         chosen = optimizer_of(optim_input, optim)
-        whole = _from_first_rank(full_optim_state_dict, communicator(group))
+        whole = from_first_rank(full_optim_state_dict, communicator(group))
         return state_to_load(model, chosen, whole)
 
 
@@ -121,39 +122,3 @@ def optimizer_of(optim_input: Input, optim: torch.optim.Optimizer | None) -> tor
             f"{sorted({type(entry).__name__ for entry in listed})}"
         )
     return torch.optim.SGD(listed, lr=0.0)
-
-
-def _from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dict[str, Any]:
-    """The state of the first rank, on all ranks: the outline as JSON, then tensor by tensor."""
-    outline: dict[str, Any] = {}
-    if state is not None and world.rank == 0:
-        outline = {
-            "state": {
-                n: {k: _outline(v) for k, v in own.items()} for n, own in state["state"].items()
-            },
-            "param_groups": state["param_groups"],
-        }
-    texts = world.gather_bytes(json.dumps(outline).encode(), label="optimizer state outline")
-    outline = json.loads(texts[0])
-    if not outline:
-        raise ValueError("expected full_optim_state_dict on the first rank, found none")
-    found: dict[str, dict[str, Any]] = {}
-    for name, own in outline["state"].items():
-        found[name] = {}
-        for key, (dtype, shape, value) in own.items():
-            if dtype is None:
-                found[name][key] = value
-                continue
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
-            if state is not None and world.rank == 0:
-                tensor.copy_(state["state"][name][key])
-            world.broadcast(tensor, label=f"optimizer state {name}").wait()
-            found[name][key] = tensor.cpu()
-    return {"state": found, "param_groups": outline["param_groups"]}
-
-
-def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
-    """Dtype and shape of a tensor, or the value of anything else."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype).removeprefix("torch."), list(value.shape), None
-    return None, None, value

@@ -12,7 +12,6 @@ State of parameters that no unit manages passes as it is.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
+from meshwright.comm import communicator
 from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.data_parallel.unit import ParameterGroup, Unit
-from meshwright.fsdp.exposure import FlatExposure, flat_layout, own_pieces
-from meshwright.fsdp.full_parameters import cut_line, exposed_of, gather_line
+from meshwright.fsdp.exposure import FlatExposure, exposed_of, flat_layout, own_pieces
+from meshwright.fsdp.full_parameters import cut_line, gather_line
+from meshwright.fsdp.optimizer_exchange import exchange, from_first_rank, of_numbers
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -36,7 +36,7 @@ from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
 
-__all__ = ["names_by_parameter", "optimizer_state", "rekey", "state_to_load"]
+__all__ = ["by_current_names", "names_by_parameter", "optimizer_state", "rekey", "state_to_load"]
 
 State = dict[str, Any]
 """The state of one parameter."""
@@ -104,13 +104,13 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     settings: StateDictSettings,
     given: Mapping[str, Any] | None = None,
+    group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
 ) -> dict[str, Any]:
-    """State and groups of ``optimizer`` by name; a collective over the shards for FULL."""
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise NotImplementedError(
-            "optimizer state of type LOCAL_STATE_DICT is not supported: use FULL_STATE_DICT or "
-            "SHARDED_STATE_DICT"
-        )
+    """State and groups of ``optimizer`` by name; a collective over the shards for FULL.
+
+    LOCAL is as SHARDED: each value is this rank's part. ``group`` says which rank is the first.
+    """
+    _check_local(model, settings.state_dict_type)
     names = names_by_parameter(model)
     state, groups = _by_parameter(optimizer, given)
     found: dict[str, State] = {}
@@ -124,10 +124,23 @@ def optimizer_state(
     config = settings.optim_state_dict_config
     if config.offload_to_cpu:
         found = {name: {k: _to_cpu(v) for k, v in own.items()} for name, own in found.items()}
-    is_empty = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    if is_empty and wrappers_in(model)[0].rank != 0:
+    if _is_rank0_only(settings) and communicator(group).rank != 0:
         return {}
     return {"state": found, "param_groups": [_named_group(group, names) for group in groups]}
+
+
+def _is_rank0_only(settings: StateDictSettings) -> bool:
+    config = settings.optim_state_dict_config
+    return isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+
+
+def _check_local(model: nn.Module, kind: StateDictType) -> None:
+    has_mesh = any(wrapper._groups.mesh is not None for wrapper in wrappers_in(model))
+    if kind is StateDictType.LOCAL_STATE_DICT and has_mesh:
+        raise RuntimeError(
+            f"Found state_dict_type {kind.name}. DeviceMesh is not compatible with "
+            "LOCAL_STATE_DICT. Use SHARDED_STATE_DICT"
+        )
 
 
 def _by_parameter(
@@ -177,12 +190,12 @@ def _take_apart(
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     shard = entry.group.axes.shard
     if is_full and shard is not None:
-        answers = _exchange(shard, own is not None, spread, result)
+        answers = exchange(shard, own is not None, spread, result)
         if not any(has_state for has_state, _, _ in answers):
             return {}
         spread = {key for _, keys, _ in answers for key in keys}
         for _, _, scalars in reversed(answers):
-            result = {**{k: _of_numbers(v) for k, v in scalars.items()}, **result}
+            result = {**{k: of_numbers(v) for k, v in scalars.items()}, **result}
     elif own is None:
         return {}
     for key in sorted(spread):
@@ -192,27 +205,6 @@ def _take_apart(
 
 def _is_shard_like(value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == shape
-
-
-def _exchange(
-    shard: Communicator, has_state: bool, spread: set[str], rest: Mapping[str, Any]
-) -> list[tuple[bool, list[str], dict[str, Any]]]:
-    """What each rank has of one parameter: a rank whose part is empty may have no state at all."""
-    scalars = {k: _numbers(v) for k, v in rest.items() if _numbers(v) is not None}
-    payload = json.dumps([has_state, sorted(spread), scalars]).encode()
-    return [json.loads(t) for t in shard.gather_bytes(payload, label="optimizer state keys")]
-
-
-def _numbers(value: object) -> list[Any] | None:
-    """A scalar as JSON: its dtype (none for a plain number) and value; None for anything else."""
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return [str(value.dtype).removeprefix("torch."), value.item()]
-    return ["", value] if isinstance(value, bool | int | float) else None
-
-
-def _of_numbers(numbers: Sequence[Any]) -> Any:  # noqa: ANN401 - a number or a tensor
-    dtype, value = numbers
-    return torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
 
 
 def _spread_value(entry: _Managed, value: torch.Tensor | None, settings: StateDictSettings) -> Any:  # noqa: ANN401
@@ -245,9 +237,25 @@ def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
 
 
 def state_to_load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any] | None,
+    settings: StateDictSettings | None = None,
+    group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
 ) -> dict[str, Any]:
-    """What ``optimizer.load_state_dict`` takes: positions, and this rank's parts."""
+    """What ``optimizer.load_state_dict`` takes: positions, and this rank's parts.
+
+    Where only the first rank of ``group`` gets state dicts, it gives its own to the others.
+    """
+    settings = settings or StateDictSettings()
+    _check_local(model, settings.state_dict_type)
+    if _is_rank0_only(settings):
+        state = from_first_rank(state, communicator(group))
+    if not state:
+        raise ValueError(
+            "expected what optim_state_dict returned, found nothing on this rank. With "
+            "FullOptimStateDictConfig(rank0_only=True) in force the first rank's is enough"
+        )
     names = names_by_parameter(model)
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     position = {parameter: number for number, parameter in enumerate(listed)}
@@ -361,6 +369,25 @@ def _groups_to_load(
         source = next((saved[name] for name in own if name in saved), group)
         groups.append({**source, "params": [position[p] for p in group["params"]]})
     return groups
+
+
+def by_current_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `state_to_load` returned, for an optimizer that knows parameters by name.
+
+    Its names are those that ``model.named_parameters()`` gives now.
+    """
+    called = {parameter: name for name, parameter in model.named_parameters()}
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [called[parameter] for parameter in listed]
+    return {
+        "state": {names[number]: own for number, own in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
 
 
 # ------------------------------------------------------------------------------------- keys

@@ -21,8 +21,8 @@ from torch import nn
 from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.data_parallel.unit import ParameterGroup, Unit
-from meshwright.fsdp.exposure import FLAT, FlatExposure, flat_layout, own_pieces
-from meshwright.fsdp.full_parameters import cut_line, exposed_of, gather_line
+from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of, flat_layout, own_pieces
+from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType
 from meshwright.fsdp.traversal import WRAPPED, clean_name
@@ -110,12 +110,23 @@ def as_dtensor(whole: torch.Tensor, groups: Groups) -> torch.Tensor:
     return dtensor_at_rest(local, mesh, placements, whole.shape, whole.stride())
 
 
-def _local_value(group: ParameterGroup, name: str) -> torch.Tensor:
+def _local_total(group: ParameterGroup) -> int:
+    """Elements of a unit's line as LOCAL state dicts have it: the padding of all ranks left out."""
     layout = flat_layout(group)
     alignment = math.gcd(16 // group.types.master.itemsize, *layout.offsets)
-    total = -(-layout.extent // alignment) * alignment
-    start, stop = layout.shard_range(group.axes.part)
-    start, stop = min(start, total), min(stop, total)
+    return -(-layout.extent // alignment) * alignment
+
+
+def _local_range(group: ParameterGroup) -> tuple[int, int]:
+    """This rank's elements of that line."""
+    total = _local_total(group)
+    start, stop = flat_layout(group).shard_range(group.axes.part)
+    return min(start, total), min(stop, total)
+
+
+def _local_value(group: ParameterGroup, name: str) -> torch.Tensor:
+    total = _local_total(group)
+    start, stop = _local_range(group)
     local = group.buffer.shard[: stop - start]
     return ShardView(local, start, (total,), name=name, communicator=group.axes.shard)
 
@@ -213,8 +224,7 @@ def load_entries(
         flat_key = inner + (FLAT if number == 0 else f"{FLAT}_{number}")
         flat = state.pop(flat_key, None)
         if flat is not None:
-            local = flat.local if isinstance(flat, ShardView) else flat
-            group.buffer.shard[: local.numel()].copy_(local.reshape(-1))
+            _load_flat(group, flat, (clean_name(flat_key), errors))
         for index in range(len(group.slots)):
             own = next(rest)
             found = [state.pop(inner + name) for name in own if inner + name in state]
@@ -231,6 +241,28 @@ def load_entries(
     for slot, own in zip(unit.slots, names, strict=True):
         for name in own:
             state[inner + name] = slot.original
+
+
+def _load_flat(group: ParameterGroup, flat: torch.Tensor, report: tuple[str, list[str]]) -> None:
+    """Take a unit's line as LOCAL state dicts have it: only this rank's own range fits."""
+    name, errors = report
+    if group.axes.shard is None:
+        raise RuntimeError(
+            "``local_state_dict`` can only be used when parameters are flatten and sharded. Here "
+            f"nothing is sharded: load {name} with FULL_STATE_DICT"
+        )
+    shard = group.buffer.shard
+    start, stop = _local_range(group)
+    local, first = (flat.local, flat.start) if isinstance(flat, ShardView) else (flat, start)
+    local = local.reshape(-1)
+    if local.numel() not in (stop - start, shard.numel()) or (local.numel() and first != start):
+        errors.append(
+            f"size mismatch for {name}: this rank holds elements {start} to {stop} of the unit, "
+            f"and the state dict has {first} to {first + local.numel()}. A LOCAL state dict "
+            "belongs to as many ranks as saved it; torch.distributed.checkpoint loads it on others"
+        )
+        return
+    shard[: local.numel()].copy_(local)
 
 
 def _load_value(

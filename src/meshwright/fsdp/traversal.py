@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.comm.lookup import checks_in_detail
@@ -11,6 +13,7 @@ from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Unit
+from meshwright.fsdp.exposure import exposed_of
 
 __all__ = ["PREFIXES", "WRAPPED", "UnitDriver", "clean_name"]
 
@@ -33,10 +36,13 @@ def clean_name(name: str) -> str:
 class UnitDriver(Driver):
     """The driver of one wrapper. Ranks that run different orders are told so and go on."""
 
-    def __init__(self, unit: Unit | None, *, sends_use_counts: bool) -> None:
+    def __init__(self, unit: Unit | None, strategy: object, *, sends_use_counts: bool) -> None:
         detail = checks_in_detail()
         order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
         super().__init__(unit, order=order)
+        self.strategy = strategy
+        """What messages call the strategy."""
+        self._version = -1
         self._sends_use_counts = sends_use_counts
         self.own_names = [] if unit is None else [tuple(slot.names) for slot in unit.slots]
         """The names of each parameter, seen from this wrapper."""
@@ -52,6 +58,28 @@ class UnitDriver(Driver):
         iteration = super().start(module)
         iteration.sends_use_counts = self._sends_use_counts
         return iteration
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `Driver`."""
+        found = super().before_forward(module, args, kwargs)
+        if self.unit is not None and torch.is_grad_enabled():
+            self._version = exposed_of(self.unit).version(self.unit)
+        return found
+
+    def before_backward(self, gradient: object = None) -> None:
+        """See `Driver`. Gradients of other parameters than those of the forward are refused."""
+        unit = self.unit
+        if unit is not None and self.has_run:
+            exposure = exposed_of(unit)
+            if self._version != exposure.version(unit) or exposure.is_replaced(unit):
+                raise AssertionError(
+                    "FSDP does not support changing the parameters between forward and backward "
+                    f"for {self.strategy}: those of {self.name!r} are not what its forward has "
+                    "used. Run backward first, then step, load or write"
+                )
+        super().before_backward(gradient)
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         """See `Driver`."""

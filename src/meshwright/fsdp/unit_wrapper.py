@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_map
 
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
-from meshwright.fsdp.exposure import OriginalExposure
-from meshwright.fsdp.full_parameters import SummonOptions, exposed_of, summon_own
+from meshwright.fsdp.exposure import exposed_of
+from meshwright.fsdp.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.groups import Groups
+from meshwright.fsdp.modes import PrecisionMode
 from meshwright.fsdp.options import (
     FullStateDictConfig,
     MixedPrecision,
@@ -49,7 +50,10 @@ class UnitWrapper(nn.Module):
     _ignored: checks.Ignored
     _is_inner: bool
     _is_summoned: bool
-    _has_cast_buffers: bool
+    _offloads: bool
+    _use_full_prec_in_eval: bool
+    _is_checked: bool
+    _mode: PrecisionMode
     _state_dict_settings: StateDictSettings
 
     # ------------------------------------------------------------------------ attributes
@@ -133,18 +137,36 @@ class UnitWrapper(nn.Module):
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
             driver.start(self)
-        if self._precision.buffer_dtype is not None and not self._has_cast_buffers:
-            self._has_cast_buffers = True
-            dtype = self._precision.buffer_dtype
-            for module in _own_modules(self):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        module._buffers[name] = buffer.to(dtype)
+        if not self._is_checked:
+            self._check_device()
+        mode = self._mode
+        if mode.is_mixed:
+            is_full = self._use_full_prec_in_eval and not self.training
+            mode.enter(_own_modules(self), is_full=is_full)
+
+    def _check_device(self) -> None:
+        """Raise RuntimeError when parameters have been moved to where they cannot be used."""
+        self._is_checked = True
+        if self._unit is None:
+            return
+        found = exposed_of(self._unit).registered(self._unit)[0].device
+        if self._offloads:
+            if found.type != "cpu":
+                raise RuntimeError(
+                    "An FSDP-managed module with parameter CPU offloading enabled has parameters "
+                    f"on {found}: {clean_name(self._driver.name)}. Leave the module on the CPU: "
+                    "its parameters are moved while they compute"
+                )
+        elif found != self.compute_device:
+            raise RuntimeError(
+                f"An FSDP-managed module unexpectedly has parameters on {found}: "
+                f"{clean_name(self._driver.name)}. Move it to {self.compute_device} before training"
+            )
 
     def _prepare_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        precision, device = self._precision, self.compute_device
+        precision, device = self._mode.now, self.compute_device
         casts = precision.cast_forward_inputs
         if self._driver.is_root:
             casts = casts or precision.cast_root_forward_inputs
@@ -166,6 +188,7 @@ class UnitWrapper(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module below, each with its whole parameters; changes are kept."""
+        self._only_idle()
         with summon_own(self, SummonOptions()):
             super().apply(fn)
         return self
@@ -245,7 +268,10 @@ class UnitWrapper(nn.Module):
             unit = wrapper._unit
             if unit is not None:
                 exposed_of(unit).convert(unit)
-                wrapper._device = unit.groups[0].buffer.shard.device
+                wrapper._is_checked = False
+                device = unit.groups[0].buffer.shard.device
+                if not wrapper._offloads and device.type != "meta":
+                    wrapper._device = device
         return self
 
     def named_parameters(
@@ -267,17 +293,59 @@ class UnitWrapper(nn.Module):
     def _units(self) -> list[Unit]:
         return [w._unit for w in wrappers_in(self) if w._unit is not None]
 
+    def _fqn_modifiers(self) -> Mapping[str, str]:
+        """What torch's `torch.distributed.checkpoint.state_dict` asks: who is left out of names."""
+        return _CheckpointNames(self)
+
+    def _only_idle(self) -> None:
+        state = self.training_state
+        if state is not TrainingState.IDLE:
+            raise ValueError(
+                f"expected to be in states {[TrainingState.IDLE]} but current state is {state}: "
+                "call this outside of forward, backward and summon_full_params"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization. Copy the "
+            "module before it is wrapped, and wrap the copy"
+        )
+
     def _only_root(self, text: str, kind: type[Exception]) -> None:
         if not self.check_is_root():
             raise kind(text)
         self._driver.start(self)
 
 
+class _CheckpointNames(dict[str, str]):
+    """For torch's checkpoint functions: a wrapper's place in names, read but never written.
+
+    State dicts leave ``_fsdp_wrapped_module`` out, so those functions look it up only to name the
+    entries of an optimizer's own state dict. That has this rank's elements as if they were all.
+    """
+
+    def __init__(self, wrapper: UnitWrapper) -> None:
+        inner = getattr(getattr(wrapper, WRAPPED), "_fqn_modifiers", dict)
+        super().__init__({**inner(), "": WRAPPED})
+
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
+        """As of any dict; RuntimeError for the wrapper itself."""
+        if key == WRAPPED:
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict cannot read the optimizer of a "
+                "FullyShardedDataParallel: its state holds this rank's elements only. Use "
+                "FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load, whose "
+                "values torch.distributed.checkpoint saves and loads at any number of ranks, or "
+                "fully_shard"
+            )
+        return super().get(key, default)
+
+
 def _take_changes(unit: Unit) -> None:
     """See to it that the next gather has what the user or an optimizer has written."""
     exposure = exposed_of(unit)
     is_full = unit.phase is Phase.FULL
-    if is_full and isinstance(exposure, OriginalExposure) and exposure.is_stale(unit):
+    if is_full and exposure.is_stale(unit):
         unit.reshard()
     if unit.phase is Phase.SHARDED:
         exposure.refresh(unit)
@@ -291,7 +359,7 @@ def wrappers_in(module: nn.Module) -> list[UnitWrapper]:
 def check_homogeneous(wrappers: Iterable[UnitWrapper]) -> None:
     """Raise ValueError when wrappers of one tree were given arguments that must be equal."""
     listed = list(wrappers)
-    for name in ("_use_orig_params", "limit_all_gathers"):
+    for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
         found = {getattr(wrapper, name) for wrapper in listed}
         if len(found) > 1:
             raise ValueError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +20,13 @@ from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, optimizer_of
-from meshwright.fsdp.optimizer_state import optimizer_state, rekey, state_to_load
+from meshwright.fsdp.modes import PrecisionMode
+from meshwright.fsdp.optimizer_state import (
+    by_current_names,
+    optimizer_state,
+    rekey,
+    state_to_load,
+)
 from meshwright.fsdp.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -43,6 +50,11 @@ from meshwright.mesh import DeviceMesh
 __all__ = ["FullyShardedDataParallel"]
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""The environment variable that, set to 1, switches mixed precision off in eval mode."""
+
+PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] = MappingProxyType(
+    {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after", None: None}
+)
 
 
 class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
@@ -88,7 +100,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
         )
         self._precision = mixed_precision or MixedPrecision()
-        _refuse_unsupported(cpu_offload, self._precision, self._groups.shard.device)
+        self._offloads = cpu_offload is not None and cpu_offload.offload_params
+        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
         self._deferred: frozenset[nn.Parameter] = module.__dict__.pop(DEFERRED, frozenset())
@@ -112,7 +125,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             self._wrap_submodules(module, auto_wrap_policy, ignored, shared)
         settings = UnitSettings(
             keep_full_after_forward=row_of(self._groups.strategy).keeps_full,
-            backward_prefetch=backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
+            backward_prefetch=PREFETCHES[backward_prefetch],
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
@@ -171,6 +184,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             precision=self._precision,
             settings=settings,
             device=self.compute_device,
+            offloads=self._offloads,
             use_orig_params=self._use_orig_params,
         )
         if synchronises:
@@ -183,10 +197,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         own = [] if self._unit is None else [self._unit]
         building.check_shared(module, [*fsdp_units(module), *own])
         self._ignored = ignored
-        self._driver = UnitDriver(self._unit, sends_use_counts=self._use_orig_params)
+        self._driver = UnitDriver(
+            self._unit, self._groups.strategy, sends_use_counts=self._use_orig_params
+        )
         self._is_inner = False
         self._is_summoned = False
-        self._has_cast_buffers = False
+        self._mode = PrecisionMode(self._precision, self._unit)
+        self._is_checked = False
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
@@ -210,10 +227,14 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         The first backward after it reduces the sum. Only for the root.
         """
         self._only_root("`no_sync()` on inner FSDP instances is not supported.", RuntimeError)
+        self._only_idle()
         units = fsdp_units(self)
         before = [unit.settings for unit in units]
         for unit in units:
-            unit.settings = replace(unit.settings, synchronise=False)
+            keeps = unit.settings.keep_full_after_forward
+            unit.settings = replace(
+                unit.settings, synchronise=False, keep_full_after_backward=keeps
+            )
         try:
             yield
         finally:
@@ -229,6 +250,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         self._only_root(
             "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError
         )
+        self._only_idle()
         max_norm, norm_type = float(max_norm), float(norm_type)
         spread, gradients = spread_gradients(self)
         if not gradients:
@@ -332,29 +354,31 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
     ) -> dict[str, Any]:
         """State of ``optim`` under parameter names, of the kind that is set for ``model``.
 
-        FULL gives whole tensors and is a collective; SHARDED gives this rank's parts. With
-        ``optim_state_dict``, which ``optim.state_dict()`` returned, that is converted instead.
+        FULL gives whole tensors and is a collective; SHARDED and LOCAL give this rank's parts. With
+        ``optim_state_dict``, which ``optim.state_dict()`` returned, that is converted instead. With
+        ``rank0_only`` the first rank of ``group``, by default of all ranks, gets the result.
         """
-        return optimizer_state(model, optim, get_settings(model), optim_state_dict)
+        settings = get_settings(model)
+        return optimizer_state(model, optim, settings, optim_state_dict, group)
 
     @staticmethod
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
+        optim_state_dict: dict[str, Any] | None,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
         group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
 
-        With ``load_directly`` it is loaded, too.
+        With ``is_named_optimizer`` its keys are names of parameters as ``named_parameters`` gives
+        them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force
+        the first rank of ``group`` (by default of all ranks) gives its state to the others.
         """
+        state = state_to_load(model, optim, optim_state_dict, get_settings(model), group)
         if is_named_optimizer:
-            raise NotImplementedError(
-                "is_named_optimizer=True is not supported: load into the plain optimizer"
-            )
-        state = state_to_load(model, optim, optim_state_dict)
+            state = by_current_names(model, optim, state)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -384,24 +408,6 @@ def _move(
     for _, parameter in named:
         if parameter.device != device:
             parameter.data = parameter.data.to(device)
-
-
-def _refuse_unsupported(
-    offload: CPUOffload | None, precision: MixedPrecision, device: torch.device
-) -> None:
-    if offload is not None and offload.offload_params and device.type != "cpu":
-        raise NotImplementedError(
-            "CPUOffload(offload_params=True) is not supported on a GPU here: leave it out"
-        )
-    if precision.keep_low_precision_grads:
-        raise NotImplementedError(
-            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype"
-        )
-    if precision.param_dtype is not None and os.environ.get(FULL_PRECISION_IN_EVAL) == "1":
-        raise NotImplementedError(
-            f"{FULL_PRECISION_IN_EVAL}=1 is not supported: leave the variable out, or evaluate a "
-            "module that is wrapped without mixed_precision"
-        )
 
 
 def _engine_hook(

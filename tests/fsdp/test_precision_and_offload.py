@@ -1,0 +1,204 @@
+"""Dtypes of computation, gradients and buffers; full precision in evaluation; shards on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Peer
+from torch.distributed.fsdp import MixedPrecision as PeerPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
+
+from meshwright.comm import Recorder, observe
+from meshwright.data_parallel.buffer import BufferTypes, DataAxes
+from meshwright.data_parallel.unit import ParameterGroup, collect_slots
+from meshwright.fsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.layout import FlatLayout
+from meshwright.testing import Ranks
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Tells in which dtypes it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.register_buffer("shift", torch.full((7,), 1 / 3))
+        self.seen: tuple[torch.dtype, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        self.seen = (x.dtype, hidden.dtype, self.shift.dtype)
+        return self.last(torch.tanh(hidden + self.shift.to(hidden.dtype)))
+
+
+def whole() -> torch.Tensor:
+    return torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+
+
+def batch() -> torch.Tensor:
+    return whole().chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def body_low_gradients() -> None:
+    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}
+    for use_orig_params in (False, True):
+        ours = FSDP(
+            Net(),
+            auto_wrap_policy=LINEARS,
+            mixed_precision=MixedPrecision(**options),
+            use_orig_params=use_orig_params,
+        )
+        theirs = Peer(
+            Net(),
+            auto_wrap_policy=PeerPolicy({nn.Linear}),
+            mixed_precision=PeerPrecision(**options),
+            use_orig_params=use_orig_params,
+            device_id=CPU,
+        )
+        for _ in range(2):
+            for model in (ours, theirs):
+                model(batch()).float().square().sum().backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert a.dtype == torch.float32
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                assert a.grad.dtype == b.grad.dtype == torch.bfloat16
+            # With original parameters torch aligns, and so cuts, by the size of bfloat16.
+            if a.grad is not None and not use_orig_params:
+                torch.testing.assert_close(a.grad, b.grad, rtol=0.02, atol=0.02)
+
+
+def test_gradients_may_stay_in_low_precision(ranks: Ranks) -> None:
+    ranks(2, body_low_gradients)
+
+
+def body_full_in_eval(strategy: str) -> None:
+    low = torch.bfloat16
+    precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, buffer_dtype=low)
+    for use_orig_params in (False, True):
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The `NO_SHARD`")
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+            model = FSDP(
+                Net(),
+                sharding_strategy=ShardingStrategy[strategy],
+                auto_wrap_policy=LINEARS,
+                mixed_precision=precision,
+                use_orig_params=use_orig_params,
+            )
+        listed = list(model.parameters())
+        plain = Net()
+        with model.no_sync():
+            model(batch()).float().sum().backward()
+        assert model.module.seen == (low, low, low)
+        model.eval()
+        with torch.no_grad():
+            found = model(batch())
+        assert model.module.seen == (torch.float32,) * 3
+        # The buffer has been in bfloat16 before.
+        plain.shift.copy_(plain.shift.to(low))
+        torch.testing.assert_close(found, plain(batch()))
+        model.train()
+        recorder = Recorder()
+        with observe(recorder):
+            model(batch()).float().sum().backward()
+        assert model.module.seen == (low, low, low)
+        sent = {(c.kind, c.dtype) for c in recorder.collectives if c.label[:2] in ("un", "re")}
+        assert ("all_gather", "float32") not in sent
+        assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))
+        # Two passes: the one before evaluation was not lost.
+        for _ in range(2):
+            plain(whole()).sum().backward()
+        norm = model.clip_grad_norm_(1e9)
+        expected = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+        torch.testing.assert_close(norm * dist.get_world_size(), expected, rtol=0.02, atol=0.0)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_evaluation_may_be_in_full_precision(ranks: Ranks, strategy: str) -> None:
+    ranks(2, body_full_in_eval, strategy)
+
+
+def body_offload() -> None:
+    for use_orig_params in (False, True):
+        ours = FSDP(
+            Net(),
+            auto_wrap_policy=LINEARS,
+            cpu_offload=CPUOffload(offload_params=True),
+            use_orig_params=use_orig_params,
+        )
+        # Torch's class cannot offload without an accelerator.
+        plain = Net()
+        for model in (ours, plain):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(2):
+                x = batch() if model is ours else whole()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+        # Ours also accumulates without no_sync.
+        ours(batch()).square().sum().backward()
+        once = [None if p.grad is None else p.grad.clone() for p in ours.parameters()]
+        ours(batch()).square().sum().backward()
+        for parameter, gradient in zip(ours.parameters(), once, strict=True):
+            if gradient is not None:
+                torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_offload_on_a_cpu_trains_as_one_process(ranks: Ranks) -> None:
+    ranks(2, body_offload)
+
+
+def test_shards_live_apart_from_what_computes() -> None:
+    """Without a GPU: ``meta`` stands for it, which knows shapes and devices and no values."""
+    module = nn.Linear(3, 2)
+    slots = collect_slots([("", module)])
+    layout = FlatLayout.pack(["weight", "bias"], [(2, 3), (2,)], "float32", 1)
+    types = BufferTypes.of(torch.float32, None, None)
+    away = torch.device("meta")
+    group = ParameterGroup(slots, layout, DataAxes(), types, away, CPU)
+    assert group.buffer.shard.device == CPU
+    torch.testing.assert_close(group.buffer.shard[:6], module.weight.detach().reshape(-1))
+    assert {view.device.type for view in group.buffer.views} == {"meta"}
+    group.buffer.gather("")
+    group.buffer.finish_gather()
+    assert slots[0].full.device.type == "meta"
+
+
+def body_gpu(size: int) -> None:
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    for offload in (False, True):
+        model = FSDP(
+            Net(), auto_wrap_policy=LINEARS, device_id=device, cpu_offload=CPUOffload(offload)
+        )
+        plain = Net()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+        assert {p.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
+        for _ in range(2):
+            model(batch()).sum().backward()
+            plain(whole()).sum().backward()
+            for parameter in plain.parameters():
+                parameter.grad /= size
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value.cpu(), plain.state_dict()[name])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offload_on_a_gpu(ranks: Ranks) -> None:
+    size = torch.cuda.device_count()
+    ranks(size, body_gpu, size)
