@@ -7,6 +7,14 @@ Bottom-up: `options` (what a user may choose), `wrap` (which modules become unit
 `state_dicts`, `unit_wrapper` (one wrapper as a module), `state_dict_types`, `optimizer_exchange`
 (what ranks tell each other), `optimizer_state`, `legacy_optimizer_state`, `wrapper` (the public
 class); `grad_scaler`.
+
+Where this differs from torch's class on purpose:
+
+* torch's `get_optimizer_state_dict` is refused with both kinds of parameters: it would take this
+  rank's elements for the whole. `FullyShardedDataParallel.optim_state_dict` is what saves.
+* ``limit_all_gathers`` changes nothing: two gathers at most are ever on their way.
+* An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
+* Where parameters change between forward and backward that is an error in every strategy.
 """
 
 from __future__ import annotations

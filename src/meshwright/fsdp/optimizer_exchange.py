@@ -23,10 +23,10 @@ def exchange(
 
 
 def _numbers(value: object) -> list[Any] | None:
-    """A scalar as JSON: its dtype (none for a plain number) and value; None for anything else."""
+    """A scalar as JSON: its dtype (none for a number or text) and value; None for anything else."""
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         return [str(value.dtype).removeprefix("torch."), value.item()]
-    return ["", value] if isinstance(value, bool | int | float) else None
+    return ["", value] if isinstance(value, bool | int | float | str) else None
 
 
 def of_numbers(numbers: Sequence[Any]) -> Any:  # noqa: ANN401 - a number or a tensor

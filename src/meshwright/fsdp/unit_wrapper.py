@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from meshwright.data_parallel.unit import Phase, Unit
@@ -123,7 +124,9 @@ class UnitWrapper(nn.Module):
     # --------------------------------------------------------------------------- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any module
-        """Gather, run the module, free."""
+        """Gather, run the module, free. `torch.compile` does not trace it."""
+        if torch.compiler.is_compiling():
+            return _run_untraced(self, args, kwargs)
         driver, unit = self._driver, self._unit
         self._prepare(driver)
         args, kwargs = self._prepare_inputs(args, kwargs)
@@ -339,6 +342,12 @@ class _CheckpointNames(dict[str, str]):
                 "fully_shard"
             )
         return super().get(key, default)
+
+
+@_disable_dynamo
+def _run_untraced(wrapper: UnitWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    # A compiled graph would keep whole parameters that are given back after the forward.
+    return wrapper.forward(*args, **kwargs)
 
 
 def _take_changes(unit: Unit) -> None:
