@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -35,27 +33,6 @@ FULL, LOCAL, SHARDED = (
     StateDictType.SHARDED_STATE_DICT,
 )
 FIRST_ONLY = (FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True))
-
-
-class Counting(torch.optim.Optimizer):
-    """State of every kind: a tensor like the parameter, a scalar tensor, a number, a text."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1, "note": "kept"})
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(sum=torch.zeros_like(parameter), count=0, name="x")
-                    state["steps"] = torch.tensor(0.0)
-                state["sum"].add_(parameter.grad)
-                state["count"] += 1
-                state["steps"] += 1
-                parameter.data.add_(state["sum"], alpha=-group["lr"])
 
 
 class Net(nn.Module):
@@ -118,38 +95,6 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def body_cases(use_orig_params: bool) -> None:
-    quiet()
-    for kind in (torch.optim.AdamW, Counting):
-        for part in (False, True):
-            for ignores in (False, True):
-                results = []
-                pair = wrapped(use_orig_params=use_orig_params, ignores=ignores)
-                for model in pair:
-                    listed = list(model.parameters())[2 if part else 0 :]
-                    optimizer = kind(listed)
-                    assert type(model).optim_state_dict(model, optimizer)["state"] == {}
-                    step(model, optimizer)
-                    results.append(
-                        (model, optimizer, type(model).optim_state_dict(model, optimizer))
-                    )
-                (ours, optimizer, found), (_, _, expected) = results
-                compare(found, expected)
-                other = kind(list(ours.parameters())[2 if part else 0 :])
-                before = copy.deepcopy(found)
-                FSDP.optim_state_dict_to_load(ours, other, found, load_directly=True)
-                compare(found, before)
-                own, theirs = other.state_dict()["state"], optimizer.state_dict()["state"]
-                assert own.keys() == theirs.keys()
-                for key, state in theirs.items():
-                    torch.testing.assert_close(own[key], state)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_partial_and_unusual_state_is_that_of_torch(ranks: Ranks, use_orig_params: bool) -> None:
-    ranks(2, body_cases, use_orig_params)
 
 
 def body_first_rank() -> None:

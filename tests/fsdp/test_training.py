@@ -1,4 +1,4 @@
-"""Training in every strategy against one process and torch's FSDP, and what it communicates."""
+"""Training in every strategy against one process and torch's FSDP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
 
-from meshwright.comm import Recorder, communicator, observe
+from meshwright.comm import communicator
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import (
     MixedPrecision,
@@ -109,50 +109,6 @@ def test_weights_are_those_of_one_process(
     ranks: Ranks, strategy: str, use_orig_params: bool
 ) -> None:
     ranks(4 if "HYBRID" in strategy else 3, body_numbers, strategy, use_orig_params)
-
-
-# Kinds of collectives of one unit in one step: all_gather, reduce_scatter, all_reduce.
-COUNTS = {
-    "FULL_SHARD": ((2, 1, 0), (2, 0, 0), (1, 0, 0)),
-    "SHARD_GRAD_OP": ((1, 1, 0), (1, 0, 0), (1, 0, 0)),
-    "NO_SHARD": ((0, 0, 1), (0, 0, 0), (0, 0, 0)),
-    "HYBRID_SHARD": ((2, 1, 1), (2, 0, 0), (1, 0, 0)),
-    "_HYBRID_SHARD_ZERO2": ((1, 1, 1), (1, 0, 0), (1, 0, 0)),
-}
-
-
-def body_counts(strategy: str, use_orig_params: bool) -> None:
-    model = wrap(strategy, use_orig_params, nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
-    x = torch.randn(2, 5)
-    model(x).sum().backward()
-
-    def count(mode: str) -> tuple[float, ...]:
-        recorder = Recorder()
-        with observe(recorder):
-            if mode == "train":
-                model(x).sum().backward()
-            elif mode == "no_sync":
-                with model.no_sync():
-                    model(x).sum().backward()
-            else:
-                with torch.no_grad():
-                    model(x)
-        labels = [(c.kind, c.label) for c in recorder.collectives]
-        paid = [kind for kind, label in labels if label not in ("order", "use counts")]
-        kinds = ("all_gather", "reduce_scatter", "all_reduce")
-        return tuple(paid.count(kind) / 2 for kind in kinds)
-
-    expected = COUNTS[strategy]
-    assert count("eval") == expected[2]
-    assert count("train") == expected[0]
-    assert count("no_sync") == expected[1]
-    assert count("train") == expected[0]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_collectives_of_each_strategy(ranks: Ranks, strategy: str, use_orig_params: bool) -> None:
-    ranks(4 if "HYBRID" in strategy else 2, body_counts, strategy, use_orig_params)
 
 
 def body_peer(use_orig_params: bool) -> None:
