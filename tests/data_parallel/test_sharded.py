@@ -653,11 +653,12 @@ def test_settings_of_a_sharded_module(ranks: Ranks) -> None:
 def body_other_dim() -> None:
     world = communicator()
     torch.manual_seed(0)
-    one = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)).double()
+    one = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4), nn.Linear(4, 4)).double()
     model = copy.deepcopy(one)
     choose = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] == 4 else None  # noqa: E731
     shard_all(model, shard_placement_fn=choose)
-    assert model[0].weight.placements[0].dim == 1
+    # The last weight is saved for the backward pass, and gathered again before it is used there.
+    assert model[0].weight.placements[0].dim == model[3].weight.placements[0].dim == 1
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(5)).double()
     for _ in range(2):
         model(share(x, world.rank, world.size)).square().mean().backward()

@@ -12,8 +12,10 @@ size, processes    reduce_scatter   all_to_all + local sum     all_gather  n bro
 32 MB, 4           194.8            46.2                       126.0       40.3
 =================  ===============  =========================  ==========  ============
 
-The local sum runs in rank order, in float32 for half-precision tensors, so that the result does
-not depend on who arrived first. An all-reduce from the same parts did not win over Gloo's own.
+Two ranks send each other half of the tensor; more send every share, their own too, since all-to-all
+takes one stretch of memory. The local sum runs in rank order, in float32 for half-precision
+tensors, so that the result does not depend on who arrived first. An all-reduce from the same parts
+did not win over Gloo's own.
 """
 
 from __future__ import annotations
@@ -69,13 +71,24 @@ def reduce_scatter(
     size = dist.get_world_size(group)
     if reduction != "sum" or size == 1:
         return None
-    received = torch.empty_like(tensor)
-    work: Any = lookup.current("all_to_all")(
-        received.view(-1), tensor.view(-1), group=group, async_op=True
-    )
+    parts = tensor.view(size, -1)
+    if size == 2:
+        # What the other rank is owed is one stretch of memory: the own share stays where it is.
+        rank = dist.get_rank(group)
+        received = torch.empty_like(parts[0])
+        splits = [received.numel() if peer != rank else 0 for peer in range(size)]
+        shares = [parts[rank], received]
+        work: Any = lookup.current("all_to_all")(
+            received, parts[1 - rank], splits, splits, group=group, async_op=True
+        )
+    else:
+        received = torch.empty_like(parts)
+        shares = list(received)
+        work = lookup.current("all_to_all")(
+            received.view(-1), tensor.view(-1), group=group, async_op=True
+        )
 
     def sum_in_rank_order() -> None:
-        shares = received.view(size, -1)
         total = output.view(-1)
         if tensor.dtype in _HALF:
             total = torch.empty_like(total, dtype=torch.float32)

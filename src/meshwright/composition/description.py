@@ -133,7 +133,10 @@ def _unit_collectives(unit: Unit, group: ParameterGroup) -> Iterator[Collective]
         kinds *= 2
     if group.is_trainable:
         reduce = group.types.reduce
-        kinds.append(("reduce_scatter", axes.shard, layout.padded_size, reduce, "reduce"))
+        kinds += [
+            ("reduce_scatter", axes.shard, size, reduce, "reduce")
+            for size in group.buffer.reductions
+        ]
         kinds.append(("all_reduce", axes.replicate, layout.shard_size, reduce, "replicate"))
     for kind, axis, numel, dtype, why in kinds:
         if axis is not None:

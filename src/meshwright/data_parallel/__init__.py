@@ -8,9 +8,10 @@ another dtype), `replica` (a module that is kept equal), `join` (uneven inputs),
 `distributed` (the function and the class that users call), `comm_hooks`, `power_sgd` and
 `local_steps` (other ways to reduce), `batch_norm` (statistics of all ranks).
 
-Sharded: `buffer` (one line of elements and its moves), `parameter_group` and `unit` (parameters
-that come and go together), `order` and `iteration` (what units of one root share), `driver`
-(hooks), `exposed_tensors` (DTensors at rest), `shared_parameters`, `policies`, `sharded_module` and
+Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
+(one line of elements and its moves), `parameter_group` and `unit` (parameters that come and go
+together), `order` and `iteration` (what units of one root share), `driver` (hooks),
+`exposed_tensors` (DTensors at rest), `shared_parameters`, `policies`, `sharded_module` and
 `sharded` (`fully_shard`), `optimizer` (the flat view).
 """
 

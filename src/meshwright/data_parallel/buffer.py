@@ -19,14 +19,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.gradient_lines import (
+    GradientLine,
+    free,
+    is_free,
+    line_of,
+    restore,
+)
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = ["ALONE", "BufferTypes", "DataAxes", "FlatBuffer", "free", "is_free", "restore"]
+__all__ = ["ALONE", "BufferTypes", "DataAxes", "FlatBuffer", "is_free"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +92,8 @@ class BufferTypes:
 ALONE = 2**20
 """Bytes from which a tensor is gathered by itself."""
 
-_Place = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
-"""Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
+_Move: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""One gather: the line that it fills, this rank's place in it, and what belongs there."""
 
 
 class FlatBuffer:
@@ -112,22 +120,29 @@ class FlatBuffer:
         self._alias = axes.parts == 1 and types.master == types.compute and is_here
         self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
         """Whether what is gathered lies as the tensors do."""
-        self.full = self.shard if self._alias else _line(layout.padded_size, types.compute, device)
+        self.full = (
+            self.shard if self._alias else line_of(layout.padded_size, types.compute, device)
+        )
         """The whole line; without storage between `gather` and `release`."""
-        self.views = [self._view(index) for index in range(len(layout.names))]
+        # `.data` has a version counter of its own: a gather does not look like a change of what
+        # autograd has saved.
+        self.views = [self._place(index).data for index in range(len(layout.names))]
         """Each tensor, in ``full``. Their version counters are their own."""
         self._regions = [] if self.is_direct else self._rank_major_regions()
-        self.gradient = _line(layout.padded_size, types.reduce, device)
-        """The gradients of all tensors in the order of the reduction; without storage at rest."""
-        self._slots = self._gradient_slots()
-        self._sizes = list(layout.slots) if isinstance(layout, ChunkedLayout) else []
         self._together = _gathered_together(layout, types.compute.itemsize)
-        self._staging: torch.Tensor | None = None
+        self.gradients = self._gradient_lines()
+        """The whole gradients; without memory at rest."""
+        self._staging = line_of(
+            0 if self.is_direct else self.packed * axes.parts, types.compute, device
+        )
+        """What is gathered in one piece, before it is copied to where it belongs."""
+        self._copies = self._plan_copies()
+        self._moves = self._plan_moves()
         self._pending: list[Pending] = []
         self._gathered_version = -1
+        free(self._staging)
         if not self._alias:
             free(self.full)
-        free(self.gradient)
 
     # ------------------------------------------------------------------------ parameters
 
@@ -167,18 +182,18 @@ class FlatBuffer:
     @property
     def gathers(self) -> list[int]:
         """Elements of each gather that brings the whole line together."""
-        parts = self.layout.parts
-        if self.is_direct:
-            return [self.layout.padded_size]
-        sizes = (self.packed, *self._sizes[self._together :])
-        return [size * parts for size in sizes if size]
+        return [line.numel() for line, _, _ in self._moves]
+
+    @property
+    def reductions(self) -> list[int]:
+        """Elements of each collective that sums the gradients."""
+        return [line.numel for line in self.gradients]
 
     @property
     def is_stale(self) -> bool:
         """Whether the shard was written after the last gather."""
         return not self._alias and self._gathered_version != self.shard._version
 
-    @torch.no_grad()
     def gather(self, label: str) -> None:
         """Start to bring the whole line together."""
         if self._alias:
@@ -189,36 +204,24 @@ class FlatBuffer:
         if shard is None or shard.size == 1:
             self.full.copy_(self.shard)
             return
-        if self.is_direct:
-            self._pending = [self._gather_into(shard, self.full, self.shard, label)]
-            return
-        packed = self.packed
-        if packed:
-            self._staging = self.full.new_empty(packed * shard.size)
-            staged = self._gather_into(shard, self._staging, self.shard[:packed], label)
-            self._pending.append(staged)
-        for index in range(self._together, len(self._regions)):
-            region, size = self._regions[index], self._sizes[index]
-            start = self.layout.offsets[index]
-            mine = self.shard[start : start + size]
-            self._pending.append(self._gather_into(shard, region.view(-1), mine, label))
-
-    def _gather_into(
-        self, shard: Communicator, line: torch.Tensor, mine: torch.Tensor, label: str
-    ) -> Pending:
-        """Gather every rank's ``mine`` into ``line``, in place from this rank's own part of it."""
-        place = line.view(shard.size, -1)[shard.rank]
-        place.copy_(mine, non_blocking=True)
-        return shard.all_gather(line, place, label=label)
+        if self._copies is not None:
+            restore(self._staging, self._staging.numel())
+        for line, place, mine in self._moves:
+            # In place, from this rank's own part of the line.
+            place.copy_(mine, non_blocking=True)
+            self._pending.append(shard.all_gather(line, place, label=label))
 
     @torch.no_grad()
     def finish_gather(self) -> None:
         """Wait for the whole line."""
-        while self._pending:
-            self._pending.pop(0).wait()
-        if self._staging is not None:
-            self._copy_out(self._staging)
-            self._staging = None
+        if not self._pending:
+            return
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        if self._copies is not None:
+            torch._foreach_copy_(*self._copies)
+            free(self._staging)
 
     def release(self) -> None:
         """Give the memory of the whole line back."""
@@ -229,67 +232,39 @@ class FlatBuffer:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether ``gradient`` holds something."""
-        return not is_free(self.gradient)
+        """Whether ``gradients`` hold something."""
+        return self.gradients[0].has_gradient
 
-    @torch.no_grad()
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Put whole gradients of all tensors (zeros for None) in place, or add them."""
-        if self.has_gradient:
-            self._add(gradients)
+        if len(self.gradients) == 1:
+            self.gradients[0].take(gradients)
             return
-        restore(self.gradient, self.layout.padded_size)
-        if None in gradients or self._has_padding:
-            self.gradient.zero_()
-        targets, sources = self._pairs(gradients)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        for line in self.gradients:
+            line.take(gradients[line.indices.start : line.indices.stop])
 
-    def gradient_parts(self) -> list[list[torch.Tensor]]:
-        """For each tensor the places in ``gradient`` that hold its gradient."""
-        return [[target for target, _ in slot] for slot in self._slots]
+    def whole_gradients(self) -> list[torch.Tensor]:
+        """The whole gradients that it holds, tensor by tensor."""
+        shapes = self.layout.shapes
+        return [
+            whole
+            for line in self.gradients
+            for whole in line.wholes(shapes[line.indices.start : line.indices.stop])
+        ]
 
-    def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        targets, sources = self._pairs(gradients)
-        if targets:
-            torch._foreach_add_(targets, sources)
-
-    def _pairs(
-        self, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for slot, gradient in zip(self._slots, gradients, strict=True):
-            if gradient is None:
-                continue
-            for target, place in slot:
-                targets.append(target)
-                if place is None:
-                    sources.append(gradient)
-                elif isinstance(place, tuple):
-                    sources.append(gradient[place])
-                else:
-                    sources.append(gradient.reshape(place))
-        return targets, sources
+    def release_gradients(self) -> None:
+        """Give the memory of the whole gradients back."""
+        for line in self.gradients:
+            line.release()
 
     # --------------------------------------------------------------------------- private
 
-    @property
-    def _is_on_dim_0(self) -> bool:
-        return isinstance(self.layout, ChunkedLayout) and not any(self.layout.dims)
-
-    @property
-    def _has_padding(self) -> bool:
-        return self.layout.padded_size != self.layout.numel
-
-    def _view(self, index: int) -> torch.Tensor:
+    def _place(self, index: int) -> torch.Tensor:
         shape = self.layout.shapes[index]
         start = self.layout.offsets[index]
         if isinstance(self.layout, ChunkedLayout):
             start *= self.layout.parts
-        # `.data` has a version counter of its own: a gather does not look like a change of what
-        # autograd has saved.
-        return self.full[start : start + math.prod(shape)].view(shape).data
+        return self.full[start : start + math.prod(shape)].view(shape)
 
     def _rank_major_regions(self) -> list[torch.Tensor]:
         """For each tensor its place in ``full``, seen as (parts, slot)."""
@@ -302,48 +277,51 @@ class FlatBuffer:
             for start, slot in zip(starts, layout.slots, strict=True)
         ]
 
-    def _copy_out(self, staging: torch.Tensor) -> None:
-        layout = self.layout
-        if not isinstance(layout, ChunkedLayout):
-            raise InternalError("a packed line needs no staging")
-        rows = staging.view(layout.parts, -1)
-        if self._is_on_dim_0:
-            sizes, regions = self._sizes[: self._together], self._regions[: self._together]
-            torch.split_with_sizes_copy(rows, sizes, dim=1, out=regions)
-            return
-        for index, view in enumerate(self.views[: self._together]):
-            start = layout.offsets[index]
-            for part in range(layout.parts):
-                box = layout.box(index, part)
-                chunk = rows[part, start : start + box.numel].view(box.shape)
-                view[box.slices()].copy_(chunk)
+    def _gradient_lines(self) -> tuple[GradientLine, ...]:
+        """One for what is gathered in one piece, and one for each tensor that is not."""
+        count = len(self.layout.names)
+        together = count if self.is_direct else self._together
+        pieces = [range(together)] if together else []
+        pieces += [range(index, index + 1) for index in range(together, count)]
+        types = self.types.reduce, self.device
+        return tuple(GradientLine(self.layout, piece, *types) for piece in pieces)
 
-    def _gradient_slots(self) -> list[list[_Place]]:
-        """For each tensor: places in ``gradient``, and what of the tensor goes there."""
+    def _plan_moves(self) -> list[_Move]:
+        """The gathers: straight into ``full``, or what is small through ``_staging``."""
+        parts, part = self.axes.parts, self.axes.part
+        if self.is_direct:
+            return [(self.full, self.full.view(parts, -1)[part], self.shard)]
+        packed = self.packed
+        moves: list[_Move] = []
+        if packed:
+            moves.append((self._staging, self._staging.view(parts, -1)[part], self.shard[:packed]))
+        for index in range(self._together, len(self._regions)):
+            region, start = self._regions[index], self.layout.offsets[index]
+            mine = self.shard[start : start + region.shape[1]]
+            moves.append((region.view(-1), region[part], mine))
+        return moves
+
+    def _plan_copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """From ``_staging`` to each tensor: targets and sources, contiguous where they can be."""
         layout = self.layout
-        if isinstance(layout, FlatLayout):
-            ranges = (layout.range(index) for index in range(len(layout.names)))
-            return [
-                [(self.gradient[start:stop].view(shape), None)]
-                for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
-            ]
-        parts = layout.parts
-        rows = self.gradient.view(parts, -1)
-        slots: list[list[_Place]] = []
-        for index, (start, size) in enumerate(zip(layout.offsets, layout.slots, strict=True)):
-            if layout.dims[index] == 0 and layout.shapes[index][0] % parts == 0:
-                # Even chunks of rows: one strided copy for all ranks.
-                slots.append([(rows[:, start : start + size], [parts, size])])
-                continue
-            boxes = ((part, layout.box(index, part)) for part in range(parts))
-            slots.append(
-                [
-                    (rows[part, start : start + box.numel].view(box.shape), box.slices())
-                    for part, box in boxes
-                    if box.numel
-                ]
-            )
-        return slots
+        if self.is_direct or not self._together or not isinstance(layout, ChunkedLayout):
+            return None
+        rows = self._staging.view(layout.parts, -1)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index in range(self._together):
+            start, size = layout.offsets[index], layout.slots[index]
+            for part in range(layout.parts):
+                if not layout.dims[index]:
+                    targets.append(self._regions[index][part])
+                    sources.append(rows[part, start : start + size])
+                    continue
+                box = layout.box(index, part)
+                if box.numel:
+                    # A place in `full`: what autograd has saved of `views` must not look changed.
+                    targets.append(self._place(index)[box.slices()])
+                    sources.append(rows[part, start : start + box.numel].view(box.shape))
+        return targets, sources
 
 
 def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int:
@@ -364,27 +342,3 @@ def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int
 def _is_one_line(layout: ChunkedLayout) -> bool:
     """Whether gathered chunks of the one tensor lie as the tensor does."""
     return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
-
-
-def _line(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-def free(line: torch.Tensor) -> None:
-    """Give the memory of ``line`` back; its views stay valid for the next `restore`."""
-    storage = line.untyped_storage()
-    if storage.size():
-        storage.resize_(0)
-
-
-def restore(line: torch.Tensor, numel: int) -> None:
-    """Give ``line`` memory for ``numel`` elements, uninitialised."""
-    storage = line.untyped_storage()
-    size = numel * line.element_size()
-    if storage.size() != size:
-        storage.resize_(size)
-
-
-def is_free(line: torch.Tensor) -> bool:
-    """Whether ``line`` has no memory now."""
-    return line.numel() > 0 and line.untyped_storage().size() == 0

@@ -122,20 +122,45 @@ class ExposedTensors:
             flat.grad = reduced
             for entry in entries:
                 entry.exposed.grad = None
-        for entry, is_used in zip(self.entries(group), used, strict=True):
+        fresh = self._on(group, reduced)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
             exposed = entry.exposed
             if not is_used or not exposed.requires_grad:
                 continue
-            local = reduced[entry.start : entry.stop].view(entry.shape)
             if exposed.grad is None:
-                exposed.grad = dtensor_like(local, exposed)
+                exposed.grad = gradient
             else:
-                local_of(exposed.grad).add_(local)
+                targets.append(local_of(exposed.grad))
+                sources.append(local_of(gradient))
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
+        """A DTensor for each parameter of ``group``, with its part of ``reduced``.
+
+        Where that is memory which is kept from step to step, so are they.
+        """
+        kept = group.kept
+        is_kept = kept.holds(reduced)
+        if is_kept and kept.guests:
+            return [guest for guest, _ in kept.guests]
+        entries = self.entries(group)
+        made: list[torch.Tensor] = [
+            # Detached, since a view would hold on to the tensor that it is of.
+            dtensor_like(reduced[e.start : e.stop].view(e.shape).detach(), e.exposed)
+            for e in entries
+        ]
+        if is_kept:
+            kept.guests = [(dt, e.exposed) for dt, e in zip(made, entries, strict=True)]
+        return made
 
     @torch.no_grad()
     def take_over(self, unit: Unit) -> None:
         """Follow what modules hold now: other values, dtypes, devices or parameter objects."""
         for group in unit.groups:
+            group.kept.forget()
             held = [_held(entry) for entry in self.entries(group)]
             first = held[0]
             kind = (first.dtype, local_of(first).device)

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Iteration"]
 
-IN_FLIGHT = 2
-"""Reductions that may be under way; the oldest is waited for before another one starts."""
+IN_FLIGHT = 1
+"""Reductions that may be under way for each sum of a unit; then the oldest is waited for, before
+another one starts. Each holds the whole gradients of its unit."""
 
 REMEMBERED = 8
 """Forwards without a backward after which the oldest are forgotten."""
@@ -112,7 +113,8 @@ class Iteration:
 
     def before(self, driver: Driver) -> Driver | None:
         """The driver whose backward comes after that of ``driver``: it ran just before."""
-        for other in reversed(self.finished[: max(driver.position, 0)]):
+        for position in range(driver.position - 1, -1, -1):
+            other = self.finished[position]
             if other.unit is not None and other.unit is not driver.unit:
                 return other
         return None
@@ -125,7 +127,7 @@ class Iteration:
         unit.accumulate()
         for other in self.in_flight:
             other.reduce_further()
-        while len(self.in_flight) >= IN_FLIGHT:
+        while len(self.in_flight) >= IN_FLIGHT * max(len(unit.communicators), 1):
             self.in_flight.pop(0).finish_reduce()
         unit.reduce()
         self.in_flight.append(unit)

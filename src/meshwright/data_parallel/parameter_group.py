@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from meshwright.comm import Pending
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes, FlatBuffer, free, restore
+from meshwright.data_parallel.buffer import BufferTypes, DataAxes, FlatBuffer
+from meshwright.data_parallel.kept_line import KeptLine
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
@@ -119,8 +120,11 @@ class ParameterGroup:
         """Parameters whose own gradient was not finite in the last reduction that was watched."""
         self.partial: torch.Tensor | None = None
         """Sums over ``shard`` that have not been over ``replicate`` yet."""
+        self.kept = KeptLine()
+        """Memory for the mean."""
+        self._nothing: list[torch.Tensor | None] = [None] * len(slots)
         self._reduced: torch.Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: list[Pending] = []
         self._factor = 1.0
         self.mean: torch.Tensor | None = None
         """This rank's part of the mean gradient, finished and not delivered yet."""
@@ -154,8 +158,7 @@ class ParameterGroup:
             before.layout, self.axes, self.types, before.device, shard=before.shard
         )
         if before.has_gradient:
-            restore(self.buffer.gradient, before.layout.padded_size)
-            self.buffer.gradient.copy_(before.gradient)
+            self.buffer.take([g.to(self.types.reduce) for g in before.whole_gradients()])
         self._show_views()
 
     def _empty_shard(
@@ -186,12 +189,13 @@ class ParameterGroup:
     def accumulate(self) -> None:
         """Move the gradients that autograd has left on the parameters to the buffer."""
         gradients = [slot.full.grad for slot in self.slots]
-        if not any(gradient is not None for gradient in gradients):
+        if all(gradient is None for gradient in gradients):
             return
         self.buffer.take(gradients)
+        used = self.used
         for index, slot in enumerate(self.slots):
             if gradients[index] is not None:
-                self.used[index] = True
+                used[index] = True
                 slot.full.grad = None
 
     @torch.no_grad()
@@ -199,42 +203,63 @@ class ParameterGroup:
         """Start the sum over the ranks of what the buffer holds (zeros when it holds nothing)."""
         buffer, axes = self.buffer, self.axes
         if not buffer.has_gradient:
-            buffer.take([None] * len(self.slots))
-        line = buffer.gradient
+            buffer.take(self._nothing)
         if settings.is_watched:
             self.non_finite = self._find_non_finite()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
+        lines = buffer.gradients
         if settings.reduce_hook is not None:
-            out = line if axes.shard is None else line.new_empty(buffer.layout.shard_size)
-            settings.reduce_hook(line, out)
-            self._reduced, self._factor = out.clone() if out is line else out, 1.0
+            self._reduce_by(settings.reduce_hook)
             return
-        if line.dtype == torch.float16:
-            line.mul_(self._factor)
+        if self.types.reduce == torch.float16:
+            for line in lines:
+                line.tensor.mul_(self._factor)
             self._factor = 1.0
         if axes.shard is None:
-            self._reduced = line
+            self._reduced = lines[0].tensor
             return
-        self._reduced = line.new_empty(buffer.layout.shard_size)
-        self._pending = axes.shard.reduce_scatter(self._reduced, line, label=f"reduce {label}")
+        reduced = self._reduced = self._line_for_sums()
+        for line in lines:
+            out = reduced if len(lines) == 1 else reduced[line.start : line.stop]
+            self._pending.append(
+                axes.shard.reduce_scatter(out, line.tensor, label=f"reduce {label}")
+            )
+
+    def _line_for_sums(self) -> torch.Tensor:
+        size, dtype = self.buffer.layout.shard_size, self.types.reduce
+        if dtype == self.types.master:
+            return self.kept.take(size, dtype, self.buffer.device)
+        return torch.empty(size, dtype=dtype, device=self.buffer.device)
+
+    def _reduce_by(self, hook: ReduceHook) -> None:
+        """Let ``hook`` sum the gradients; what it returns is not scaled any more."""
+        lines, self._factor = self.buffer.gradients, 1.0
+        if self.axes.shard is None:
+            hook(lines[0].tensor, lines[0].tensor)
+            self._reduced = lines[0].tensor.clone()
+            return
+        reduced = self._reduced = self._line_for_sums()
+        for line in lines:
+            hook(line.tensor, reduced[line.start : line.stop])
 
     def _find_non_finite(self) -> list[str]:
         # One pass over the whole line; only a bad one is searched.
-        if math.isfinite(self.buffer.gradient.sum().item()):
-            return []
-        slots = zip(self.slots, self.buffer.gradient_parts(), strict=True)
-        return [
-            slot.name
-            for slot, parts in slots
-            if not all(bool(torch.isfinite(part).all()) for part in parts)
-        ]
+        found: list[str] = []
+        for line in self.buffer.gradients:
+            if math.isfinite(line.tensor.sum().item()):
+                continue
+            slots = zip(line.indices, line.parts(), strict=True)
+            found += [
+                self.slots[index].name
+                for index, parts in slots
+                if not all(bool(torch.isfinite(part).all()) for part in parts)
+            ]
+        return found
 
     @torch.no_grad()
     def reduce_further(self, label: str, settings: UnitSettings) -> None:
         """Start the second sum, over ``replicate``, when the first has ended."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self._wait()
         replicate, reduced = self.axes.replicate, self._reduced
         if reduced is None or replicate is None or settings.reduce_hook is not None:
             return
@@ -243,20 +268,21 @@ class ParameterGroup:
             self.partial = None
         if settings.all_reduce:
             kind = "replicate" if self.axes.shard is not None else "reduce"
-            self._pending = replicate.all_reduce(reduced, label=f"{kind} {label}")
+            self._pending.append(replicate.all_reduce(reduced, label=f"{kind} {label}"))
         else:
             self.partial = reduced
 
     @torch.no_grad()
     def finish_reduce(self, settings: UnitSettings) -> None:
         """Wait, and add this rank's part of the mean to ``mean``, unless it is partial still."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self._wait()
         reduced, self._reduced = self._reduced, None
-        if reduced is self.buffer.gradient:
-            reduced = reduced.clone()
-        free(self.buffer.gradient)
+        if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
+            own = self._line_for_sums().copy_(reduced)
+            if self.partial is reduced:
+                self.partial = own
+            reduced = own
+        self.buffer.release_gradients()
         if reduced is None or reduced is self.partial:
             return
         if settings.scale is not None:
@@ -268,12 +294,17 @@ class ParameterGroup:
             reduced.mul_(self._factor)
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)
 
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
     def drop(self) -> None:
         """Forget gradients and sums of an iteration that will not be finished."""
-        if self._pending is not None:
-            self._pending.wait()
-        self._pending = self._reduced = self.partial = self.mean = None
-        free(self.buffer.gradient)
+        self._wait()
+        self._reduced = self.partial = self.mean = None
+        self.kept.forget()
+        self.buffer.release_gradients()
         self.used = [False] * len(self.slots)
         for slot in self.slots:
             slot.full.grad = None

@@ -101,6 +101,8 @@ class Unit:
         """Whether a reduction has been started and not finished."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
+        self.trainable_groups = self._find_trainable()
+        """The groups in which a parameter requires grad, as of when they were last whole."""
         self.exposure.show_sharded(self)
 
     def __repr__(self) -> str:
@@ -152,6 +154,7 @@ class Unit:
             group.buffer.finish_gather()
         self._become(Phase.FULL)
         self.exposure.show_full(self)
+        self.trainable_groups = self._find_trainable()
 
     def reshard(self) -> None:
         """Let the modules hold the sharded parameters and give the memory of the rest back."""
@@ -231,8 +234,9 @@ class Unit:
         """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
         for group, flags in zip(self.trainable_groups, used, strict=True):
             if group.mean is not None:
-                self.exposure.set_gradients(self, group, group.mean, flags)
-                group.mean = None
+                # A tensor of its own on the same memory: the group counts who still uses that.
+                mean, group.mean = group.mean.detach(), None
+                self.exposure.set_gradients(self, group, mean, flags)
                 group.used = [False] * len(group.slots)
 
     def drop(self) -> None:
@@ -250,10 +254,8 @@ class Unit:
 
     # --------------------------------------------------------------------------- private
 
-    @property
-    def trainable_groups(self) -> list[ParameterGroup]:
-        """The groups in which a parameter requires grad now."""
-        return [group for group in self.groups if group.is_trainable]
+    def _find_trainable(self) -> tuple[ParameterGroup, ...]:
+        return tuple(group for group in self.groups if group.is_trainable)
 
     def _become(self, phase: Phase) -> None:
         if phase not in LEGAL[self._phase]:
