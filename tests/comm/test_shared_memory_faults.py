@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import shared_memory
-from meshwright.comm.shared_memory import joining
 from meshwright.comm.shared_memory.arena import Segment
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -337,18 +336,6 @@ def test_a_rank_that_has_left_is_named(ranks: Ranks) -> None:
         assert "rank 1 has destroyed the group" in str(error)
 
     ranks(2, body, connected=False)
-
-
-def test_a_rank_of_another_host_is_refused(ranks: Ranks) -> None:
-    def body() -> None:
-        rank = int(os.environ["RANK"])
-        if rank == 1:
-            joining.host_identity = lambda: "elsewhere/boot/namespace/0"
-        error = error_of(join, 2)
-        assert "elsewhere" in str(error)
-        assert "gloo" in str(error)
-
-    ranks(3, body, connected=False)
 
 
 def test_nothing_is_left_after_kills(ranks: Ranks, tmp_path: Path) -> None:

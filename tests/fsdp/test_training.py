@@ -149,6 +149,7 @@ def body_counts(strategy: str, use_orig_params: bool) -> None:
     assert count("train") == expected[0]
 
 
+@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_collectives_of_each_strategy(ranks: Ranks, strategy: str, use_orig_params: bool) -> None:

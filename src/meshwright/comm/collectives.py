@@ -454,4 +454,7 @@ def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     names = dict(
         part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
     )
-    return names.get(device.type, dist.get_backend(group))
+    name = names.get(device.type, dist.get_backend(group))
+    if name == shared_memory.BACKEND and not isinstance(group, shared_memory.SharedMemoryGroup):
+        return "gloo"  # its ranks are not of one host
+    return name
