@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -18,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import comm
 from meshwright.comm import shared_memory
+from meshwright.comm.launch import launch
 from meshwright.comm.shared_memory import arena, joining
+from meshwright.errors import CommunicationError
 from meshwright.testing import Ranks
 
 
@@ -141,6 +144,110 @@ def test_torch_alone_falls_back_to_gloo_too(ranks: Ranks, stranger: int) -> None
 
     assert any(ranks(3, body, connected=False))
 
+
+# ---------------------------------------------------------------------- users and launchers
+
+NOBODY = 65534
+
+
+def become_nobody(*, dumpable: bool) -> None:
+    """Run as an ordinary user from here on; ``dumpable`` as after a login or an ``exec``."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    set_dumpable = 4
+    assert ctypes.CDLL(None).prctl(set_dumpable, int(dumpable), 0, 0, 0) == 0
+
+
+@pytest.mark.parametrize("dumpable", [True, False])
+def test_ranks_of_an_ordinary_user(ranks: Ranks, dumpable: bool) -> None:
+    """A process into which others of its user may not look gets Gloo, not an error."""
+
+    def body() -> str:
+        become_nobody(dumpable=dumpable)
+        world = comm.connect()
+        check_operations(world)
+        return world.backend
+
+    assert ranks(2, body, connected=False) == ["meshwright" if dumpable else "gloo"] * 2
+
+
+def test_another_user_gets_nothing(ranks: Ranks) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be two users")
+
+    def body() -> str:
+        rank = int(os.environ["RANK"])
+        if rank == 1:
+            become_nobody(dumpable=True)
+        world = comm.connect()
+        check_operations(world)
+        segment = arena.Segment.create("meshwright-test", 4096)
+        places: list[tuple[int, int] | None] = [None, None]
+        dist.all_gather_object(places, (os.getpid(), segment.descriptor))
+        if rank == 1:
+            assert places[0] is not None
+            with pytest.raises(CommunicationError, match="cannot be opened"):
+                arena.Segment.open(*places[0], 4096)
+        world.barrier()
+        return world.backend
+
+    assert ranks(2, body, connected=False) == ["gloo", "gloo"]
+
+
+RANK = """
+    from meshwright import comm
+    from comm.test_hosts import check_operations
+    world = comm.connect()
+    check_operations(world)
+    assert world.backend == "meshwright", world.backend
+    comm.disconnect()
+"""
+
+FORKSERVER = """
+import multiprocessing, os
+
+def rank(number, port):
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    %s
+
+if __name__ == "__main__":
+    from meshwright.comm import host_store
+    store = host_store()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["comm.test_hosts"])
+    ranks = [context.Process(target=rank, args=(number, store.port)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_forkserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(FORKSERVER % RANK.strip().replace("\n", "\n    "))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=180
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_the_elastic_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
+    assert launch([sys.executable, str(script)], 2) == 0
+
+
+# ---------------------------------------------------------------------- two networks
 
 HOSTS = ("meshwright-a", "meshwright-b")
 
