@@ -360,6 +360,14 @@ class Communicator:
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def forgo_labels(self) -> None:
+        """Send the peers no labels from now on: this rank's operations may differ from theirs.
+
+        They are still compared by kind, shape, dtype, reduction and root.
+        """
+        if self._labelled is not None:
+            self._labelled.sends_labels = False
+
     # ------------------------------------------------------------------ the door
 
     def _issue(

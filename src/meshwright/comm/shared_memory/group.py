@@ -72,6 +72,8 @@ class SharedMemoryGroup(ProcessGroup):
     appear in errors, and calls on which both sides carry one must carry the same.
     """
 
+    sends_labels = True  # a rank that is known to differ from its peers may do without
+
     def __init__(
         self,
         options: GroupOptions,
@@ -101,7 +103,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     @next_label.setter
     def next_label(self, label: str) -> None:
-        self._local.label = label
+        self._local.label = label if self.sends_labels else ""
 
     # ------------------------------------------------------------------ reductions
 

@@ -108,7 +108,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _status_fields(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 
