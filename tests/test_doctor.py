@@ -25,7 +25,7 @@ def test_every_problem_comes_with_a_remedy() -> None:
 def test_collectives_are_measured_between_two_ranks() -> None:
     found = {finding.name: finding for finding in doctor.measure()}
     assert list(found) == ["all_reduce 4 KB", "all_reduce 1 MB", "barrier"]
-    assert all(" us (median, 2 ranks, gloo" in finding.value for finding in found.values())
+    assert all(" us (median, 2 ranks, meshwright)" in finding.value for finding in found.values())
     assert not any(finding.is_broken for finding in found.values())
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from meshwright import __version__
-from meshwright.comm import Communicator, connect, disconnect
+from meshwright.comm import Communicator, connect, disconnect, shared_memory
 from meshwright.comm.launch import launch
 from meshwright.errors import MeshwrightError
 
@@ -162,7 +162,8 @@ def _versions() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding(name="devices", value="cpu")
-        yield Finding(name="backends", value="gloo")
+        names = "gloo" if shared_memory.unsupported() else "shared memory, gloo"
+        yield Finding(name="backends", value=names)
         return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
@@ -197,20 +198,12 @@ def _memory() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    problem = ""
-    try:
-        descriptor = os.memfd_create("meshwright-doctor")
-        try:
-            os.ftruncate(descriptor, 2**20)
-        finally:
-            os.close(descriptor)
-    except (OSError, AttributeError) as error:
-        problem = f"expected a memfd of 1 MiB, found: {error}"
+    problem = shared_memory.unsupported()
     yield Finding(
         name="shared memory",
-        value="memfd does not work" if problem else "memfd works",
+        value="not usable" if problem else "usable between the CPU ranks of this machine",
         problem=problem,
-        remedy="ranks fall back to loopback; allow memfd_create in the sandbox" if problem else "",
+        remedy="ranks use Gloo over loopback, which is slower; allow what it names" * bool(problem),
     )
 
 

@@ -9,6 +9,8 @@ from meshwright import comm
 from meshwright.comm import Recorder, Transfer, observe
 from meshwright.testing import Ranks
 
+pytestmark = pytest.mark.backends("shm", "gloo")
+
 SIZES = [2, 3, 4]
 LARGE = 20_000  # elements: beyond the size from which Gloo's all-gather is replaced
 

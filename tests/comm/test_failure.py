@@ -86,6 +86,7 @@ def test_an_exception_is_named_with_rank_phase_and_line(
             assert seconds(str(error)) < 5
 
 
+@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize(("phase", "victim"), phase_and_victim((0, 2)))
 def test_a_killed_rank_is_named(ranks: Ranks, phase: str, victim: int) -> None:
     def body() -> None:
@@ -129,6 +130,7 @@ def test_a_stopped_rank_is_named_within_the_wait_and_does_not_come_back(
     assert stopped.ending == Ending.DIED and stopped.signal == signal.SIGKILL
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_a_late_rank_is_reported_once_on_every_rank_and_the_run_goes_on(ranks: Ranks) -> None:
     def body() -> list[str]:
         reports: list[str] = []
@@ -151,6 +153,7 @@ def test_a_late_rank_is_reported_once_on_every_rank_and_the_run_goes_on(ranks: R
         assert "nothing issued on this axis yet; waiting: rank 0, 2" in reports[0]
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_different_operations_are_named_with_both_labels(ranks: Ranks) -> None:
     def body() -> None:
         world = comm.connect(timeout=20.0, hang_after=1.0)
@@ -170,6 +173,7 @@ def test_different_operations_are_named_with_both_labels(ranks: Ranks) -> None:
     assert "unshard layers.4" in text and "reduce layers.3" in text
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_a_receive_without_a_send_names_the_silent_peer(ranks: Ranks) -> None:
     def body() -> None:
         world = comm.connect(timeout=2.0, hang_after=1.0)
@@ -187,6 +191,7 @@ def test_a_receive_without_a_send_names_the_silent_peer(ranks: Ranks) -> None:
     assert "rank 1 has not issued it: it is in forward, step 0 at " in str(error)
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_an_error_that_all_ranks_handle_does_not_stop_the_run(ranks: Ranks) -> None:
     def body() -> float:
         world = comm.connect(timeout=10.0, hang_after=1.0)

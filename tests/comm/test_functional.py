@@ -11,6 +11,8 @@ from meshwright import comm
 from meshwright.comm import Recorder, functional, observe
 from meshwright.testing import Ranks
 
+pytestmark = pytest.mark.backends("shm", "gloo")
+
 Operation = Callable[[torch.Tensor, comm.Communicator], torch.Tensor]
 
 

@@ -32,6 +32,7 @@ def test_one_communicator_for_a_group(ranks: Ranks) -> None:
     ranks(4, body)
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_subgroups_count_their_own_operations(ranks: Ranks) -> None:
     def body() -> tuple[tuple[int, ...], float, tuple[int, ...], float]:
         world = comm.communicator()
@@ -77,6 +78,7 @@ def test_a_default_group_of_torch_is_used_as_it_is(ranks: Ranks) -> None:
     assert ranks(2, body, connected=False) == [2.0, 2.0]
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_connect_again_after_disconnect(ranks: Ranks) -> None:
     def body() -> None:
         import torch.distributed as dist

@@ -7,7 +7,9 @@ import importlib
 import os
 import random
 import threading
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,12 +25,13 @@ from meshwright.comm.shared_memory.arena import ArenaLayout, SharedTensors
 from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES
 from meshwright.comm.shared_memory.reductions import accumulate, check_reduction
+from meshwright.errors import CollectiveTimeoutError
 from meshwright.testing import Ranks
 
 
-def join() -> dist.ProcessGroup:
+def join(backend: str = "cpu:meshwright") -> dist.ProcessGroup:
     shared_memory.register()
-    dist.init_process_group("cpu:meshwright")
+    dist.init_process_group(backend)
     world = dist.group.WORLD
     assert world is not None
     return world
@@ -45,7 +48,7 @@ reduce_scatter_single = current("reduce_scatter_single", "reduce_scatter_tensor"
 
 
 def test_this_machine_is_supported() -> None:
-    assert shared_memory.is_supported() == ""
+    assert shared_memory.unsupported() == ""
     assert shared_memory.host_identity() == shared_memory.host_identity()
 
 
@@ -282,8 +285,16 @@ def test_many_random_calls(ranks: Ranks, seed: int, size: int) -> None:
     ranks(size, random_calls, seed, 200, connected=False, timeout=120)
 
 
-def random_calls(seed: int, count: int) -> None:
-    world = join()
+@pytest.mark.slow
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([2, 3, 4]))
+def test_random_calls_on_gloo(ranks: Ranks, seed: int, size: int) -> None:
+    """The same calls give the same numbers there."""
+    ranks(size, random_calls, seed, 60, "gloo", connected=False, timeout=120)
+
+
+def random_calls(seed: int, count: int, backend: str = "cpu:meshwright") -> None:
+    world = join(backend)
     groups = [world, dist.new_group()]
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed)
@@ -338,6 +349,29 @@ def _finish(
     if work is not None:
         work.wait()
     assert torch.equal(out, expected), what
+
+
+def test_what_torch_asks_of_a_group(ranks: Ranks) -> None:
+    """Its time limit can be set; what only Gloo has is refused with words."""
+
+    def body() -> None:
+        world = join()
+        with pytest.raises(ValueError, match="only implemented for GLOO"):
+            dist.monitored_barrier()
+        backend = world._get_backend(torch.device("cpu"))
+        assert backend.name() == shared_memory.BACKEND
+        with pytest.raises(RuntimeError, match="communicates on the CPU"):
+            world._get_backend(torch.device("cuda"))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), world)
+        if dist.get_rank() == 0:
+            start = time.monotonic()
+            with pytest.raises(CollectiveTimeoutError, match="missing is rank 1"):
+                dist.all_reduce(torch.ones(1))
+            assert time.monotonic() - start < 2
+        else:
+            time.sleep(0.8)
+
+    ranks(2, body, connected=False)
 
 
 def test_lives_are_looked_at_from_several_threads(ranks: Ranks) -> None:

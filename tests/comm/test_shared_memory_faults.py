@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import shared_memory
-from meshwright.comm.shared_memory import joining
 from meshwright.comm.shared_memory.arena import Segment
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -31,8 +30,8 @@ from meshwright.errors import (
 from meshwright.testing import Ranks, RanksFailed
 from meshwright.testing.outcome import Ending, Outcome
 
-Operation = Callable[[int, int], object]
-"""Called with this rank and the rank that is lost."""
+Operation = Callable[[int, dist.ProcessGroup | None], object]
+"""Called with the rank that is lost, on a group of three."""
 LARGE = 3_000_000
 
 
@@ -67,18 +66,33 @@ def refuses_everything() -> None:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "all_reduce": lambda rank, lost: dist.all_reduce(torch.ones(10)),
-    "all_reduce large": lambda rank, lost: dist.all_reduce(torch.ones(LARGE)),
-    "all_gather": lambda rank, lost: dist.all_gather([torch.ones(5)] * 3, torch.ones(5)),
-    "broadcast": lambda rank, lost: dist.broadcast(torch.ones(5), 2),
-    "reduce": lambda rank, lost: dist.reduce(torch.ones(5), 0),
-    "barrier": lambda rank, lost: dist.barrier(),
-    "all_to_all": lambda rank, lost: dist.all_to_all_single(torch.ones(6), torch.ones(6)),
-    "recv": lambda rank, lost: dist.recv(torch.ones(5), lost),
-    "recv any": lambda rank, lost: dist.recv(torch.ones(5)),
-    "send large": lambda rank, lost: dist.send(torch.ones(LARGE), lost),
-    "asynchronous": lambda rank, lost: _wait(dist.all_reduce(torch.ones(10), async_op=True)),
-    "object": lambda rank, lost: dist.all_gather_object([None] * 3, rank),
+    "all_reduce": lambda lost, group: dist.all_reduce(torch.ones(10), group=group),
+    "all_reduce large": lambda lost, group: dist.all_reduce(torch.ones(LARGE), group=group),
+    "all_gather": lambda lost, group: dist.all_gather(
+        [torch.ones(5)] * 3, torch.ones(5), group=group
+    ),
+    "reduce_scatter": lambda lost, group: dist.reduce_scatter(
+        torch.ones(5), [torch.ones(5)] * 3, group=group
+    ),
+    "broadcast": lambda lost, group: dist.broadcast(torch.ones(5), 2, group=group),
+    "reduce": lambda lost, group: dist.reduce(torch.ones(5), 0, group=group),
+    "gather": lambda lost, group: dist.gather(
+        torch.ones(5), [torch.ones(5)] * 3 if dist.get_rank() == 0 else None, group=group
+    ),
+    "scatter": lambda lost, group: dist.scatter(
+        torch.ones(5), [torch.ones(5)] * 3 if dist.get_rank() == 0 else None, group=group
+    ),
+    "barrier": lambda lost, group: dist.barrier(group=group),
+    "all_to_all": lambda lost, group: dist.all_to_all_single(
+        torch.ones(6), torch.ones(6), group=group
+    ),
+    "recv": lambda lost, group: dist.recv(torch.ones(5), lost, group=group),
+    "recv any": lambda lost, group: dist.recv(torch.ones(5), group=group),
+    "send large": lambda lost, group: dist.send(torch.ones(LARGE), lost, group=group),
+    "asynchronous": lambda lost, group: _wait(
+        dist.all_reduce(torch.ones(10), group=group, async_op=True)
+    ),
+    "object": lambda lost, group: dist.all_gather_object([None] * 3, lost, group=group),
 }
 
 
@@ -114,7 +128,7 @@ def test_a_killed_rank_is_named_within_a_second(
             time.sleep(0.1)
             note.write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        error = error_of(lambda: (OPERATIONS[name](rank, lost), dist.barrier()), 5)
+        error = error_of(lambda: (OPERATIONS[name](lost, None), dist.barrier()), 5)
         assert time.monotonic() - float(note.read_text()) < 1
         assert isinstance(error, RankFailedError) and error.rank == lost
         refuses_everything()
@@ -164,6 +178,57 @@ def test_a_stopped_rank_is_named_at_the_limit(ranks: Ranks) -> None:
     ranks(3, body, connected=False)
 
 
+def stop_in_each(cases: Sequence[tuple[str, int]]) -> None:
+    """For each operation and rank, stop the rank in a group of its own that waits 0.5 s."""
+    world = join()
+    rank, pids = dist.get_rank(), world._meeting.peers.pids
+    for name, stopped in cases:
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        dist.barrier()
+        if rank == stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            error_of(functools.partial(dist.barrier, group=group), 5)
+        else:
+            _until(lambda pid=pids[stopped]: _is_stopped(pid))
+            try:
+                error = error_of(functools.partial(_and_barrier, name, stopped, group), 3)
+            finally:
+                first = min({0, 1, 2} - {stopped})
+                if rank == first:  # the other must have found out by itself, or from this rank
+                    time.sleep(0.2)
+                    os.kill(pids[stopped], signal.SIGCONT)
+            assert f"rank {stopped} (process {pids[stopped]}, stopped" in str(error), (name, error)
+        dist.barrier()
+
+
+def _and_barrier(name: str, stopped: int, group: dist.ProcessGroup) -> None:
+    OPERATIONS[name](stopped, group)
+    dist.barrier(group=group)
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+QUICKLY_STOPPED = [("reduce_scatter", 0), ("scatter", 2), ("recv", 1), ("asynchronous", 0)]
+
+
+def test_a_rank_stopped_in_an_operation_is_named(ranks: Ranks) -> None:
+    ranks(3, stop_in_each, QUICKLY_STOPPED, connected=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_each_rank_stopped_in_each_operation_is_named(ranks: Ranks, stopped: int) -> None:
+    cases = [(name, stopped) for name in OPERATIONS]
+    ranks(3, stop_in_each, cases, connected=False, timeout=120)
+
+
 def test_a_wait_with_a_bound_can_be_repeated(ranks: Ranks) -> None:
     def body() -> None:
         join()
@@ -187,115 +252,6 @@ def test_a_wait_with_a_bound_can_be_repeated(ranks: Ranks) -> None:
         receive.wait()
         assert tensor.tolist() == [2, 2, 2]
         dist.barrier()
-
-    ranks(2, body, connected=False)
-
-
-def reduce_max(rank: int, group: dist.ProcessGroup) -> None:
-    operation = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
-    dist.all_reduce(torch.ones(3), operation, group=group)
-
-
-def labelled(rank: int, group: dist.ProcessGroup) -> None:
-    assert isinstance(group, shared_memory.SharedMemoryGroup)
-    group.next_label = "reduce layer 1" if rank == 1 else "reduce layer 0"
-    dist.all_reduce(torch.ones(3), group=group)
-
-
-def operation_differs(rank: int, group: dist.ProcessGroup) -> None:
-    if rank == 1:
-        dist.broadcast(torch.ones(3), 0, group=group)
-    else:
-        dist.all_reduce(torch.ones(3), group=group)
-
-
-MISMATCHES: dict[str, tuple[Callable[[int, dist.ProcessGroup], object], list[str]]] = {
-    "shape": (
-        lambda rank, group: dist.all_reduce(
-            torch.ones(*((4, 2) if rank == 1 else (2, 4))), group=group
-        ),
-        ["float32[2, 4]", "float32[4, 2]"],
-    ),
-    "large shape": (
-        lambda rank, group: dist.all_reduce(torch.ones(LARGE + rank), group=group),
-        [f"float32[{LARGE}]", f"float32[{LARGE + 1}]"],
-    ),
-    "dtype": (
-        lambda rank, group: dist.all_reduce(
-            torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32), group=group
-        ),
-        ["float32[4]", "int32[4]"],
-    ),
-    "operation": (operation_differs, ["broadcast", "all_reduce"]),
-    "reduction": (reduce_max, ["all_reduce sum", "all_reduce max"]),
-    "root": (
-        lambda rank, group: dist.broadcast(torch.ones(4), rank % 2, group=group),
-        ["root rank 0", "root rank 1"],
-    ),
-    "order": (labelled, ['"reduce layer 0"', '"reduce layer 1"']),
-    "splits": (
-        lambda rank, group: dist.all_to_all_single(
-            torch.ones(3), torch.ones(3), [1, 1, 1], [1, 2, 0] if rank == 1 else None, group=group
-        ),
-        ["rank 1 sends", "bytes to rank", "room for 4"],
-    ),
-}
-
-
-def _then_barrier(
-    operation: Callable[[int, dist.ProcessGroup], object], rank: int, group: dist.ProcessGroup
-) -> None:
-    operation(rank, group)
-    dist.barrier(group=group)
-
-
-@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
-def test_mismatches_are_named_on_every_rank(ranks: Ranks, kind: str) -> None:
-    """Each mismatch has a group of its own, which is of no use afterwards."""
-
-    def body() -> None:
-        join()
-        rank = dist.get_rank()
-        for name, (operation, texts) in MISMATCHES.items():
-            group = dist.new_group()
-            assert group is not None
-
-            error = error_of(functools.partial(_then_barrier, operation, rank, group), 2)
-            assert isinstance(error, CollectiveMismatchError), (name, error)
-            for text in texts:
-                assert text in str(error), (name, error)
-            with pytest.raises(CollectiveMismatchError, match="unusable"):
-                dist.all_reduce(torch.ones(3), group=group, async_op=kind == "asynchronous")
-        dist.all_reduce(torch.ones(3))  # the world is well
-        dist.destroy_process_group()
-
-    ranks(3, body, connected=False)
-
-
-def test_an_unlabelled_call_fits_a_labelled_one(ranks: Ranks) -> None:
-    def body() -> None:
-        group = join()
-        tensor = torch.ones(3)
-        if dist.get_rank() == 1:
-            group.next_label = "reduce layer 0"
-        dist.all_reduce(tensor)
-        assert group.next_label == ""
-        assert tensor.tolist() == [2, 2, 2]
-
-    ranks(2, body, connected=False)
-
-
-def test_messages_that_differ_are_named(ranks: Ranks) -> None:
-    def body() -> None:
-        join()
-        if dist.get_rank() == 1:
-            dist.send(torch.ones(3), 0)
-            error = error_of(lambda: dist.recv(torch.ones(3), 0), 2)
-        else:
-            error = error_of(lambda: dist.recv(torch.ones(4), 1), 2)
-        assert isinstance(error, CollectiveMismatchError)
-        assert "rank 1 called send float32[3]" in str(error)
-        assert "rank 0 called recv float32[4]" in str(error)
 
     ranks(2, body, connected=False)
 
@@ -339,31 +295,24 @@ def test_a_rank_that_has_left_is_named(ranks: Ranks) -> None:
     ranks(2, body, connected=False)
 
 
-def test_a_rank_of_another_host_is_refused(ranks: Ranks) -> None:
-    def body() -> None:
-        rank = int(os.environ["RANK"])
-        if rank == 1:
-            joining.host_identity = lambda: "elsewhere/boot/namespace/0"
-        error = error_of(join, 2)
-        assert "elsewhere" in str(error)
-        assert "gloo" in str(error)
-
-    ranks(3, body, connected=False)
-
-
-def test_nothing_is_left_after_kills(ranks: Ranks, tmp_path: Path) -> None:
-    """No file in /dev/shm, no descriptor or thread in a survivor, no mapping of other processes."""
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_nothing_is_left_after_kills(ranks: Ranks, count: int) -> None:
+    """No file in /dev/shm, no process, no descriptor or mapping of a segment."""
     before = set(os.listdir("/dev/shm"))
 
     def body() -> None:
-        for _ in range(10):
-            _run_and_kill()
+        for turn in range(count):
+            _run_and_kill(turn % 2, delay=turn % 7 * 0.003)
+        assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == ""
+        assert "meshwright-" not in Path("/proc/self/maps").read_text()
+        links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        assert not any("meshwright-" in _target(link) for link in links)
 
-    ranks(1, body, connected=False)
+    ranks(1, body, connected=False, timeout=180)
     assert set(os.listdir("/dev/shm")) == before
 
 
-def _run_and_kill() -> None:
+def _run_and_kill(victim: int, delay: float) -> None:
     """Two processes in a loop of collectives; one is killed, the other must end by itself."""
     directory = tempfile.mkdtemp()
     store = os.path.join(directory, "store")
@@ -387,9 +336,10 @@ def _run_and_kill() -> None:
         children.append(child)
     while len(os.listdir(directory)) < 3:
         time.sleep(0.005)
-    os.kill(children[0], signal.SIGKILL)
+    time.sleep(delay)
+    os.kill(children[victim], signal.SIGKILL)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [-signal.SIGKILL, 7]
+    assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 7)
     shutil.rmtree(directory)
 
 
@@ -400,7 +350,7 @@ def test_threads_and_descriptors_end_with_the_group(ranks: Ranks) -> None:
         def counts() -> tuple[int, int]:
             return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-        for turn in range(4):
+        for turn in range(100):
             group = dist.new_group()
             work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
             _wait(work)

@@ -95,6 +95,7 @@ def test_trains_as_one_process(
     ranks(2, body_trains, options, optimizer)
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_trains_as_one_process_on_four_ranks(ranks: Ranks) -> None:
     ranks(4, body_trains, {"bucket_cap_mb": 5e-5}, torch.optim.Adam)
 

@@ -155,6 +155,7 @@ SEED = [
 ]
 
 
+@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("body", SEED, ids=lambda body: body.__name__.removeprefix("body_seed_"))
 def test_seed(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -123,6 +123,7 @@ def test_trains_as_one_process_in_one_unit(ranks: Ranks, name: str) -> None:
     ranks(2, body_parity, name, "root", "adam", {})
 
 
+@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("name", ["uneven", "transformer"])
 def test_trains_as_one_process_in_hybrid(ranks: Ranks, name: str) -> None:
     ranks(4, body_parity, name, "all", "adam", {"hybrid": True})

@@ -15,6 +15,8 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
 from meshwright.testing import Ranks
 
+pytestmark = pytest.mark.backends("shm", "gloo")
+
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP"]
 
 

@@ -77,6 +77,7 @@ def body_sync() -> None:
         assert all((value == 0).all() for k, value in model.state_dict().items() if "weight" in k)
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_hsdp_sync_module_state(ranks: Ranks) -> None:
     ranks(4, body_sync)
 
@@ -109,6 +110,7 @@ def body_save_load() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.backends("shm", "gloo")
 def test_hsdp_save_load_state_dict(ranks: Ranks) -> None:
     ranks(4, body_save_load)
 
@@ -167,6 +169,7 @@ def body_basic(strategy: str, mixed: bool, use_orig_params: bool, use_mesh: bool
     assert counts["all_reduce"] == (expected if mixed else units)
 
 
+@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_hybrid_basic_setup(ranks: Ranks, strategy: str, mixed: bool) -> None:

@@ -76,12 +76,24 @@ def test_reports_and_outcomes(outside: pytest.Pytester, mode: str) -> None:
 def test_the_backend_of_the_command_line(outside: pytest.Pytester) -> None:
     outside.makepyfile(
         """
+        import os
+        import pytest
+        from meshwright.comm import communicator
+
         def test_it(ranks):
             ranks(2, lambda: None)
+
+        @pytest.mark.backends("shm", "gloo")
+        def test_each(ranks, request):
+            name = request.node.callspec.params["ranks"]
+            expected = {"shm": "meshwright", "gloo": "gloo"}[name]
+            assert ranks(2, lambda: communicator().backend) == [expected] * 2
+            variable = lambda: os.environ["MESHWRIGHT_CPU_BACKEND"]
+            assert ranks(2, variable, connected=False) == [name] * 2
         """
     )
     result = outside.runpytest_subprocess("--ranks-backend=nonsense")
-    result.assert_outcomes(failed=1)
+    result.assert_outcomes(failed=1, passed=2)
     result.stdout.fnmatch_lines(["*nonsense*"])
 
 

@@ -360,6 +360,14 @@ class Communicator:
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def forgo_labels(self) -> None:
+        """Send the peers no labels from now on: this rank's operations may differ from theirs.
+
+        They are still compared by kind, shape, dtype, reduction and root.
+        """
+        if self._labelled is not None:
+            self._labelled.sends_labels = False
+
     # ------------------------------------------------------------------ the door
 
     def _issue(
@@ -454,4 +462,7 @@ def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     names = dict(
         part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
     )
-    return names.get(device.type, dist.get_backend(group))
+    name = names.get(device.type, dist.get_backend(group))
+    if name == shared_memory.BACKEND and not isinstance(group, shared_memory.SharedMemoryGroup):
+        return "gloo"  # its ranks are not of one host
+    return name

@@ -73,8 +73,9 @@ def connect(
     when there is neither, this process is a world of its own. A default group that exists already
     is used as it is. ``timeout`` and ``hang_after`` are in seconds: a wait longer than
     ``hang_after`` is reported, one longer than ``timeout`` ends, both naming the missing ranks.
-    ``backend`` is ``"gloo"``, ``"shm"`` (shared memory, on one CPU host) or any name that c10d
-    knows; None chooses NCCL on GPUs, and on CPUs what ``MESHWRIGHT_CPU_BACKEND`` says, else Gloo.
+    ``backend`` is ``"gloo"``, ``"shm"`` or any name that c10d knows. None chooses NCCL on GPUs, and
+    on CPUs what ``MESHWRIGHT_CPU_BACKEND`` says, else ``"shm"``: groups whose ranks share a host
+    and a user communicate through shared memory, other groups through Gloo.
 
     Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
     come within ``timeout``: the message names them.
@@ -282,7 +283,7 @@ def _sign_in(
     store: dist.Store, rank: int, world_size: int, timeout: float
 ) -> list[Mapping[str, Any]]:
     """Write this rank into the roll, wait for the others, and return every rank's entry."""
-    unsupported = shared_memory.is_supported()
+    unsupported = shared_memory.unsupported()
     mine = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -313,8 +314,9 @@ def _sign_in(
 def _choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: int) -> str:
     """c10d's name of the backends that serve this world.
 
-    NCCL where every rank of this host has a GPU of its own. CPU tensors go through Gloo, or through
-    shared memory when that is ``asked`` for (or set in ``MESHWRIGHT_CPU_BACKEND``) and possible.
+    NCCL where every rank of this host has a GPU of its own. CPU tensors go through shared memory
+    where ranks share a host, group by group, unless Gloo is ``asked`` for or set in
+    ``MESHWRIGHT_CPU_BACKEND``.
     """
     if asked not in (None, "gloo", "shm"):
         return str(asked)
@@ -323,25 +325,28 @@ def _choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: 
     if torch.cuda.is_available() and torch.cuda.device_count() >= hosts.count(hosts[rank]):
         torch.cuda.set_device(local)
         return "cpu:gloo,cuda:nccl"
-    choice = asked or os.environ.get("MESHWRIGHT_CPU_BACKEND", "gloo")
-    if choice not in ("gloo", "shm"):
+    choice = asked or os.environ.get("MESHWRIGHT_CPU_BACKEND")
+    if choice not in (None, "gloo", "shm"):
         raise ValueError(f"MESHWRIGHT_CPU_BACKEND: expected gloo or shm, found {choice!r}")
-    reason = "" if choice == "gloo" else _no_shared_memory(roll)
-    if choice == "gloo" or reason:
-        if reason and rank == 0:
-            _log.warning("%s: the ranks communicate through Gloo", reason)
+    reason = "Gloo was asked for" if choice == "gloo" else _no_shared_memory(roll)
+    if reason:
+        if choice != "gloo" and rank == 0:
+            level = logging.WARNING if choice == "shm" else logging.INFO
+            _log.log(level, "%s: the ranks communicate through Gloo", reason)
         return "gloo"
     shared_memory.register()
     return f"cpu:{shared_memory.BACKEND}"
 
 
 def _no_shared_memory(roll: Sequence[Mapping[str, Any]]) -> str:
-    """Why these ranks cannot share memory, the same text on all of them; empty when they can."""
+    """Why no two of these ranks can share memory, the same text on all; empty when some can."""
     for rank, entry in enumerate(roll):
         if entry["unsupported"]:
             return f"rank {rank}: {entry['unsupported']}"
-    places = {entry["place"] for entry in roll}
-    return "" if len(places) == 1 else f"the ranks are on {len(places)} hosts"
+    places = [entry["place"] for entry in roll]
+    if len(places) > 1 and len(set(places)) == len(places):
+        return f"the {len(places)} ranks are on as many hosts"
+    return ""
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -175,7 +175,9 @@ def _order_check(drivers: Sequence[Driver], options: OrderOptions | None) -> Ord
         )
         for driver in drivers
     ]
-    return OrderCheck(communicator, ordered, options)
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    axes = {axis for unit in units for axis in unit.communicators}
+    return OrderCheck(communicator, ordered, options, axes=list(axes))
 
 
 def _sent(group: ParameterGroup) -> int:

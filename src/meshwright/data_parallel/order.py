@@ -107,10 +107,13 @@ class OrderCheck:
         options: OrderOptions | None = None,
         *,
         root: str = "",
+        axes: Sequence[Communicator] = (),
     ) -> None:
+        """``axes`` are all communicators through which the units send."""
         self._communicator = communicator
         self._rank = communicator.ranks[communicator.rank]
         self._names = UnitNames(units)
+        self._axes = axes
         self._options = OrderOptions() if options is None else options
         self._root = f" of {root}" if root else ""
         self.reference: OrderRecord | None = None
@@ -227,6 +230,9 @@ class OrderCheck:
 
     def _leave(self, position: int, unit: int) -> None:
         """This rank is about to leave its order: say so, and ask the others from here on."""
+        if not self._is_error:
+            for axis in self._axes:
+                axis.forgo_labels()
         if self._is_alone or self.is_unchecked or PROCESS.monitor is None:
             return
         PROCESS.monitor.deviate(self._deviation(position, unit))

@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture ``ranks`` and the option ``--ranks-backend``."""
+"""The pytest plugin: the fixture ``ranks``, its backends, and the option ``--ranks-backend``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 
 from meshwright.testing.pool import Ranks, shared_pool
 
-__all__ = ["pytest_addoption", "pytest_unconfigure", "ranks"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "pytest_unconfigure",
+    "ranks",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line(
+        "markers",
+        'backends("shm", "gloo", ...): run a test that uses `ranks` once for each of them',
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test one parameter for each backend that its marker names."""
+    marker = metafunc.definition.get_closest_marker("backends")
+    if marker is not None and "ranks" in metafunc.fixturenames:
+        metafunc.parametrize("ranks", marker.args, indirect=True)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the pool's server, if a test has started it."""
     shared_pool().close()
@@ -29,6 +50,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """`meshwright.testing.ranks` with the backend of the command line."""
-    backend = request.config.getoption("--ranks-backend")
+    """`meshwright.testing.ranks` with the backend of the test's marker or the command line."""
+    backend = getattr(request, "param", None) or request.config.getoption("--ranks-backend")
     return cast("Ranks", functools.partial(shared_pool().run, backend=backend))

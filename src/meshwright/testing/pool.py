@@ -93,7 +93,7 @@ class Pool:
             grace=grace,
             backend=backend,
             connected=connected,
-            environment=dict(os.environ),
+            environment=_environment(backend),
             directory=os.getcwd(),
             path=tuple(sys.path),
             test_modules=modules.rewritten(),
@@ -204,7 +204,8 @@ def ranks(
     ``timeout`` is the deadline in seconds; ranks that are still running then have their Python
     stacks shown and are killed. After the first failure the others have ``grace`` seconds to end.
     ``backend`` goes to ``comm.connect``; with ``connected=False`` the body connects by itself, from
-    torchrun's variables, which are set.
+    torchrun's variables, which are set, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or
+    shm.
 
     Raises `RanksFailed` when any rank raised, died, hung or did not end well; skips the test when a
     body called ``pytest.skip``.
@@ -241,6 +242,14 @@ def _pool_of(process: int) -> Pool:
     pool = Pool()
     atexit.register(pool.close)
     return pool
+
+
+def _environment(backend: str | None) -> dict[str, str]:
+    """The caller's environment; a body that connects by itself finds the backend in it."""
+    environment = dict(os.environ)
+    if backend in ("gloo", "shm"):
+        environment["MESHWRIGHT_CPU_BACKEND"] = backend
+    return environment
 
 
 def _warning_filters() -> tuple[wire.WarningFilter, ...]:

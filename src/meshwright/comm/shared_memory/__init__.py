@@ -4,13 +4,13 @@ Bottom-up: `arena` (segments of memory, tensors in them, the layout of a group's
 sleeping, lost ranks), `calls` (what a rank calls, compared before data moves), `reductions`,
 `collectives` (each as a generator of steps), `buffers` (strided tensors), `queue` (order of calls,
 works), `channels` and `transfers` (point-to-point messages), `joining` (how ranks come to share an
-arena), `group` (the methods that c10d calls), `backend` (registered with `torch.distributed`).
+arena), `transport` and `group` (what c10d asks and calls), `backend` (registered with c10d).
 """
 
 from __future__ import annotations
 
-from meshwright.comm.shared_memory.arena import host_identity
-from meshwright.comm.shared_memory.backend import allocate, is_supported, register
+from meshwright.comm.shared_memory.arena import host_identity, unsupported
+from meshwright.comm.shared_memory.backend import allocate, register
 from meshwright.comm.shared_memory.group import BACKEND, SharedMemoryGroup
 
 __all__ = [
@@ -18,6 +18,6 @@ __all__ = [
     "SharedMemoryGroup",
     "allocate",
     "host_identity",
-    "is_supported",
     "register",
+    "unsupported",
 ]

@@ -59,7 +59,7 @@ def unsupported() -> str:
 
 def host_identity() -> str:
     """The same text in two processes exactly when they can share memory with each other."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         boot = file.read().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{platform.node()}/{boot}/{namespace}/{os.geteuid()}"

@@ -2,22 +2,27 @@
 
 ``register()`` makes it known to `torch.distributed`; then
 ``init_process_group("cpu:meshwright")``, subgroups, `DeviceMesh`, functional collectives and
-DTensor work on it. All ranks of a group must be processes of one user on one host.
+DTensor work on it. Each group is looked at on its own: one whose ranks are processes of one user on
+one host shares memory, any other is an ordinary Gloo group.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.shared_memory.arena import SharedTensors, unsupported
+from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.group import BACKEND, GroupOptions, SharedMemoryGroup
-from meshwright.errors import CommunicationError
+from meshwright.comm.shared_memory.joining import ApartError, join
 
-__all__ = ["allocate", "is_supported", "register"]
+__all__ = ["allocate", "register"]
+
+_log = logging.getLogger("meshwright")
 
 
 class _Host:
@@ -26,16 +31,26 @@ class _Host:
     def __init__(self) -> None:
         self.tensors = SharedTensors()
         self._groups: dict[int, SharedMemoryGroup] = {}
+        self._known: dict[int, tuple[int, int]] = {}
+        """Process id and start time of the ranks of this host that were met, by world number."""
         self.crowd = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         """The most ranks on this host that are known of."""
 
-    def create(self, options: GroupOptions, backend_options: object) -> SharedMemoryGroup:
+    def create(self, options: GroupOptions, backend_options: object) -> dist.ProcessGroup:
         """Make a group: the creator that c10d calls on each of its ranks."""
-        reason = unsupported()
-        if reason:
-            raise CommunicationError(f"{reason}. Use the gloo backend")
-        self.crowd = max(self.crowd, options.group_size)
-        group = SharedMemoryGroup(options, self.tensors, self.crowd, self._forget)
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        if not dist.is_initialized():
+            self._known.clear()  # a new world numbers its ranks anew
+        crowd = max(self.crowd, len(ranks))
+        timeout = options.timeout.total_seconds()
+        try:
+            meeting = join(options.store, options.group_rank, ranks, crowd, timeout, self._known)
+        except ApartError as error:
+            _log.info("group %s communicates through Gloo: %s", options.group_id, error)
+            return _gloo_group(options, ranks)
+        self.crowd = crowd
+        self._known.update(zip(ranks, meeting.peers.processes, strict=True))
+        group = SharedMemoryGroup(options, meeting, self.tensors, self._forget)
         self._groups[id(group)] = group
         return group
 
@@ -48,9 +63,20 @@ class _Host:
             group.shutdown()
 
 
-def is_supported() -> str:
-    """Why the backend cannot be used by this process; empty when it can."""
-    return unsupported()
+def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """What c10d makes for the backend ``gloo``."""
+    store = dist.PrefixStore("gloo", options.store)
+    transport = dist.ProcessGroupGloo(
+        store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+    transport.options.global_ranks_in_group = list(ranks)
+    transport.options.group_name = options.group_id  # pyrefly: ignore[bad-assignment]
+    transport._set_sequence_number_for_group()
+    group = dist.ProcessGroup(store, options.group_rank, options.group_size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, transport)
+    return group
 
 
 def register() -> None:

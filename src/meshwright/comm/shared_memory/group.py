@@ -16,10 +16,11 @@ from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.buffers import contiguous, copied_back, name_of, on_cpu, writable
 from meshwright.comm.shared_memory.calls import Call
 from meshwright.comm.shared_memory.collectives import Exchange, Steps
-from meshwright.comm.shared_memory.joining import join
 from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
 from meshwright.comm.shared_memory.reductions import check_reduction
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
+from meshwright.comm.shared_memory.transport import CpuTransport
+from meshwright.comm.shared_memory.waits import Meeting
 from meshwright.errors import CommunicationError
 
 __all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]
@@ -71,25 +72,26 @@ class SharedMemoryGroup(ProcessGroup):
     appear in errors, and calls on which both sides carry one must carry the same.
     """
 
+    sends_labels = True  # a rank that is known to differ from its peers may do without
+
     def __init__(
         self,
         options: GroupOptions,
+        meeting: Meeting,
         tensors: SharedTensors,
-        crowd: int,
         left: Callable[[SharedMemoryGroup], None],
     ) -> None:
-        """``crowd`` is the number of ranks on this host; ``left`` is told of the group's end."""
+        """``meeting`` is what `join` has returned; ``left`` is told of the group's end."""
         super().__init__(options.group_rank, options.group_size)
         self.tensors = tensors
         self._left: Callable[[SharedMemoryGroup], None] | None = left
         self._rank, self._size = options.group_rank, options.group_size
-        self._ranks = list(options.global_ranks_in_group) or list(range(self._size))
+        self._ranks = meeting.peers.ranks
         self._name, self._description = str(options.group_id), "undefined"
-        timeout = options.timeout.total_seconds()
-        self._meeting = join(options.store, self._rank, self._ranks, crowd, timeout)
-        self._exchange = Exchange(self._meeting, tensors)
-        self._queue = OperationQueue(self._meeting, f"meshwright-collectives-{self._name}")
-        self._transfers = Transfers(self._meeting, f"meshwright-transfers-{self._name}")
+        self._meeting = meeting
+        self._exchange = Exchange(meeting, tensors)
+        self._queue = OperationQueue(meeting, f"meshwright-collectives-{self._name}")
+        self._transfers = Transfers(meeting, f"meshwright-transfers-{self._name}")
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._local = threading.local()
         self._pid = os.getpid()
@@ -101,7 +103,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     @next_label.setter
     def next_label(self, label: str) -> None:
-        self._local.label = label
+        self._local.label = label if self.sends_labels else ""
 
     # ------------------------------------------------------------------ reductions
 
@@ -474,9 +476,10 @@ class SharedMemoryGroup(ProcessGroup):
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+    def _get_backend(self, device: torch.device) -> CpuTransport:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the group {self._name!r} communicates on the CPU, not on {device}")
+        return CpuTransport(BACKEND, self.set_timeout)
 
     # The names of torch 2.11.
     _allgather_base = all_gather_single

@@ -1,15 +1,18 @@
-"""How the ranks of a new group come to map one arena, by way of their store."""
+"""How the ranks of a new group come to map one arena, by way of their store.
+
+Each rank either writes its number into the arena or says in the store why it cannot map it. So
+either all ranks see all numbers, or all come to read a refusal: they never disagree.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from meshwright.comm.shared_memory.arena import ArenaLayout, Segment, host_identity
+from meshwright.comm.shared_memory.arena import ArenaLayout, Segment, host_identity, unsupported
 from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES
 from meshwright.comm.shared_memory.waits import (
@@ -18,11 +21,12 @@ from meshwright.comm.shared_memory.waits import (
     Meeting,
     Patience,
     Peers,
+    is_alive,
     process_start,
 )
-from meshwright.errors import CollectiveTimeoutError, CommunicationError
+from meshwright.errors import CollectiveTimeoutError, CommunicationError, RankFailedError
 
-__all__ = ["join"]
+__all__ = ["ApartError", "join"]
 
 ARENA, REFUSED = "meshwright/arena", "meshwright/refused"
 """Keys of the store: where the arena is, and why a rank cannot take part."""
@@ -30,59 +34,101 @@ LOOK_EVERY = 0.05
 """Seconds between two looks at whether a rank has refused."""
 
 
-def join(store: dist.Store, rank: int, ranks: Sequence[int], crowd: int, timeout: float) -> Meeting:
+class ApartError(Exception):
+    """The ranks of a group cannot share memory: every rank gets this, with the same reason."""
+
+
+def join(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    crowd: int,
+    timeout: float,
+    known: Mapping[int, tuple[int, int]],
+) -> Meeting:
     """Map the arena that ``ranks`` (world numbers) share; the first of them creates it.
 
-    ``crowd`` is the number of ranks on this host. Raises `CommunicationError` when the ranks are
-    not all on one host, `CollectiveTimeoutError` naming those that did not come.
+    ``crowd`` is the number of ranks on this host, ``known`` the processes (id and start time) of
+    ranks that were met before. Raises `ApartError` when the ranks are not of one host and user,
+    `RankFailedError` when one of them has ended, `CollectiveTimeoutError` naming those that did
+    not come.
     """
     layout = ArenaLayout(len(ranks), SLOT_BYTES, CHANNEL_BYTES)
     limit = time.monotonic() + timeout
     if rank == 0:
-        segment = Segment.create("meshwright-arena", layout.nbytes)
-        place = f"{os.getpid()} {segment.descriptor} {host_identity()}"
-        if len(ranks) > 1:
-            store.set(ARENA, place)
+        segment = _create(store, layout, ranks)
     else:
-        _await_first(store, ranks, timeout)
+        _await_first(store, ranks, limit, known)
         segment = _open(store, layout, ranks[rank])
-    first = layout.rank_word(rank)
-    segment.words[first + STARTED] = process_start(os.getpid())
-    segment.words[first + PID] = os.getpid()
-    _await_all(store, segment, layout, ranks, limit)
-    segment.close_descriptor()
+    try:
+        first = layout.rank_word(rank)
+        segment.words[first + STARTED] = process_start(os.getpid())
+        segment.words[first + PID] = os.getpid()
+        _await_all(store, segment, layout, ranks, limit, known)
+    finally:
+        segment.close_descriptor()
     words = [layout.rank_word(index) for index in range(layout.size)]
     processes = [(segment.words[word + PID], segment.words[word + STARTED]) for word in words]
     return Meeting(segment, layout, Peers(processes, ranks, rank), Patience.of(crowd), timeout)
 
 
-def _await_first(store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
-    try:
-        store.wait([ARENA], timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise CollectiveTimeoutError(
-            f"the group of ranks {', '.join(map(str, ranks))} was not opened by rank {ranks[0]} "
-            f"within {timeout:.3g} s: {error}"
-        ) from error
+def _create(store: dist.Store, layout: ArenaLayout, ranks: Sequence[int]) -> Segment:
+    reason = unsupported()
+    if reason:
+        store.set(REFUSED, f"rank {ranks[0]}: {reason}")
+        store.set(ARENA, "")
+        raise ApartError(f"rank {ranks[0]}: {reason}")
+    segment = Segment.create("meshwright-arena", layout.nbytes)
+    if len(ranks) > 1:
+        store.set(ARENA, f"{os.getpid()} {segment.descriptor} {host_identity()}")
+    return segment
 
 
 def _open(store: dist.Store, layout: ArenaLayout, number: int) -> Segment:
-    pid, descriptor, identity = store.get(ARENA).decode().split(" ", 2)
+    place = store.get(ARENA).decode()
+    if not place:
+        raise ApartError(store.get(REFUSED).decode())
+    pid, descriptor, identity = place.split(" ", 2)
+    reason = unsupported()
     try:
-        if identity != host_identity():
-            raise CommunicationError(
-                f"rank {number} cannot share memory with the first rank of its group: it is on "
-                f"{host_identity()}, that one on {identity} (host, boot, process-id namespace, "
-                "user). Use the gloo backend for groups that span hosts"
+        if not reason and identity != host_identity():
+            reason = (
+                f"it is on {host_identity()} and the first rank of its group on {identity} "
+                "(host, boot, process-id namespace, user)"
             )
-        return Segment.open(int(pid), int(descriptor), layout.nbytes)
+        if not reason:
+            return Segment.open(int(pid), int(descriptor), layout.nbytes)
     except CommunicationError as error:
-        store.set(REFUSED, str(error))
-        raise
+        reason = str(error)
+    reason = f"rank {number} cannot share memory: {reason}"
+    store.set(REFUSED, reason)
+    raise ApartError(reason)
+
+
+def _await_first(
+    store: dist.Store, ranks: Sequence[int], limit: float, known: Mapping[int, tuple[int, int]]
+) -> None:
+    pause, look = 0.0002, time.monotonic() + LOOK_EVERY
+    while not store.check([ARENA]):
+        now = time.monotonic()
+        if now >= look:
+            look = now + LOOK_EVERY
+            _check_lives(ranks[:1], ranks, known)
+        if now >= limit:
+            raise CollectiveTimeoutError(
+                f"the group of ranks {_listed(ranks)} was not opened by rank {ranks[0]} in time"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
 
 
 def _await_all(
-    store: dist.Store, segment: Segment, layout: ArenaLayout, ranks: Sequence[int], limit: float
+    store: dist.Store,
+    segment: Segment,
+    layout: ArenaLayout,
+    ranks: Sequence[int],
+    limit: float,
+    known: Mapping[int, tuple[int, int]],
 ) -> None:
     pause, look = 0.0001, time.monotonic() + LOOK_EVERY
     while True:
@@ -94,14 +140,32 @@ def _await_all(
         if not missing:
             return
         now = time.monotonic()
-        if now >= limit:
-            raise CollectiveTimeoutError(
-                f"the group of ranks {', '.join(map(str, ranks))} was not joined by "
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} in time"
-            )
         if now >= look:
             look = now + LOOK_EVERY
             if store.check([REFUSED]):
-                raise CommunicationError(store.get(REFUSED).decode())
+                raise ApartError(store.get(REFUSED).decode())
+            _check_lives(missing, ranks, known)
+        if now >= limit:
+            raise CollectiveTimeoutError(
+                f"the group of ranks {_listed(ranks)} was not joined by "
+                f"rank{'s' if len(missing) > 1 else ''} {_listed(missing)} in time"
+            )
         time.sleep(pause)
         pause = min(2 * pause, 0.005)
+
+
+def _check_lives(
+    missing: Sequence[int], ranks: Sequence[int], known: Mapping[int, tuple[int, int]]
+) -> None:
+    """Raise when a rank that is waited for is known and has ended."""
+    for number in missing:
+        if number in known and not is_alive(*known[number]):
+            raise RankFailedError(
+                f"rank {number} (process {known[number][0]}) was lost (its process has ended) "
+                f"before it joined the group of ranks {_listed(ranks)}",
+                number,
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -31,6 +31,7 @@ __all__ = [
     "Meeting",
     "Patience",
     "Peers",
+    "is_alive",
     "process_start",
     "unusable",
 ]
@@ -89,6 +90,15 @@ def process_start(pid: int) -> int:
     return int(_status_fields(pid)[19])
 
 
+def is_alive(pid: int, started: int) -> bool:
+    """Whether the process of that number and start is there, and not only waited for."""
+    try:
+        fields = _status_fields(pid)
+    except OSError:
+        return False
+    return fields[0] not in ("Z", "X") and int(fields[19]) == started
+
+
 def _is_stopped(pid: int) -> bool:
     """Whether ``pid`` is held by SIGSTOP or a debugger."""
     try:
@@ -98,7 +108,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _status_fields(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 
@@ -107,6 +117,7 @@ class Peers:
 
     def __init__(self, processes: Sequence[tuple[int, int]], ranks: Sequence[int], me: int) -> None:
         """Watch ``processes`` (process id and start time); ``ranks`` are their world numbers."""
+        self.processes = tuple(processes)
         self.pids = [pid for pid, _ in processes]
         self.ranks = tuple(ranks)
         self.me = me
