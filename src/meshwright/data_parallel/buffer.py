@@ -73,6 +73,8 @@ class BufferTypes:
 
 ALONE = 2**20
 """Bytes from which a tensor is gathered by itself."""
+SHARED = 2**16
+"""Bytes from which a shard lies in memory that the ranks of a host share."""
 
 _Place = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
 """Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
@@ -93,7 +95,7 @@ class FlatBuffer:
         self.types = types
         self.device = device
         """Where the gathered parameters and their gradients are."""
-        self.shard = torch.zeros(layout.shard_size, dtype=types.master, device=device)
+        self.shard = _shard(layout.shard_size, types.master, device, axes.shard)
         """This rank's part, in the optimizer's dtype."""
         self._alias = axes.parts == 1 and types.master == types.compute
         self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
@@ -192,10 +194,13 @@ class FlatBuffer:
     def _gather_into(
         self, shard: Communicator, line: torch.Tensor, mine: torch.Tensor, label: str
     ) -> Pending:
-        """Gather every rank's ``mine`` into ``line``, in place from this rank's own part of it."""
-        place = line.view(shard.size, -1)[shard.rank]
-        place.copy_(mine)
-        return shard.all_gather(line, place, label=label)
+        """Gather every rank's ``mine`` into ``line``.
+
+        A shard of another dtype goes by way of this rank's own part of the line.
+        """
+        if mine.dtype != line.dtype:
+            mine = line.view(shard.size, -1)[shard.rank].copy_(mine)
+        return shard.all_gather(line, mine, label=label)
 
     @torch.no_grad()
     def finish_gather(self) -> None:
@@ -350,6 +355,16 @@ def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int
 def _is_one_line(layout: ChunkedLayout) -> bool:
     """Whether gathered chunks of the one tensor lie as the tensor does."""
     return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
+
+
+def _shard(
+    numel: int, dtype: torch.dtype, device: torch.device, axis: Communicator | None
+) -> torch.Tensor:
+    """Zeros; where it pays, in memory that the ranks of ``axis`` read without a copy between."""
+    is_small = numel * dtype.itemsize < SHARED
+    if is_small or axis is None or axis.device.type != device.type:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return axis.empty_shared(numel, dtype).zero_()
 
 
 def _line(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
