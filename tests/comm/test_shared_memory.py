@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import random
+import resource
 import threading
 import time
 import warnings
@@ -115,6 +116,19 @@ def test_shared_tensors_return_to_a_pool_and_are_located() -> None:
     assert tensors.locate(address) is None
     assert tensors.allocate(990, torch.float32).data_ptr() == address
     assert tensors.allocate(0, torch.float32).numel() == 0
+
+
+def test_segments_leave_half_of_the_files_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    tensors = SharedTensors()
+    held = [tensors.allocate(1000, torch.float32) for _ in range(6)]
+    shared = [tensors.locate(tensor.data_ptr()) is not None for tensor in held]
+    assert shared == [True] * 4 + [False] * 2
+    assert all(tensor.numel() == 1000 for tensor in held)
+    del held[0]
+    gc.collect()
+    again = tensors.allocate(1000, torch.float32)
+    assert tensors.locate(again.data_ptr()) is not None, "from the pool, which opens no file"
 
 
 # ---------------------------------------------------------------------- in place

@@ -91,6 +91,8 @@ class BufferTypes:
 
 ALONE = 2**20
 """Bytes from which a tensor is gathered by itself."""
+SHARED = 2**16
+"""Bytes from which a shard lies in memory that the ranks of a host share."""
 
 _Move: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """One gather: the line that it fills, this rank's place in it, and what belongs there."""
@@ -113,7 +115,7 @@ class FlatBuffer:
         self.device = device
         """Where the gathered parameters and their gradients are."""
         if shard is None:
-            shard = torch.zeros(layout.shard_size, dtype=types.master, device=device)
+            shard = _shard(layout.shard_size, types.master, device, axes.shard)
         self.shard = shard
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
         is_here = shard.device.type == device.type
@@ -207,9 +209,11 @@ class FlatBuffer:
         if self._copies is not None:
             restore(self._staging, self._staging.numel())
         for line, place, mine in self._moves:
-            # In place, from this rank's own part of the line.
-            place.copy_(mine, non_blocking=True)
-            self._pending.append(shard.all_gather(line, place, label=label))
+            # A shard of another dtype or device goes by way of this rank's own part of the line.
+            if mine.dtype != line.dtype or mine.device != line.device:
+                place.copy_(mine, non_blocking=True)
+                mine = place
+            self._pending.append(shard.all_gather(line, mine, label=label))
 
     @torch.no_grad()
     def finish_gather(self) -> None:
@@ -342,3 +346,13 @@ def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int
 def _is_one_line(layout: ChunkedLayout) -> bool:
     """Whether gathered chunks of the one tensor lie as the tensor does."""
     return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
+
+
+def _shard(
+    numel: int, dtype: torch.dtype, device: torch.device, axis: Communicator | None
+) -> torch.Tensor:
+    """Zeros; where it pays, in memory that the ranks of ``axis`` read without a copy between."""
+    is_small = numel * dtype.itemsize < SHARED
+    if is_small or axis is None or axis.device.type != device.type:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return axis.empty_shared(numel, dtype).zero_()

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import platform
+import resource
 import sys
 import threading
 import weakref
@@ -159,10 +160,14 @@ class SharedTensors:
         self._mapped: dict[tuple[int, int], Segment] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised 1-D tensor whose elements lie in shared memory."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        segment = self._take(PAGE + numel * dtype.itemsize)
+        """An uninitialised 1-D tensor whose elements lie in shared memory.
+
+        It is an ordinary one when it has no elements, and when segments are half of all files that
+        this process may open.
+        """
+        segment = self._take(PAGE + numel * dtype.itemsize) if numel else None
+        if segment is None:
+            return torch.empty(numel, dtype=dtype)
         start = segment.address + PAGE
         with self._lock:
             bisect.insort(self._starts, start)
@@ -213,13 +218,17 @@ class SharedTensors:
         self._mapped[(pid, location.serial)] = segment
         return segment
 
-    def _take(self, nbytes: int) -> Segment:
+    def _take(self, nbytes: int) -> Segment | None:
+        """A segment of the pool or a new one; None when there are too many."""
         size = _rounded(nbytes)
         with self._lock:
             free = self._pool.get(size)
             if free:
                 self._pooled -= size
                 return free.pop()
+            count = len(self._owned) + sum(map(len, self._pool.values()))
+            if 2 * (count + 1) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+                return None
             self._serial += 1
             serial = self._serial
         segment = Segment.create("meshwright-tensor", size, populate=True)

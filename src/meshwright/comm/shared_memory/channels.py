@@ -8,6 +8,8 @@ the receiver has granted it.
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,7 +19,16 @@ from meshwright.comm.shared_memory.calls import digest
 from meshwright.comm.shared_memory.queue import SharedWork
 from meshwright.comm.shared_memory.waits import Meeting
 
-__all__ = ["CHANNEL_BYTES", "EAGER_BYTES", "Channel", "Inbox", "Message", "Outbox", "Transfer"]
+__all__ = [
+    "CHANNEL_BYTES",
+    "EAGER_BYTES",
+    "Channel",
+    "Inbox",
+    "Message",
+    "Outbox",
+    "Transfer",
+    "dtype_digest",
+]
 
 ENTRIES = 32
 EAGER_BYTES = 16 << 10
@@ -25,8 +36,9 @@ EAGER_BYTES = 16 << 10
 BLOCKS = 4
 BLOCK_BYTES = 256 << 10
 HEAD_BYTES = 256
+HEAD = struct.Struct("<5q")
 """Words of an entry, then its text: tag, size, dtype, label, length of text."""
-TEXT_BYTES = HEAD_BYTES - 40
+TEXT_BYTES = HEAD_BYTES - HEAD.size
 _ENTRY = HEAD_BYTES + EAGER_BYTES
 _COUNTS = 4096
 CHANNEL_BYTES = -(-(_COUNTS + ENTRIES * _ENTRY) // 4096) * 4096 + BLOCKS * BLOCK_BYTES
@@ -48,9 +60,27 @@ class Message:
     nbytes: int
     dtype: int
     label: int
-    text: str
+    words: bytes
+    """What the sender called, in words."""
     data: bytes | None
     """The bytes of a small message that no receive has asked for yet."""
+
+    @property
+    def text(self) -> str:
+        """What the sender called, in words."""
+        return self.words.decode(errors="replace")
+
+
+@functools.lru_cache(maxsize=64)
+def dtype_digest(dtype: torch.dtype) -> int:
+    """The digest of a dtype's name."""
+    return digest(str(dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(kind: str, dtype: torch.dtype, shape: tuple[int, ...], tag: int, label: str) -> str:
+    label = f' "{label}"' if label else ""
+    return f"{kind} {str(dtype).removeprefix('torch.')}{list(shape)} tag {tag}{label}"
 
 
 class Transfer(SharedWork):
@@ -63,7 +93,8 @@ class Transfer(SharedWork):
         self.tag = tag
         self.label = label
         self.buffer = _plain(tensor, filled=kind == "send")
-        self.pointer = tensor.data_ptr()
+        self.address = self.buffer.data_ptr()
+        self.nbytes = self.buffer.nbytes
         self.moved = 0
         self.number = -1
         self.limit = float("inf")
@@ -71,9 +102,7 @@ class Transfer(SharedWork):
 
     def __str__(self) -> str:
         tensor = self.outputs[0]
-        name = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        label = f' "{self.label}"' if self.label else ""
-        return f"{self.kind} {name} tag {self.tag}{label}"
+        return _described(self.kind, tensor.dtype, tensor.shape, self.tag, self.label)
 
     def _source_rank(self) -> int:
         return self.source
@@ -84,7 +113,7 @@ class Transfer(SharedWork):
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the transfer as ended; a strided receive gets its elements now."""
-        if error is None and self.kind == "recv" and self.buffer.data_ptr() != self.pointer:
+        if error is None and self.kind == "recv" and self.address != self.outputs[0].data_ptr():
             with torch.no_grad():
                 self.outputs[0].data.copy_(self.buffer)
         super().finish(error)
@@ -141,14 +170,14 @@ class Outbox:
             send = self.waiting.popleft()
             self._post(send)
             moved = True
-            if send.buffer.nbytes <= EAGER_BYTES:
+            if send.nbytes <= EAGER_BYTES:
                 ended.append(send)
         granted = self.posted.get(words[GRANTED] - 1)
         while granted is not None and channel.blocks - words[DRAINED] < BLOCKS:
             moved = True
-            left = granted.buffer.nbytes - granted.moved
+            left = granted.nbytes - granted.moved
             count = min(BLOCK_BYTES, left)
-            _copy(channel.block(channel.blocks), granted.buffer.data_ptr() + granted.moved, count)
+            _copy(channel.block(channel.blocks), granted.address + granted.moved, count)
             granted.moved += count
             channel.blocks += 1
             words[FILLED] = channel.blocks
@@ -162,14 +191,13 @@ class Outbox:
         channel = self.channel
         send.number = channel.count
         start = channel.entry(send.number)
-        words = channel.bytes[start : start + 40].cast("q")
-        buffer = send.buffer
         text = str(send).encode()[:TEXT_BYTES]
-        words[0], words[1], words[2] = send.tag, buffer.nbytes, digest(str(buffer.dtype))
-        words[3], words[4] = digest(send.label) if send.label else 0, len(text)
-        channel.bytes[start + 40 : start + 40 + len(text)] = text
-        if buffer.nbytes <= EAGER_BYTES:
-            _copy(channel.address + start + HEAD_BYTES, buffer.data_ptr(), buffer.nbytes)
+        label = digest(send.label) if send.label else 0
+        kind = dtype_digest(send.buffer.dtype)
+        HEAD.pack_into(channel.bytes, start, send.tag, send.nbytes, kind, label, len(text))
+        channel.bytes[start + HEAD.size : start + HEAD.size + len(text)] = text
+        if send.nbytes <= EAGER_BYTES:
+            _copy(channel.address + start + HEAD_BYTES, send.address, send.nbytes)
         else:
             self.posted[send.number] = send
         channel.count += 1
@@ -191,12 +219,10 @@ class Inbox:
         if channel.words[POSTED] <= channel.count:
             return None
         start = channel.entry(channel.count)
-        words = channel.bytes[start : start + 40].cast("q")
-        length = min(words[4], TEXT_BYTES)
-        text = bytes(channel.bytes[start + 40 : start + 40 + length]).decode(errors="replace")
-        message = Message(
-            channel.count, self.source, words[0], words[1], words[2], words[3], text, None
-        )
+        tag, nbytes, kind, label, length = HEAD.unpack_from(channel.bytes, start)
+        first = start + HEAD.size
+        words = bytes(channel.bytes[first : first + min(length, TEXT_BYTES)])
+        message = Message(channel.count, self.source, tag, nbytes, kind, label, words, None)
         return message, channel.address + start + HEAD_BYTES
 
     def is_full(self) -> bool:
@@ -223,12 +249,12 @@ class Inbox:
         while self.granted and words[FILLED] > channel.blocks:
             moved = True
             receive = self.granted[0]
-            count = min(BLOCK_BYTES, receive.buffer.nbytes - receive.moved)
-            _copy(receive.buffer.data_ptr() + receive.moved, channel.block(channel.blocks), count)
+            count = min(BLOCK_BYTES, receive.nbytes - receive.moved)
+            _copy(receive.address + receive.moved, channel.block(channel.blocks), count)
             receive.moved += count
             channel.blocks += 1
             words[DRAINED] = channel.blocks
-            if receive.moved == receive.buffer.nbytes:
+            if receive.moved == receive.nbytes:
                 ended.append(self.granted.popleft())
                 if self.granted:
                     words[GRANTED] = self.granted[0].number + 1

@@ -62,6 +62,10 @@ class Exchange:
             for parity in (0, 1)
         )
         self._direct_bytes = min(2 * DIRECT_BYTES // self.size, SLOT_BYTES)
+        self._piece = SLOT_BYTES // max(1, self.size - 1) // 64 * 64
+        """Bytes of a slot for each other rank."""
+        self._part = SLOT_BYTES // self.size // 64 * 64
+        """The same when a slot also carries a result."""
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     # ------------------------------------------------------------------ steps and memory
@@ -124,26 +128,31 @@ class Exchange:
     def all_reduce(self, call: Call, tensor: torch.Tensor) -> Steps:
         """Reduce ``tensor`` over all ranks, in place."""
         numel, nbytes, address = tensor.numel(), tensor.nbytes, tensor.data_ptr()
-        if nbytes <= self._direct_bytes:
-            slots = self._next()
-            _copy(slots[self.rank], address, nbytes)
-            parity = self._enter(call)
-            yield
-            self.records.check(parity, call)
+        located = self._locate(address, nbytes)
+        is_direct = nbytes <= self._direct_bytes
+        slots = self._next()
+        if located is None:
+            if is_direct:
+                _copy(slots[self.rank], address, nbytes)
+            else:
+                self._stage_round(slots[self.rank], address, nbytes, 0)
+        parity = self._enter(call, located)
+        yield
+        self.records.check(parity, call)
+        places: list[int] = []
+        if nbytes > LOCATE_BYTES:
+            places = [place for place in self._places(parity, address) if place is not None]
+        if is_direct and not places:
             if numel:
                 views = [self._view(slot, numel, tensor.dtype) for slot in slots]
                 accumulate(self._flat(tensor), views, call.reduction)
-            return
-        parity = self._enter(call, self._locate(address, nbytes))
-        yield
-        self.records.check(parity, call)
-        places = [place for place in self._places(parity, address) if place is not None]
-        if len(places) == self.size:
+        elif len(places) == self.size:
             self._reduce_share(call, places, numel, tensor.dtype)
             self.meeting.arrive()
             yield
         else:
-            yield from self._all_reduce_staged(call, address, numel, tensor.dtype)
+            staged = None if places else slots
+            yield from self._all_reduce_staged(call, address, nbytes, staged)
 
     def _reduce_share(
         self, call: Call, places: Sequence[int], numel: int, dtype: torch.dtype
@@ -159,35 +168,40 @@ class Exchange:
             for source in sources[1:]:
                 _copy(source, sources[0], count * width)
 
-    def _all_reduce_staged(self, call: Call, address: int, numel: int, dtype: torch.dtype) -> Steps:
+    def _stage_round(self, slot: int, address: int, total: int, turn: int) -> None:
+        """Copy the pieces of a round that other ranks reduce to this rank's slot."""
+        piece = self._part
+        for place, rank in enumerate(self._others):
+            start, nbytes = _cut(address, total, turn, piece, rank, self.size)
+            _copy(slot + place * piece, start, nbytes)
+
+    def _all_reduce_staged(
+        self, call: Call, address: int, total: int, staged: Sequence[int] | None
+    ) -> Steps:
         """In rounds: a slot carries the pieces of one round and the result of the round before.
+
+        ``staged`` are the slots that hold the pieces of the first round already.
 
         ::
 
             slot of rank r:  | its pieces for the other ranks, round k | its result, round k - 1 |
         """
-        width = dtype.itemsize
-        piece = SLOT_BYTES // self.size // 64 * 64
-        stride = piece * self.size
-        total = numel * width
-        rounds = -(-total // stride)
+        piece = self._part
+        rounds = -(-total // (piece * self.size))
         results = piece * (self.size - 1)
-        before = self._next()
-        for k in range(rounds + 1):
+        before = self._next() if staged is None else staged
+        for k in range(0 if staged is None else 1, rounds + 1):
             slots = self._next()
             if k > 0:
-                self._reduce_piece(
-                    call, _cut(address, total, k - 1, piece, stride, self.rank), before, slots
-                )
+                own = _cut(address, total, k - 1, piece, self.rank, self.size)
+                self._reduce_piece(call, own, before, slots)
             if k < rounds:
-                for place, rank in enumerate(self._others):
-                    start, nbytes = _cut(address, total, k, piece, stride, rank)
-                    _copy(slots[self.rank] + place * piece, start, nbytes)
+                self._stage_round(slots[self.rank], address, total, k)
             self.meeting.arrive()
             yield
             if k > 0:
                 for rank in self._others:
-                    start, nbytes = _cut(address, total, k - 1, piece, stride, rank)
+                    start, nbytes = _cut(address, total, k - 1, piece, rank, self.size)
                     _copy(start, slots[rank] + results, nbytes)
             before = slots
 
@@ -197,7 +211,7 @@ class Exchange:
         address, nbytes = own
         if nbytes <= 0 or call.dtype is None:
             return
-        piece = SLOT_BYTES // self.size // 64 * 64
+        piece = self._part
         numel = nbytes // call.dtype.itemsize
         sources = [
             self._view(address, numel, call.dtype)
@@ -216,31 +230,43 @@ class Exchange:
 
     def reduce_scatter(self, call: Call, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
         """Reduce ``tensor``, which holds a share for each rank, into this rank's ``output``."""
-        numel, share, address = output.numel(), output.nbytes, tensor.data_ptr()
-        inside = address <= output.data_ptr() < address + tensor.nbytes
+        share, nbytes, address = output.nbytes, tensor.nbytes, tensor.data_ptr()
+        inside = address <= output.data_ptr() < address + nbytes
         alias = self.size if inside else None
         own = address + self.rank * share
-        if tensor.nbytes <= self._direct_bytes:
-            slots = self._next()
-            _copy(slots[self.rank], address, tensor.nbytes)
-            parity = self._enter(call)
-            yield
-            self.records.check(parity, call)
-            if numel:
-                starts = [slot + self.rank * share for slot in slots]
-                self._reduce_from(call, output, starts, None)
-            return
-        parity = self._enter(call, self._locate(address, tensor.nbytes))
+        located = self._locate(address, nbytes)
+        is_direct = nbytes <= self._direct_bytes
+        slots = self._next()
+        if located is None and is_direct:
+            before, after = self.rank * share, (self.rank + 1) * share
+            _copy(slots[self.rank], address, before)
+            _copy(slots[self.rank] + after, address + after, nbytes - after)
+        elif located is None:
+            self._stage_shares(slots[self.rank], address, share, 0)
+        parity = self._enter(call, located)
         yield
         self.records.check(parity, call)
-        places = [place for place in self._places(parity, address) if place is not None]
+        places: list[int] = []
+        if nbytes > LOCATE_BYTES:
+            places = [place for place in self._places(parity, address) if place is not None]
+        if is_direct and not places:
+            starts = [slot + self.rank * share for slot in slots]
+            starts[self.rank] = own
+            self._reduce_from(call, output, starts, alias)
+            return
         if len(places) == self.size:
             starts = [place + self.rank * share for place in places]
             self._reduce_from(call, output, starts, alias)
             self.meeting.arrive()
             yield
             return
-        yield from self._reduce_scatter_staged(call, output, address, own, alias)
+        if places:
+            # The shares of those that have a place are not in their slots.
+            slots = self._next()
+            self._stage_shares(slots[self.rank], address, share, 0)
+            self.meeting.arrive()
+            yield
+        yield from self._reduce_scatter_staged(call, output, address, slots, alias)
 
     def _reduce_from(
         self, call: Call, output: torch.Tensor, starts: Sequence[int], alias: int | None
@@ -255,24 +281,35 @@ class Exchange:
             views = [self._view(start + first * width, count, dtype) for start in starts]
             accumulate(target, views, call.reduction, alias)
 
+    def _stage_shares(self, slot: int, address: int, share: int, first: int) -> None:
+        """Copy a piece of each other rank's share to this rank's slot, from byte ``first``."""
+        for place, rank in enumerate(self._others):
+            start = address + rank * share + first
+            _copy(slot + place * self._piece, start, min(self._piece, share - first))
+
     def _reduce_scatter_staged(
-        self, call: Call, output: torch.Tensor, address: int, own: int, alias: int | None
+        self,
+        call: Call,
+        output: torch.Tensor,
+        address: int,
+        slots: Sequence[int],
+        alias: int | None,
     ) -> Steps:
-        share, width = output.nbytes, output.dtype.itemsize
-        piece = SLOT_BYTES // max(1, self.size - 1) // 64 * 64
+        """In rounds; the pieces of the first are in ``slots`` already."""
+        share, width, piece = output.nbytes, output.dtype.itemsize, self._piece
+        own = address + self.rank * share
         flat = self._flat(output)
         for first in range(0, share, piece):
-            nbytes = min(piece, share - first)
-            slots = self._next()
-            for place, rank in enumerate(self._others):
-                _copy(slots[self.rank] + place * piece, address + rank * share + first, nbytes)
-            self.meeting.arrive()
-            yield
+            if first:
+                slots = self._next()
+                self._stage_shares(slots[self.rank], address, share, first)
+                self.meeting.arrive()
+                yield
             starts = [
                 own + first if rank == self.rank else slots[rank] + self._place_in(rank) * piece
                 for rank in range(self.size)
             ]
-            target = flat[first // width : (first + nbytes) // width]
+            target = flat[first // width : (first + piece) // width]
             self._reduce_from(call, target, starts, alias)
 
     # ------------------------------------------------------------------ reduce
@@ -364,67 +401,65 @@ class Exchange:
         ``adjacent``: the parts follow each other in memory, so that peers can find theirs.
         """
         sizes = [nbytes for _, nbytes in parts]
-        total = sum(sizes)
-        located = self._locate(parts[0][0], total) if adjacent else None
+        located = self._locate(parts[0][0], sum(sizes)) if adjacent else None
         parity = (self.meeting.step + 1) & 1
         slots = self._next()
-        if located is None and total <= SLOT_BYTES:
-            _pack(slots[self.rank], [(parts[0][0], total)] if adjacent else parts)
+        if located is None:
+            self._stage(slots[self.rank], parts, 0)
         self.records.write_notes(parity, sizes)
         self._enter(call, located)
         yield
         self.records.check(parity, call)
         notes = [self.records.notes(parity, rank) for rank in range(self.size)]
         self._check_sizes(parity, notes, outputs)
-        if all(sum(note) <= LOCATE_BYTES for note in notes):
-            for slot, note, (start, nbytes) in zip(slots, notes, outputs, strict=True):
-                _copy(start, slot + sum(note[: self.rank]), nbytes)
-            return
-        if outputs[self.rank][1]:
-            _copy(outputs[self.rank][0], parts[self.rank][0], outputs[self.rank][1])
-        places = self._places(parity, parts[0][0])
-        staged = []
-        for rank in self._others:
-            start = places[rank]
-            if start is None and sum(notes[rank]) <= SLOT_BYTES:
-                start = slots[rank]
-            if start is None:
-                staged.append(rank)
-            else:
-                _copy(outputs[rank][0], start + sum(notes[rank][: self.rank]), outputs[rank][1])
-        yield from self._exchange_staged(parts, outputs, notes, staged, places)
+        places: list[int | None] = [None] * self.size
+        if any(sum(note) > LOCATE_BYTES for note in notes):
+            places = self._places(parity, parts[0][0])
+        self._unstage(slots, outputs, places, 0)
+        for rank in range(self.size):
+            place = parts[rank][0] if rank == self.rank else places[rank]
+            start, nbytes = outputs[rank]
+            if place is not None and nbytes:
+                skipped = 0 if rank == self.rank else sum(notes[rank][: self.rank])
+                _copy(start, place + skipped, nbytes)
+        longest = max(
+            nbytes if places[rank] is None and peer != rank else 0
+            for rank, note in enumerate(notes)
+            for peer, nbytes in enumerate(note)
+        )
+        for first in range(self._piece, longest, self._piece):
+            slots = self._next()
+            if located is None:
+                self._stage(slots[self.rank], parts, first)
+            self.meeting.arrive()
+            yield
+            self._unstage(slots, outputs, places, first)
         if any(place is not None for place in places):
             self.meeting.arrive()
             yield
 
-    def _exchange_staged(
+    def _stage(self, slot: int, parts: Sequence[Part], first: int) -> None:
+        """Copy a piece of each part for another rank to this rank's slot, from byte ``first``."""
+        piece = self._piece
+        for place, rank in enumerate(self._others):
+            start, nbytes = parts[rank]
+            if nbytes > first:
+                _copy(slot + place * piece, start + first, min(piece, nbytes - first))
+
+    def _unstage(
         self,
-        parts: Sequence[Part],
+        slots: Sequence[int],
         outputs: Sequence[Part],
-        notes: Sequence[Sequence[int]],
-        staged: Sequence[int],
         places: Sequence[int | None],
-    ) -> Steps:
-        """The rounds of those ranks whose parts do not fit into their slot."""
-        large = [
-            place is None and sum(note) > SLOT_BYTES
-            for note, place in zip(notes, places, strict=True)
-        ]
-        rounds = max((max(notes[rank]) for rank in range(self.size) if large[rank]), default=0)
-        piece = SLOT_BYTES // self.size // 64 * 64
-        for first in range(0, rounds, piece):
-            slots = self._next()
-            if large[self.rank]:
-                for rank in self._others:
-                    start, nbytes = parts[rank]
-                    count = max(0, min(piece, nbytes - first))
-                    _copy(slots[self.rank] + rank * piece, start + first, count)
-            self.meeting.arrive()
-            yield
-            for rank in staged:
-                start, nbytes = outputs[rank]
-                count = max(0, min(piece, nbytes - first))
-                _copy(start + first, slots[rank] + self.rank * piece, count)
+        first: int,
+    ) -> None:
+        """Copy this rank's pieces out of the slots of those ranks that have no place."""
+        piece = self._piece
+        for rank in self._others:
+            start, nbytes = outputs[rank]
+            if places[rank] is None and nbytes > first:
+                source = slots[rank] + self._place_in(rank) * piece
+                _copy(start + first, source, min(piece, nbytes - first))
 
     def _check_sizes(
         self, parity: int, notes: Sequence[Sequence[int]], outputs: Sequence[Part]
@@ -447,13 +482,7 @@ def _share(numel: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * length, numel), min((rank + 1) * length, numel)
 
 
-def _cut(address: int, total: int, turn: int, piece: int, stride: int, rank: int) -> Part:
-    """The piece of ``rank`` in round ``turn``, cut at the end of the tensor."""
-    first = min(turn * stride + rank * piece, total)
+def _cut(address: int, total: int, turn: int, piece: int, rank: int, size: int) -> Part:
+    """The piece that ``rank`` reduces in round ``turn``, cut at the end of the tensor."""
+    first = min((turn * size + rank) * piece, total)
     return address + first, min(piece, total - first)
-
-
-def _pack(start: int, parts: Sequence[Part]) -> None:
-    for address, nbytes in parts:
-        _copy(start, address, nbytes)
-        start += nbytes

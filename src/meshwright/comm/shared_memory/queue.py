@@ -28,7 +28,7 @@ __all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]
 TICK = 0.0005
 """Seconds between two looks of the background thread while there is work."""
 SLOWEST_TICK = 0.004
-LINGER = 100
+LINGER = 25
 """Looks without any work after which the background thread sleeps until it is called."""
 BURST = 0.002
 """Seconds for which the background thread waits inside an operation of several steps."""
@@ -247,12 +247,10 @@ class Background:
                 continue
             if self._bell.acquire(timeout=tick):
                 tick = TICK
-            if not self._has_work():
-                idle += 1
-            elif self._advance():
-                idle, tick = 0, TICK
-            else:
-                idle, tick = 0, min(2 * tick, SLOWEST_TICK)
+            has_work = self._has_work()
+            idle = 0 if has_work else idle + 1
+            moved = has_work and self._advance()
+            tick = TICK if moved else min(2 * tick, SLOWEST_TICK)
 
 
 class OperationQueue:
@@ -392,11 +390,14 @@ class OperationQueue:
                     self._start(operation)
                     moved = True
                 elif self._meeting.all_arrived() or self._is_troubled(operation):
+                    # This thread's core is wanted by the computation that runs beside it.
+                    self._meeting.awake_for = 0.0
                     self._advance(operation, time.monotonic() + BURST)
                     moved = True
                 else:
                     break
         finally:
+            self._meeting.awake_for = self._meeting.patience.seconds
             self._lock.release()
         self._announce()
         return moved

@@ -20,7 +20,6 @@ from collections import deque
 
 import torch
 
-from meshwright.comm.shared_memory.calls import digest
 from meshwright.comm.shared_memory.channels import (
     EAGER_BYTES,
     Channel,
@@ -28,6 +27,7 @@ from meshwright.comm.shared_memory.channels import (
     Message,
     Outbox,
     Transfer,
+    dtype_digest,
 )
 from meshwright.comm.shared_memory.queue import Background, SharedWork
 from meshwright.comm.shared_memory.waits import LEFT, Meeting, unusable
@@ -140,10 +140,12 @@ class Transfers:
         with self._lock:
             self._open.append(transfer)
             if transfer.kind == "send":
-                self._outboxes[transfer.peer].waiting.append(transfer)
+                outbox = self._outboxes[transfer.peer]
+                outbox.waiting.append(transfer)
+                self._push(transfer.peer, outbox)
             else:
                 self._receives.append(transfer)
-            self._move()
+                self._move()
         self._announce()
         if not transfer.done:
             self._background.call(urgent=False)
@@ -303,8 +305,8 @@ class Transfers:
         return moved
 
     def _deliver(self, message: Message, receive: Transfer, address: int | None) -> None:
-        numbers, buffer = self._meeting.peers.ranks, receive.buffer
-        if message.nbytes != buffer.nbytes or message.dtype != digest(str(buffer.dtype)):
+        numbers, dtype = self._meeting.peers.ranks, receive.buffer.dtype
+        if message.nbytes != receive.nbytes or message.dtype != dtype_digest(dtype):
             self._end(
                 receive,
                 error := CollectiveMismatchError(
@@ -319,9 +321,9 @@ class Transfers:
             self._ring(message.source)
             return
         if address is not None:
-            ctypes.memmove(buffer.data_ptr(), address, message.nbytes)
+            ctypes.memmove(receive.address, address, message.nbytes)
         elif message.data:
-            ctypes.memmove(buffer.data_ptr(), message.data, message.nbytes)
+            ctypes.memmove(receive.address, message.data, message.nbytes)
         self._end(receive)
 
 

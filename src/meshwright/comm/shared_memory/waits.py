@@ -74,15 +74,17 @@ class Patience:
 
     spins: int
     """Looks at the word without giving up the core."""
-    yields: int
-    """Looks that give the core to another process in between."""
+    seconds: float
+    """For how long it then gives the core to other processes between looks, before it sleeps."""
 
     @classmethod
     def of(cls, ranks: int) -> Patience:
-        """For ``ranks`` processes on this host: with more ranks than cores a spin only delays."""
-        if ranks <= len(os.sched_getaffinity(0)):
-            return cls(spins=60, yields=100)
-        return cls(spins=20, yields=20)
+        """For ``ranks`` processes on this host.
+
+        Waking a process on an idle core takes some 50 microseconds, and ranks are often less apart.
+        With more ranks than cores the core is given at once to those that are waited for.
+        """
+        return cls(spins=60 if ranks <= len(os.sched_getaffinity(0)) else 10, seconds=250e-6)
 
 
 def process_start(pid: int) -> int:
@@ -182,6 +184,8 @@ class Meeting:
         self.step = 0
         self.peers = peers
         self.patience = patience
+        self.awake_for = patience.seconds
+        """`Patience.seconds` of the next wait for a step."""
         self.timeout = timeout
         self.broken: BaseException | None = None
         self.layout = layout
@@ -197,6 +201,7 @@ class Meeting:
         self._sleeping = slice(layout.sleeping, layout.sleeping + layout.size)
         self._listening = slice(layout.listening, layout.listening + layout.size)
         self._states = slice(layout.states, layout.states + layout.size)
+        self._bells = [layout.rank_word(rank) + DOORBELL for rank in range(layout.size)]
         self._nobody = bytes(8 * layout.size)
         self._spins = range(patience.spins)
 
@@ -239,13 +244,15 @@ class Meeting:
 
     def _sleep(self, index: int, until: float | None, limit: float, what: object) -> bool:
         words, step = self._words, self.step
-        for _ in range(self.patience.yields):
+        now = time.monotonic()
+        awake_until = now + self.awake_for
+        while now < awake_until:
             os.sched_yield()
             if words[index] >= step:
                 return True
+            now = time.monotonic()
         own = self.layout.sleeping + self.peers.me
         address = self.segment.address + 8 * index
-        now = time.monotonic()
         try:
             while words[index] < step:
                 self.check(what)
@@ -283,33 +290,35 @@ class Meeting:
 
     def doorbell(self) -> int:
         """The value of this rank's bell, to be read before looking for messages."""
-        return self._words[self.layout.rank_word(self.peers.me) + DOORBELL]
+        return self._words[self._bells[self.peers.me]]
 
     def ring(self, rank: int, count: int) -> None:
         """Tell ``rank`` that a message has moved; ``count`` differs from call to call."""
         words = self._words
-        index = self.layout.rank_word(rank) + DOORBELL
+        index = self._bells[rank]
         words[index] = (count << 10 | self.peers.me) & 0x7FFFFFFF
         self._fence.acquire(False)
         self._fence.release()
-        if words[self.layout.listening + rank]:
+        if words[self._listening.start + rank]:
             self._futex.wake(self.segment.address + 8 * index)
 
     def listen(self, heard: int, seconds: float) -> None:
         """Wait until the bell has rung since it had the value ``heard``."""
         words = self._words
-        index = self.layout.rank_word(self.peers.me) + DOORBELL
+        index = self._bells[self.peers.me]
         for _ in self._spins:
             if words[index] != heard:
                 return
-        for _ in range(self.patience.yields):
+        awake_until = time.monotonic() + self.patience.seconds
+        while time.monotonic() < awake_until:
             os.sched_yield()
             if words[index] != heard:
                 return
-        words[self.layout.listening + self.peers.me] = 1
+        own = self._listening.start + self.peers.me
+        words[own] = 1
         if words[index] == heard:
             self._futex.wait(self.segment.address + 8 * index, heard, min(NAP, seconds))
-        words[self.layout.listening + self.peers.me] = 0
+        words[own] = 0
 
     # ------------------------------------------------------------------ failures
 
@@ -375,7 +384,7 @@ class Meeting:
         index = self.layout.states + self.peers.me
         if self._words[index] == 0:
             self._words[index] = state
-        for word in (self._mine, *(self.layout.rank_word(r) + DOORBELL for r in self._others)):
+        for word in (self._mine, *(self._bells[rank] for rank in self._others)):
             self._futex.wake(self.segment.address + 8 * word)
 
     def _reason(self, rank: int) -> str:
