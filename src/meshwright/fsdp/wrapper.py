@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.driver import attach
+from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
@@ -240,6 +241,23 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         finally:
             for unit, settings in zip(units, before, strict=True):
                 unit.settings = settings
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+        if not enable:
+            return contextlib.nullcontext()
+        return join_sharded(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            optimizers=optimizers,
+        )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
