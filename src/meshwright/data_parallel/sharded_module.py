@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit
 
@@ -146,6 +147,14 @@ class FSDPModule(nn.Module):
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Let ``hook(state, bucket)`` reduce the gradients of the units here, see `comm_hooks`.
+
+        On a 2-D mesh it runs on this rank's shards over the replicating dim, see `shard_hooks`.
+        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        """
+        register_bucket_hook(_units(self, recurse=True), state, hook)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None

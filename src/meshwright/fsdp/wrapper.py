@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.driver import attach
+from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
@@ -286,7 +288,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce gradients: ``hook(state, whole, out)``, in place without sharding.
 
-        In a hybrid strategy it reduces over the shards; the copies are averaged after it.
+        In a hybrid strategy it reduces over the shards; the copies are averaged after it. A hook
+        with a parameter ``bucket`` is one of `meshwright.data_parallel.comm_hooks`: called as
+        ``hook(state, bucket)``, in a hybrid strategy on this rank's part over the copies.
         """
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
@@ -295,10 +299,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         wrappers = self.fsdp_modules(self)
         if any(wrapper._hook is not None for wrapper in wrappers):
             raise AssertionError("A communication hook is already registered")
+        takes_bucket = "bucket" in inspect.signature(hook).parameters
+        if takes_bucket:
+            register_bucket_hook(fsdp_units(self), state, hook)
         for wrapper in wrappers:
             wrapper._hook = hook
             unit = wrapper._unit
-            if unit is not None:
+            if unit is not None and not takes_bucket:
                 reduce = _engine_hook(unit, state, hook)
                 unit.settings = replace(unit.settings, reduce_hook=reduce)
 
