@@ -131,7 +131,7 @@ def body_power_sgd() -> None:
         found = ours[0].weight.grad.to_local()
         if step < 2:
             replicate.all_reduce(own, label="check").wait()
-            torch.testing.assert_close(found, own / replicate.size)
+            torch.testing.assert_close(found, own / replicate.size, rtol=1e-4, atol=1e-4)
             continue
         matrix = own + error
         if q is not None:
@@ -139,7 +139,7 @@ def body_power_sgd() -> None:
         q = state.q_memory_dict[0][0]
         assert torch.linalg.matrix_rank(found) == 1
         error = matrix - found
-        torch.testing.assert_close(state.error_dict[0].view(rows, 8), error)
+        torch.testing.assert_close(state.error_dict[0].view(rows, 8), error, rtol=1e-3, atol=1e-3)
 
 
 def body_facade() -> None:
