@@ -116,7 +116,11 @@ def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]
         if gradient is not None and is_distributed(gradient):
             communicators = spread_of(gradient)  # a plain one lies as its parameter does
         group = groups.setdefault(communicators, [])
-        if gradient is not None:
+        if gradient is not None and gradient.is_sparse:
+            # Each row once, or parts of a sum would count as if they stood alone.
+            parameter.grad = gradient.coalesce()
+            group.append(parameter.grad.values())
+        elif gradient is not None:
             group.append(local_part(gradient))
         known = dtypes.get(communicators, torch.float32)
         dtypes[communicators] = torch.promote_types(known, parameter.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -291,6 +292,50 @@ def body_power_sgd_full_rank(hook: Any, dtype: torch.dtype) -> None:
         same(ours, mean([p.grad for p in plain.parameters()]), rtol=1e-4, atol=1e-4)
 
 
+def body_power_sgd_options() -> None:
+    """Each option gives what goes without it, or a little less; and says how much was sent."""
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "batched": {"batch_tensors_with_same_shape": True},
+        "epsilon": {"orthogonalization_epsilon": 1e-9},
+        "shorter": {"orthogonalization_epsilon": 1e3},
+    }
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, options in variants.items():
+        state = hooks.PowerSGDState(
+            None,
+            matrix_approximation_rank=2,
+            start_powerSGD_iter=2,
+            min_compression_rate=0.1,
+            compression_stats_logging_frequency=2,
+            **options,
+        )
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(3)]
+        ours = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(6, 4)).double())
+        ours.register_comm_hook(state, hooks.powerSGD_hook)
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())
+        log = logging.getLogger("meshwright")
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        for step in range(6):
+            ours.zero_grad()
+            ours(share(step).double()).square().sum().backward()
+        log.removeHandler(handler)
+        assert [line.split(":")[0] for line in lines] == [
+            "PowerSGD after 3 passes",
+            "PowerSGD after 5 passes",
+        ]
+        found[name] = [p.grad for p in ours.parameters() if p.ndim == 2]
+    for name in ("batched", "epsilon"):
+        for a, b in zip(found[name], found["plain"], strict=True):
+            torch.testing.assert_close(a, b)
+    for a, b in zip(found["shorter"], found["plain"], strict=True):
+        assert a.norm() < 0.1 * b.norm()
+
+
 def body_error_feedback_trains(hook: Any) -> None:
     """Rank 1 alone would not do; with what is lost added again, the loss goes down all the same."""
     world = communicator()
@@ -443,7 +488,7 @@ def test_optimizer_in_backward(ranks: Ranks, inner: Any) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body_protocol, body_used_on_one_rank, body_power_sgd_formula],
+    [body_protocol, body_used_on_one_rank, body_power_sgd_formula, body_power_sgd_options],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
 def test_hooks(ranks: Ranks, body: Callable[[], None]) -> None:

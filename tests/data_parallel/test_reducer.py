@@ -253,6 +253,7 @@ def body_late_gradient() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.spare = nn.Linear(3, 3).double()
             self.layer = nn.Linear(3, 3).double()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -260,11 +261,16 @@ def body_late_gradient() -> None:
                 x = checkpoint(self.layer, x, use_reentrant=True)
             return x
 
-    ours = replicate(Twice())
+    ours = replicate(Twice(), bucket_cap_mb=1e-6)
     _, share = batch()
     value = loss(ours, share.requires_grad_())
-    with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
+    with pytest.raises(RuntimeError) as caught:
         value.backward()
+    text = str(caught.value)
+    assert text.startswith("Expected to mark a variable ready only once. Rank ")
+    assert f"Rank {communicator().rank}: parameter 'layer." in text
+    assert "(of layer) got another gradient" in text
+    assert "no gradient yet: parameters spare.bias, spare.weight (of spare)" in text
 
 
 @pytest.mark.parametrize("is_view", [False, True])

@@ -15,6 +15,7 @@ from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import DistributedDataParallel, replicate
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.errors import CollectiveMismatchError
+from meshwright.gradients import clip_grad_norm_
 from meshwright.testing import Ranks
 
 ROWS = 12
@@ -114,6 +115,23 @@ def test_a_table_that_is_used_densely_too(ranks: Ranks) -> None:
     ranks(2, body_trains, replicate, True, {})
 
 
+def body_clipping() -> None:
+    """The norm of one process, and every gradient scaled in place."""
+    one = Words()
+    ours = replicate(copy.deepcopy(one))
+    x, share = batch()
+    one(x).square().mean().backward()
+    ours(share).square().mean().backward()
+    gradients = replicate.state(ours).replica.reducer.gradients()
+    total = sum(gradient.square().sum() for gradient in gradients)
+    expected = sum(p.grad.to_dense().square().sum() for p in one.parameters())
+    torch.testing.assert_close(total, expected)
+    norm = clip_grad_norm_(ours, 0.01)
+    torch.testing.assert_close(norm, expected.sqrt())
+    for p, q in zip(ours.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense() * 0.01 / (norm + 1e-6))
+
+
 def body_unused() -> None:
     """Used on one rank, and on none; with zeros on request; and in a pass that was given up."""
     world = communicator()
@@ -189,7 +207,7 @@ def body_refusals() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body_unused, body_bytes, body_gives_up, body_refusals],
+    [body_clipping, body_unused, body_bytes, body_gives_up, body_refusals],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
 def test_sparse(ranks: Ranks, body: Callable[[], None]) -> None:

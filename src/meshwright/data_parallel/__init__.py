@@ -11,8 +11,9 @@ another dtype), `replica` (a module that is kept equal), `join` (uneven inputs),
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
 (one line of elements and its moves), `parameter_group` and `unit` (parameters that come and go
 together), `order` and `iteration` (what units of one root share), `driver` (hooks),
-`exposed_tensors` (DTensors at rest), `shared_parameters`, `policies`, `sharded_module` and
-`sharded` (`fully_shard`), `optimizer` (the flat view).
+`shard_hooks` and `sharded_join` (as for replicas), `exposed_tensors` (DTensors at rest),
+`shared_parameters`, `policies`, `sharded_module` and `sharded` (`fully_shard`), `optimizer` (the
+flat view).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ without the factor of the mean; the future's tensor is what they become.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -17,6 +18,7 @@ from meshwright.comm import Communicator, communicator
 from meshwright.data_parallel.buckets import Bucket
 
 __all__ = [
+    "BucketPart",
     "CommunicationHook",
     "Deferred",
     "GradBucket",
@@ -42,24 +44,58 @@ class CommunicationHook(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPart:
+    """One parameter's gradient, or this rank's piece of it, in a bucket's buffer."""
+
+    parameter: torch.nn.Parameter
+    offset: int
+    shape: tuple[int, ...]
+
+
 class GradBucket:
     """One bucket of gradients, as hooks that were written for torch's protocol expect it."""
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, *, is_last: bool) -> None:
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        parts: Sequence[BucketPart],
+        communicator: Communicator,
+        *,
+        index: int,
+        label: str,
+        is_last: bool | None = None,
+    ) -> None:
         self.communicator = communicator
         """The axis over which the gradients are to be reduced."""
-        self._bucket = bucket
-        self._buffer = bucket.gradients
-        self._is_last = is_last
-
-    @property
-    def label(self) -> str:
+        self.label = label
         """What its reduction is called in records and reports."""
-        return self._bucket.layout.label
+        self._buffer = buffer
+        self._parts = tuple(parts)
+        self._index = index
+        # The backward pass of sharded units ends with the first of the forward.
+        self._is_last = index == 0 if is_last is None else is_last
+
+    @classmethod
+    def of(cls, bucket: Bucket, communicator: Communicator, *, is_last: bool) -> GradBucket:
+        """What a hook sees of ``bucket``."""
+        layout = bucket.layout
+        parts = [
+            BucketPart(parameter=parameter, offset=offset, shape=tuple(parameter.shape))
+            for offset, parameter in zip(layout.flat.offsets, bucket.parameters, strict=True)
+        ]
+        return cls(
+            bucket.gradients,
+            parts,
+            communicator,
+            index=layout.index,
+            label=layout.label,
+            is_last=is_last,
+        )
 
     def index(self) -> int:
-        """Its position in the order of the launches."""
-        return self._bucket.layout.index
+        """Its position in the order of the launches; of a sharded unit, in that of the forward."""
+        return self._index
 
     def is_last(self) -> bool:
         """Whether no other bucket follows in this backward pass."""
@@ -75,15 +111,14 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients one by one: contiguous views of the buffer in the parameters' shapes."""
-        layout = self._bucket.layout
         return [
-            self._buffer[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(layout.flat.offsets, self.parameters(), strict=True)
+            self._buffer[part.offset : part.offset + math.prod(part.shape)].view(part.shape)
+            for part in self._parts
         ]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that the gradients belong to."""
-        return list(self._bucket.parameters)
+        return [part.parameter for part in self._parts]
 
 
 class Deferred(torch.futures.Future[T]):
@@ -150,7 +185,11 @@ class RegisteredHook:
         self, bucket: Bucket, communicator: Communicator, *, is_last: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Call the hook. Raises TypeError when it returns anything but a future."""
-        future = self.hook(self.state, GradBucket(bucket, communicator, is_last=is_last))
+        return self.call(GradBucket.of(bucket, communicator, is_last=is_last))
+
+    def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Call the hook. Raises TypeError when it returns anything but a future."""
+        future = self.hook(self.state, bucket)
         # c10d's works give the class below torch.futures.Future.
         if not isinstance(future, torch._C.Future):
             raise TypeError(

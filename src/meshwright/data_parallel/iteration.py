@@ -10,7 +10,8 @@ An iteration that an exception has ended is given up when the next one begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,8 @@ class Iteration:
         self.is_in_forward = False
         units = [driver.unit for driver in drivers if driver.unit is not None]
         self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
+        self.announce: Callable[[], None] | None = None
+        """Called before gradients are set, which may be a collective."""
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
@@ -141,14 +144,26 @@ class Iteration:
         self.in_flight.clear()
         if self._check is not None:
             self._check.finish()
-        self._deliver()
+        self.deliver()
         self.finished.clear()
         self.is_in_backward = False
 
-    def _deliver(self) -> None:
+    @contextlib.contextmanager
+    def without_order_check(self) -> Iterator[None]:
+        """Forwards of the block are not compared between ranks: somebody else does it."""
+        check, self._check = self._check, None
+        try:
+            yield
+        finally:
+            self._check = check
+
+    def deliver(self) -> None:
+        """Set the gradients of the units whose sums have ended."""
         units = [d.unit for d in self.drivers if d.unit is not None and d.unit.has_mean]
         if not units:
             return
+        if self.announce is not None:
+            self.announce()
         groups = [group for unit in units for group in unit.trainable_groups]
         flags = [flag for group in groups for flag in group.used]
         if self.sends_use_counts:

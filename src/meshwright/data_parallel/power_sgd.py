@@ -10,6 +10,7 @@ For each gradient M of rank i, as a matrix of n x m, with r columns in P and Q::
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from meshwright.data_parallel.gradient_bucket import Deferred, GradBucket, reduc
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
+_log = logging.getLogger("meshwright")
+
 Future = torch.futures.Future[torch.Tensor]
 
 
@@ -29,8 +32,10 @@ class PowerSGDState:
 
     Gradients are summed as they are in the first ``start_powerSGD_iter`` backward passes. A
     gradient is compressed where that saves more than a factor of ``min_compression_rate``.
-    ``orthogonalization_epsilon`` is not needed: columns are made orthonormal by a QR
-    decomposition, which a column of zeros does not disturb.
+    Columns are made orthonormal by a QR decomposition, which a column of zeros does not disturb;
+    with an ``orthogonalization_epsilon`` above 0 one by one, divided by their length plus that.
+    With ``batch_tensors_with_same_shape`` matrices of one shape are multiplied together. After each
+    ``compression_stats_logging_frequency`` compressed passes `compression_stats` is logged.
 
     Raises ValueError for an early start with error feedback or warm start.
     """
@@ -70,6 +75,7 @@ class PowerSGDState:
         """The last Q of each matrix of a bucket."""
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
+        self._next_log = 0
         self._generator = torch.Generator().manual_seed(random_seed)
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -82,6 +88,16 @@ class PowerSGDState:
         is_started = self.iter >= self.start_powerSGD_iter
         if bucket.is_last():
             self.iter += 1
+            if is_started and self.iter >= self._next_log:
+                self._next_log = self.iter + self.compression_stats_logging_frequency
+                rate, before, after = self.compression_stats()
+                _log.info(
+                    "PowerSGD after %d passes: %d numbers sent as %d, a rate of %.2f",
+                    self.iter,
+                    before,
+                    after,
+                    rate,
+                )
         return is_started
 
     def is_worthwhile(self, rows: int, columns: int) -> bool:
@@ -112,7 +128,35 @@ class PowerSGDState:
                 shape = (matrix.shape[1], min(*matrix.shape, self.matrix_approximation_rank))
                 random = torch.randn(shape, generator=self._generator, dtype=torch.float32)
                 found.append(random.to(matrix))
-        return [_orthonormal(q) for q in found]
+        return [self.orthonormal(q) for q in found]
+
+    def orthonormal(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Columns of length 1 that span the same space; QR has no half precision."""
+        wide = matrix if matrix.dtype.itemsize >= 4 else matrix.float()
+        if self.orthogonalization_epsilon <= 0:
+            return torch.linalg.qr(wide).Q.to(matrix.dtype)
+        # Gram and Schmidt: each column loses its part along those before it.
+        columns: list[torch.Tensor] = []
+        for column in wide.unbind(1):
+            for other in columns:
+                column = column - torch.dot(other, column) * other
+            columns.append(column / (column.norm() + self.orthogonalization_epsilon))
+        return torch.stack(columns, 1).to(matrix.dtype)
+
+    def products(
+        self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Each of ``left`` times that of ``right``; those of one shape together, on request."""
+        if not self.batch_tensors_with_same_shape:
+            return [a @ b for a, b in zip(left, right, strict=True)]
+        places: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+        for place, (a, b) in enumerate(zip(left, right, strict=True)):
+            places.setdefault((a.shape, b.shape), []).append(place)
+        found: dict[int, torch.Tensor] = {}
+        for group in places.values():
+            both = torch.stack([left[p] for p in group]), torch.stack([right[p] for p in group])
+            found.update(zip(group, torch.bmm(*both).unbind(), strict=True))
+        return [found[place] for place in range(len(left))]
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: N802
@@ -170,18 +214,19 @@ def _compressed(
     whole = bucket.buffer() if numbers is None else numbers
     plain, waiting = _start(axis, others, f"{bucket.label}: not compressed")
     starts = state.start_matrices(index, matrices)
-    products = [matrix @ q for matrix, q in zip(matrices, starts, strict=True)]
+    products = state.products(matrices, starts)
     thin, first = _start(axis, products, f"{bucket.label}: P")
 
     def finish() -> torch.Tensor:
         for other, summed in zip(others, _split(plain, others, waiting), strict=True):
             other.copy_(summed / axis.size)
-        ps = [_orthonormal(p) for p in _split(thin, products, first)]
-        products_t = [matrix.t() @ p for matrix, p in zip(matrices, ps, strict=True)]
+        ps = [state.orthonormal(p) for p in _split(thin, products, first)]
+        products_t = state.products([matrix.t() for matrix in matrices], ps)
         flat, second = _start(axis, products_t, f"{bucket.label}: Q")
         qs = [q / axis.size for q in _split(flat, products_t, second)]
-        for matrix, p, q in zip(matrices, ps, qs, strict=True):
-            torch.mm(p, q.t(), out=matrix)
+        found = state.products(ps, [q.t() for q in qs])
+        for matrix, product in zip(matrices, found, strict=True):
+            matrix.copy_(product)
         state.q_memory_dict[index] = qs
         if corrected is not None:
             state.error_dict[index] = corrected.sub_(whole)
@@ -219,9 +264,3 @@ def _split(
     pending.wait()
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns of length 1 that span the same space; QR has no half precision."""
-    wide = matrix if matrix.dtype.itemsize >= 4 else matrix.float()
-    return torch.linalg.qr(wide).Q.to(matrix.dtype)

@@ -95,13 +95,17 @@ class GradientReducer:
         return tuple(bucket.layout for bucket in self.buckets)
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view."""
+        """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
+
+        Of a sparse gradient the values.
+        """
         found: list[torch.Tensor] = []
         for bucket in self.buckets:
             if isinstance(bucket, Bucket) and bucket.is_gradient_view:
                 found.append(bucket.gradients)
             else:
-                found.extend(p.grad for p in bucket.parameters if p.grad is not None)
+                held = [p.grad for p in bucket.parameters if p.grad is not None]
+                found.extend(g.coalesce().values() if g.is_sparse else g for g in held)
         return tuple(found)
 
     def scale_by(self, scale: Callable[[], float] | None) -> None:

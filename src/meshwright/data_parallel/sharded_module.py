@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.shard_hooks import register_bucket_hook
+from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit
 
 __all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
@@ -81,6 +83,23 @@ class FSDPModule(nn.Module):
             for unit, synchronise in before.items():
                 unit.settings = replace(unit.settings, synchronise=synchronise)
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+        if not enable:
+            return contextlib.nullcontext()
+        return join_sharded(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            optimizers=optimizers,
+        )
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions also run over the replicating axis of a 2-D mesh."""
         self._set(recurse, all_reduce=requires_all_reduce)
@@ -128,6 +147,14 @@ class FSDPModule(nn.Module):
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Let ``hook(state, bucket)`` reduce the gradients of the units here, see `comm_hooks`.
+
+        On a 2-D mesh it runs on this rank's shards over the replicating dim, see `shard_hooks`.
+        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        """
+        register_bucket_hook(_units(self, recurse=True), state, hook)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None

@@ -13,7 +13,7 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
@@ -99,6 +99,8 @@ class Unit:
         self.settings = settings
         self.is_reducing = False
         """Whether a reduction has been started and not finished."""
+        self.announce: Callable[[Unit, str], None] | None = None
+        """Called with "unshard", "reduce" or "reduce_further" before its collectives."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
         self.trainable_groups = self._find_trainable()
@@ -140,6 +142,8 @@ class Unit:
             if self._phase is Phase.GATHERING or not any(g.buffer.is_stale for g in self.groups):
                 return
             self._become(Phase.SHARDED)
+        if self.announce is not None:
+            self.announce(self, "unshard")
         self._become(Phase.GATHERING)
         for group in self.groups:
             group.buffer.gather(f"unshard {self.name}")
@@ -207,6 +211,8 @@ class Unit:
         """Start to sum gradients over the ranks; what this rank did not use counts as zero."""
         if self.is_reducing:
             raise InternalError(f"unit {self.name!r} reduces twice at a time")
+        if self.announce is not None:
+            self.announce(self, "reduce")
         self.is_reducing = True
         for group in self.trainable_groups:
             group.reduce(self.name, self.settings)
@@ -216,6 +222,8 @@ class Unit:
         """Start the second of two sums, when there is one; it waits for the first."""
         if self.is_reducing and not self._has_second_sum:
             self._has_second_sum = True
+            if self.announce is not None and self._sums_twice:
+                self.announce(self, "reduce_further")
             for group in self.trainable_groups:
                 group.reduce_further(self.name, self.settings)
 
@@ -256,6 +264,12 @@ class Unit:
 
     def _find_trainable(self) -> tuple[ParameterGroup, ...]:
         return tuple(group for group in self.groups if group.is_trainable)
+
+    @property
+    def _sums_twice(self) -> bool:
+        settings, axes = self.settings, self.groups[0].axes
+        has_second = axes.replicate is not None and settings.reduce_hook is None
+        return has_second and settings.all_reduce
 
     def _become(self, phase: Phase) -> None:
         if phase not in LEGAL[self._phase]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.driver import attach
+from meshwright.data_parallel.shard_hooks import register_bucket_hook
+from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
@@ -241,6 +244,23 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             for unit, settings in zip(units, before, strict=True):
                 unit.settings = settings
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+        if not enable:
+            return contextlib.nullcontext()
+        return join_sharded(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            optimizers=optimizers,
+        )
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
@@ -268,7 +288,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce gradients: ``hook(state, whole, out)``, in place without sharding.
 
-        In a hybrid strategy it reduces over the shards; the copies are averaged after it.
+        In a hybrid strategy it reduces over the shards; the copies are averaged after it. A hook
+        with a parameter ``bucket`` is one of `meshwright.data_parallel.comm_hooks`: called as
+        ``hook(state, bucket)``, in a hybrid strategy on this rank's part over the copies.
         """
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
@@ -277,10 +299,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         wrappers = self.fsdp_modules(self)
         if any(wrapper._hook is not None for wrapper in wrappers):
             raise AssertionError("A communication hook is already registered")
+        takes_bucket = "bucket" in inspect.signature(hook).parameters
+        if takes_bucket:
+            register_bucket_hook(fsdp_units(self), state, hook)
         for wrapper in wrappers:
             wrapper._hook = hook
             unit = wrapper._unit
-            if unit is not None:
+            if unit is not None and not takes_bucket:
                 reduce = _engine_hook(unit, state, hook)
                 unit.settings = replace(unit.settings, reduce_hook=reduce)
 
