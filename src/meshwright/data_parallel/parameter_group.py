@@ -126,6 +126,8 @@ class ParameterGroup:
         self._reduced: torch.Tensor | None = None
         self._pending: list[Pending] = []
         self._factor = 1.0
+        self.in_hook: torch.Tensor | None = None
+        """The whole gradients that a hook is summing now."""
         self.mean: torch.Tensor | None = None
         """This rank's part of the mean gradient, finished and not delivered yet."""
 
@@ -233,14 +235,26 @@ class ParameterGroup:
 
     def _reduce_by(self, hook: ReduceHook) -> None:
         """Let ``hook`` sum the gradients; what it returns is not scaled any more."""
-        lines, self._factor = self.buffer.gradients, 1.0
+        whole, self._factor = self._whole_line(), 1.0
+        self.in_hook = whole
         if self.axes.shard is None:
-            hook(lines[0].tensor, lines[0].tensor)
-            self._reduced = lines[0].tensor.clone()
-            return
-        reduced = self._reduced = self._line_for_sums()
+            hook(whole, whole)
+            self._reduced = whole.clone()
+        else:
+            self._reduced = self._line_for_sums()
+            hook(whole, self._reduced)
+        self.in_hook = None
+
+    def _whole_line(self) -> torch.Tensor:
+        """All gradients in one line, shard by shard: what a hook is given."""
+        lines, parts = self.buffer.gradients, self.axes.parts
+        if len(lines) == 1:
+            return lines[0].tensor
+        whole = lines[0].tensor.new_empty(self.buffer.layout.padded_size)
+        rows = whole.view(parts, -1)
         for line in lines:
-            hook(line.tensor, reduced[line.start : line.stop])
+            rows[:, line.start : line.stop] = line.tensor.view(parts, -1)
+        return whole
 
     def _find_non_finite(self) -> list[str]:
         # One pass over the whole line; only a bad one is searched.

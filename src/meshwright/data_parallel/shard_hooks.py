@@ -63,7 +63,7 @@ class _UnitHook:
         unit = self._unit()
         if unit is None:
             raise InternalError("a hook was called for a unit that is gone")
-        number = next(n for n, g in enumerate(unit.groups) if g.buffer.gradient is whole)
+        number = next(n for n, g in enumerate(unit.groups) if g.in_hook is whole)
         group, index = unit.groups[number], self._index + number
         axes, label = group.axes, f"reduce {unit.name}"
         if axes.shard is None or axes.replicate is None:
