@@ -139,7 +139,9 @@ def body_buffers() -> None:
         buffer.fill_(world.rank + 1)
         with model.no_sync():
             model(share)
-        assert buffer[0].item() == world.rank + 1
+        if type(model).__module__.startswith("meshwright"):
+            # torch's broadcasts in the first forward of `no_sync` too.
+            assert buffer[0].item() == world.rank + 1
         model(share)
         # torch's takes up the broadcasts one forward later than it is asked to.
         model(share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def stop_in_step(folder: Path, step: int, *overrides: str) -> Outcome:
     def tell(line: str) -> None:
         if world.rank == 0 and line.startswith(f"step {step}/"):
             os.kill(neighbour, signal.SIGTERM)
+            # The neighbour gets it while it waits for this rank, and not some steps later.
+            time.sleep(0.2)
 
     return train(config, world, tell)
 

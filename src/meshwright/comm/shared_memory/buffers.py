@@ -8,7 +8,7 @@ import torch
 
 from meshwright.comm.shared_memory.collectives import Steps
 
-__all__ = ["contiguous", "copied_back", "name_of", "on_cpu", "writable"]
+__all__ = ["contiguous", "copied_back", "cut", "name_of", "on_cpu", "writable"]
 
 
 def name_of(tensor: torch.Tensor) -> str:
@@ -55,3 +55,21 @@ def _then_copied(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     with torch.no_grad():
         for tensor, buffer in pairs:
             tensor.data.copy_(buffer)
+
+
+def cut(tensor: torch.Tensor, sizes: Sequence[int], size: int, name: str) -> list[tuple[int, int]]:
+    """Address and bytes of ``size`` parts of ``tensor`` along dim 0, equal ones without sizes."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        sizes = [rows // size] * size
+    if sum(sizes) != rows or len(sizes) != size:
+        raise ValueError(
+            f"all_to_all over {size} ranks cannot split an {name} of {rows} rows into {list(sizes)}"
+        )
+    row = tensor.nbytes // rows if rows else 0
+    start = tensor.data_ptr()
+    parts: list[tuple[int, int]] = []
+    for count in sizes:
+        parts.append((start, count * row))
+        start += count * row
+    return parts

@@ -13,11 +13,19 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.shared_memory.arena import SharedTensors
-from meshwright.comm.shared_memory.buffers import contiguous, copied_back, name_of, on_cpu, writable
+from meshwright.comm.shared_memory.buffers import (
+    contiguous,
+    copied_back,
+    cut,
+    name_of,
+    on_cpu,
+    writable,
+)
 from meshwright.comm.shared_memory.calls import Call
 from meshwright.comm.shared_memory.collectives import Exchange, Steps
 from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
 from meshwright.comm.shared_memory.reductions import check_reduction
+from meshwright.comm.shared_memory.sparse import sum_sparse
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.comm.shared_memory.transport import CpuTransport
 from meshwright.comm.shared_memory.waits import Meeting
@@ -114,6 +122,13 @@ class SharedMemoryGroup(ProcessGroup):
             return self._all([self.allreduce([tensor], opts) for tensor in listed])
         tensor = listed[0]
         reduction = _reduction(opts)
+        if tensor.is_sparse:
+            if reduction != "sum":
+                raise ValueError(f"sparse tensors are summed, and not reduced by {reduction}")
+            sum_sparse(tensor, self)
+            work = SharedWork([tensor])
+            work.finish()
+            return self._note(work)
         call = self._call("all_reduce", tensor.shape, tensor.dtype, reduction)
         buffer = contiguous(tensor)
         body = self._exchange.all_reduce(call, buffer)
@@ -281,32 +296,12 @@ class SharedMemoryGroup(ProcessGroup):
     ) -> SharedWork:
         """Send a part of a tensor to each rank, along dim 0: equal parts where no sizes are."""
         target, source = writable(output), contiguous(tensor)
-        parts = self._cut(source, input_sizes, "input")
-        places = self._cut(target, output_sizes, "output")
+        parts = cut(source, input_sizes, self._size, "input")
+        places = cut(target, output_sizes, self._size, "output")
         call = self._call("all_to_all", tensor.shape[1:], tensor.dtype)
         body = self._exchange.exchange(call, parts, places, adjacent=True)
         body = copied_back(body, [(output, target)])
         return self._submit(call, body, [output], opts, source)
-
-    def _cut(self, tensor: torch.Tensor, sizes: Sizes, name: str) -> list[tuple[int, int]]:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not sizes:
-            sizes = [rows // self._size] * self._size
-        if sum(sizes) != rows or len(sizes) != self._size:
-            raise ValueError(
-                f"all_to_all over {self._size} ranks cannot split an {name} of {rows} rows into "
-                f"{list(sizes)}"
-            )
-        row = tensor.nbytes // rows if rows else 0
-        start = tensor.data_ptr()
-        if not sizes and rows % self._size == 0:
-            share = tensor.nbytes // self._size
-            return [(start + index * share, share) for index in range(self._size)]
-        parts: list[tuple[int, int]] = []
-        for size in sizes:
-            parts.append((start, size * row))
-            start += size * row
-        return parts
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> SharedWork:
         """Send a tensor to each rank."""
@@ -475,6 +470,10 @@ class SharedMemoryGroup(ProcessGroup):
         self._description = description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> CpuTransport:
         if torch.device(device).type != "cpu":

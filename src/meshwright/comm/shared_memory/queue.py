@@ -8,6 +8,7 @@ threads, and a wait that never comes does not hold up the peers.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -52,6 +53,11 @@ class SharedWork(Work):
         """Mark the operation as ended. Called once; `announce` follows."""
         self.error = error
         self.done = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether there is a future to complete."""
+        return self._root is not None
 
     def announce(self) -> None:
         """Complete the future. Its callbacks may issue further operations: hold no lock."""
@@ -180,6 +186,26 @@ class _Operation(SharedWork):
             raise CollectiveTimeoutError(self.queue.describe_missing(self, seconds))
 
 
+class _Announcer(threading.Thread):
+    """Tells one future after another; its callbacks may wait for further operations."""
+
+    def __init__(self, idle: list[_Announcer], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._idle = idle
+        self._inbox: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self.start()
+
+    def take(self, operation: _Operation | None) -> None:
+        """Announce ``operation``; None ends the thread."""
+        self._inbox.put(operation)
+
+    def run(self) -> None:
+        """Announce what comes."""
+        while (operation := self._inbox.get()) is not None:
+            operation.announce()
+            self._idle.append(self)
+
+
 class Background:
     """A daemon thread that calls ``advance`` now and then while ``has_work`` says so.
 
@@ -262,6 +288,8 @@ class OperationQueue:
         self._pending: deque[_Operation] = deque()
         self._ended: deque[_Operation] = deque()
         self._checked = 0.0
+        self._name = name
+        self._idle_announcers: list[_Announcer] = []
         self._background = Background(
             name, lambda: bool(self._pending), self._look, meeting.break_with
         )
@@ -317,21 +345,35 @@ class OperationQueue:
                 self._announce()
         return True
 
-    def _announce(self) -> None:
+    def _announce(self, *, elsewhere: bool = False) -> None:
+        """Complete the futures of what has ended.
+
+        What callbacks wait for, the background thread has to bring forward: it never runs them,
+        and has another thread do it.
+        """
         while self._ended:
             try:
                 operation = self._ended.popleft()
             except IndexError:
                 return
-            operation.announce()
+            if not elsewhere or not operation.is_awaited:
+                operation.announce()
+                continue
+            try:
+                announcer = self._idle_announcers.pop()
+            except IndexError:
+                announcer = _Announcer(self._idle_announcers, f"{self._name} callbacks")
+            announcer.take(operation)
 
     def describe_missing(self, operation: _Operation, seconds: float) -> str:
         """Who is missing in ``operation``."""
         return self._meeting.describe_missing(operation.call, seconds)
 
     def close(self) -> None:
-        """End the background thread; operations still waiting raise."""
+        """End the threads; operations still waiting raise."""
         self._background.close()
+        for announcer in self._idle_announcers:
+            announcer.take(None)
 
     # ------------------------------------------------------------------ with the lock held
 
@@ -399,7 +441,7 @@ class OperationQueue:
         finally:
             self._meeting.awake_for = self._meeting.patience.seconds
             self._lock.release()
-        self._announce()
+        self._announce(elsewhere=True)
         return moved
 
     def _is_troubled(self, operation: _Operation) -> bool:
