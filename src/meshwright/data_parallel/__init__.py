@@ -8,7 +8,8 @@ another dtype), `replica` (a module that is kept equal), `join` (uneven inputs),
 `distributed` (the function and the class that users call), `comm_hooks`, `power_sgd` and
 `local_steps` (other ways to reduce), `batch_norm` (statistics of all ranks).
 
-Sharded: `buffer` (one line of elements and its moves), `parameter_group` and `unit` (parameters
+Sharded: `buffer` (one line of elements and its moves), `placement` (where a parameter goes),
+`parameter_group` and `unit` (parameters
 that come and go together), `order` and `iteration` (what units of one root share), `driver`
 (hooks), `exposed_tensors` (DTensors at rest), `shared_parameters`, `policies`, `sharded_module` and
 `sharded` (`fully_shard`), `optimizer` (the flat view).
@@ -26,7 +27,13 @@ from meshwright.data_parallel.options import (
     ReplicateKeywords,
     ReplicateOptions,
 )
-from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from meshwright.data_parallel.placement import ShardPlacementResult
+from meshwright.data_parallel.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.replicated import replicate
 from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
@@ -34,6 +41,7 @@ from meshwright.data_parallel.sharded_module import FSDPModule, UnshardHandle, s
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "DistributedDataParallel",
     "FSDPModule",
     "GradBucket",
@@ -44,6 +52,7 @@ __all__ = [
     "Replica",
     "ReplicateKeywords",
     "ReplicateOptions",
+    "ShardPlacementResult",
     "UnshardHandle",
     "batch_norms",
     "flat_groups",

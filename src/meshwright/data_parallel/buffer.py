@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +27,16 @@ from meshwright.comm import Communicator, Pending
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = ["ALONE", "BufferTypes", "DataAxes", "FlatBuffer", "free", "is_free", "restore"]
+__all__ = [
+    "ALONE",
+    "BufferTypes",
+    "CustomCollective",
+    "DataAxes",
+    "FlatBuffer",
+    "free",
+    "is_free",
+    "restore",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +71,7 @@ class DataAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferTypes:
-    """The dtypes of one buffer."""
+    """The dtypes of one buffer, and where its shard lives."""
 
     master: torch.dtype
     """Of the shard that the optimizer steps."""
@@ -69,6 +79,25 @@ class BufferTypes:
     """Of the gathered parameters."""
     reduce: torch.dtype
     """In which gradients are summed."""
+    home: torch.device | None = None
+    """The device of the shard and of its gradients; that of the computation when None."""
+    is_pinned: bool = False
+    """Whether a shard on the CPU lies in pages that a GPU can copy from beside its work."""
+
+
+class CustomCollective(Protocol):
+    """A gather or a reduce-scatter of the user's, as torch's `fully_shard` takes it."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is sent and received."""
+        ...
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any) -> Any:  # noqa: ANN401
+        """Communicate. A gather is given ``async_op`` and may return a work to wait for; a
+        reduce-scatter is given ``op`` and returns when it has ended."""
+        ...
 
 
 ALONE = 2**20
@@ -93,9 +122,10 @@ class FlatBuffer:
         self.types = types
         self.device = device
         """Where the gathered parameters and their gradients are."""
-        self.shard = torch.zeros(layout.shard_size, dtype=types.master, device=device)
+        self.shard = _shard(layout.shard_size, types, device)
         """This rank's part, in the optimizer's dtype."""
-        self._alias = axes.parts == 1 and types.master == types.compute
+        is_here = self.shard.device == device
+        self._alias = axes.parts == 1 and types.master == types.compute and is_here
         self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
         """Whether what is gathered lies as the tensors do."""
         self.full = self.shard if self._alias else _line(layout.padded_size, types.compute, device)
@@ -109,8 +139,11 @@ class FlatBuffer:
         self._sizes = list(layout.slots) if isinstance(layout, ChunkedLayout) else []
         self._together = _gathered_together(layout, types.compute.itemsize)
         self._staging: torch.Tensor | None = None
+        self._staged_as_line = False
         self._pending: list[Pending] = []
         self._gathered_version = -1
+        self._kept: tuple[Communicator, torch.Tensor] | None = None
+        """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         if not self._alias:
             free(self.full)
         free(self.gradient)
@@ -165,15 +198,27 @@ class FlatBuffer:
         return not self._alias and self._gathered_version != self.shard._version
 
     @torch.no_grad()
-    def gather(self, label: str) -> None:
-        """Start to bring the whole line together."""
+    def gather(self, label: str, custom: CustomCollective | None = None) -> None:
+        """Start to bring the whole line together, by ``custom`` where there is one."""
         if self._alias:
             return
         restore(self.full, self.layout.padded_size)
+        kept, self._kept = self._kept, None
+        if kept is not None and not self.is_stale:
+            if custom is not None:
+                self._gather_by(custom, kept[0], kept[1], label)
+                self._staged_as_line = True
+                return
+            self._pending = [self._gather_into(kept[0], self.full, kept[1], label)]
+            return
         self._gathered_version = self.shard._version
         shard = self.axes.shard
         if shard is None or shard.size == 1:
             self.full.copy_(self.shard)
+            return
+        if custom is not None:
+            self._gather_by(custom, shard, self.shard, label)
+            self._staged_as_line = self.is_direct
             return
         if self.is_direct:
             self._pending = [self._gather_into(shard, self.full, self.shard, label)]
@@ -189,12 +234,24 @@ class FlatBuffer:
             mine = self.shard[start : start + size]
             self._pending.append(self._gather_into(shard, region.view(-1), mine, label))
 
+    def _gather_by(
+        self, custom: CustomCollective, ranks: Communicator, mine: torch.Tensor, label: str
+    ) -> None:
+        """Gather all in one piece, in memory and by a call of the user's."""
+        size = mine.numel() * ranks.size
+        line = custom.allocate((size,), dtype=self.types.compute, device=self.device)
+        place = line.view(ranks.size, -1)[ranks.rank]
+        place.copy_(mine)
+        self._staging = line
+        self._pending.append(ranks.custom("all_gather", custom, line, place, label=label))
+
     def _gather_into(
         self, shard: Communicator, line: torch.Tensor, mine: torch.Tensor, label: str
     ) -> Pending:
         """Gather every rank's ``mine`` into ``line``, in place from this rank's own part of it."""
         place = line.view(shard.size, -1)[shard.rank]
-        place.copy_(mine)
+        # Where the shard lives on the CPU this is its way to the device.
+        place.copy_(mine, non_blocking=self.types.is_pinned)
         return shard.all_gather(line, place, label=label)
 
     @torch.no_grad()
@@ -203,8 +260,25 @@ class FlatBuffer:
         while self._pending:
             self._pending.pop(0).wait()
         if self._staging is not None:
-            self._copy_out(self._staging)
-            self._staging = None
+            if self._staged_as_line:
+                self.full.copy_(self._staging)
+            else:
+                self._copy_out(self._staging)
+            self._staging, self._staged_as_line = None, False
+
+    @torch.no_grad()
+    def keep(self, block: Communicator) -> None:
+        """Keep a part of the whole line such that the ranks of ``block`` hold it together.
+
+        The next `gather` runs over them only, unless the shard has been written by then. Parts are
+        cut from the line as it lies, whatever the layout: nothing is copied out afterwards.
+        """
+        if not self._alias:
+            self._kept = block, self.full.view(block.size, -1)[block.rank].clone()
+
+    def forget_kept(self) -> None:
+        """Gather over all ranks the next time."""
+        self._kept = None
 
     def release(self) -> None:
         """Give the memory of the whole line back."""
@@ -293,11 +367,13 @@ class FlatBuffer:
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a packed line needs no staging")
         rows = staging.view(layout.parts, -1)
+        is_all = staging.numel() == layout.padded_size
+        count = len(self.views) if is_all else self._together
         if self._is_on_dim_0:
-            sizes, regions = self._sizes[: self._together], self._regions[: self._together]
+            sizes, regions = self._sizes[:count], self._regions[:count]
             torch.split_with_sizes_copy(rows, sizes, dim=1, out=regions)
             return
-        for index, view in enumerate(self.views[: self._together]):
+        for index, view in enumerate(self.views[:count]):
             start = layout.offsets[index]
             for part in range(layout.parts):
                 box = layout.box(index, part)
@@ -350,6 +426,12 @@ def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int
 def _is_one_line(layout: ChunkedLayout) -> bool:
     """Whether gathered chunks of the one tensor lie as the tensor does."""
     return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
+
+
+def _shard(numel: int, types: BufferTypes, device: torch.device) -> torch.Tensor:
+    home = types.home or device
+    pins = types.is_pinned and home.type == "cpu" and device.type == "cuda"
+    return torch.zeros(numel, dtype=types.master, device=home, pin_memory=pins)
 
 
 def _line(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.unit import ParameterGroup, Unit
@@ -44,6 +45,12 @@ class Iteration:
         """Units in the order in which their forward ended."""
         self.in_flight: list[Unit] = []
         """Units whose gradients are being reduced, the oldest first."""
+        self.most_in_flight = IN_FLIGHT
+        """How many reductions may be under way at a time."""
+        self._undelivered: list[tuple[Unit, list[int]]] = []
+        """Units of backward passes that were not the last, with the versions of their shards."""
+        self.in_blocks: list[Unit] = []
+        """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = False
         self.is_in_forward = False
         units = [driver.unit for driver in drivers if driver.unit is not None]
@@ -59,9 +66,14 @@ class Iteration:
         """The root's forward begins; an iteration that raised is given up first."""
         if self.is_in_backward or self.is_in_forward:
             self.reset()
+        if self._undelivered:
+            self._check_undelivered()
         self.is_in_forward = True
         for exposure in self._exposures:
             exposure.zero_alike()
+        while self.in_blocks:
+            # Their backward has passed or will not come: what is gathered now is what is held now.
+            self.in_blocks.pop().forget_block()
         if self._order:
             self._expected, self._order = self._order, self._expected
             self._order.clear()
@@ -87,11 +99,16 @@ class Iteration:
         if self._check is not None:
             self._check.end_forward()
 
+    def limit_in_flight(self) -> None:
+        """Follow what the drivers allow."""
+        asked = [d.most_in_flight for d in self.drivers if d.most_in_flight is not None]
+        self.most_in_flight = max(asked, default=IN_FLIGHT)
+
     def reset(self) -> None:
         """Give up an iteration that ended in an exception."""
         for driver in self.drivers:
             driver.drop()
-        for kept in (self._order, self.finished, self.in_flight):
+        for kept in (self._order, self.finished, self.in_flight, self._undelivered):
             kept.clear()
         self.is_in_backward = self.is_in_forward = False
 
@@ -118,15 +135,25 @@ class Iteration:
         unit.accumulate()
         for other in self.in_flight:
             other.reduce_further()
-        while len(self.in_flight) >= IN_FLIGHT:
+        while len(self.in_flight) >= self.most_in_flight:
             self.in_flight.pop(0).finish_reduce()
         unit.reduce()
         self.in_flight.append(unit)
 
     def end_backward(self) -> None:
-        """The backward pass has ended: reduce the rest, wait, set gradients, free everything."""
+        """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
+
+        One that is not the last leaves reductions under way, gradients undelivered and the order
+        of the forwards as it is, for the backwards that follow.
+        """
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
+        if not self.drivers[0].is_last_backward:
+            units = [driver.unit for driver in self.drivers if driver.unit is not None]
+            self._undelivered = [(unit, unit.versions) for unit in units]
+            self.is_in_backward = False
+            return
+        self._undelivered.clear()
         for unit in self.in_flight:
             unit.finish_reduce()
         self.in_flight.clear()
@@ -136,20 +163,34 @@ class Iteration:
         self.finished.clear()
         self.is_in_backward = False
 
+    def _check_undelivered(self) -> None:
+        """Raise RuntimeError when parameters were stepped without the gradients that wait."""
+        for unit, versions in self._undelivered:
+            if unit.versions != versions:
+                self.reset()
+                raise RuntimeError(
+                    f"the parameters of {unit.name!r} have changed since a backward pass that "
+                    "set_is_last_backward(False) had marked as not the last: its gradients were "
+                    "not in .grad yet, and are dropped. Call set_is_last_backward(True) before the "
+                    "last backward pass of a step"
+                )
+
     def _deliver(self) -> None:
         units = [d.unit for d in self.drivers if d.unit is not None and d.unit.has_mean]
-        if not units:
-            return
         groups = [group for unit in units for group in unit.trainable_groups]
-        flags = [flag for group in groups for flag in group.used]
-        if self.sends_use_counts:
-            flags = _any_rank(flags, units[0].communicators)
-        at = 0
-        for unit in units:
-            used: list[list[bool]] = []
-            for group in unit.trainable_groups:
-                used.append(flags[at : at + len(group.slots)])
+        on_axes: dict[DataAxes, list[ParameterGroup]] = {}
+        for group in groups:
+            on_axes.setdefault(group.axes, []).append(group)
+        used: dict[ParameterGroup, list[bool]] = {}
+        for axes, together in on_axes.items():
+            flags = [flag for group in together for flag in group.used]
+            if self.sends_use_counts:
+                flags = _any_rank(flags, axes.communicators)
+            at = 0
+            for group in together:
+                used[group] = flags[at : at + len(group.slots)]
                 at += len(group.slots)
+        for unit in units:
             unit.deliver(used)
 
 
@@ -177,7 +218,7 @@ def _sent(group: ParameterGroup) -> int:
 def _widest(units: Sequence[Unit]) -> Communicator | None:
     """The communicator with the most ranks that run the same units."""
     axes = [axis for unit in units for axis in unit.communicators]
-    size = max((unit.groups[0].axes.size for unit in units), default=1)
+    size = max((group.axes.size for unit in units for group in unit.groups), default=1)
     found = max(axes, key=lambda axis: axis.size, default=None)
     if found is None or found.size == size or not comm.is_connected():
         return found

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from meshwright.comm import Pending
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes, FlatBuffer, free
+from meshwright.comm import Communicator, Pending
+from meshwright.comm.dtensor import dtensor_at_rest, local_gradient, local_of
+from meshwright.data_parallel.buffer import (
+    BufferTypes,
+    CustomCollective,
+    DataAxes,
+    FlatBuffer,
+    free,
+)
+from meshwright.data_parallel.placement import Place
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
@@ -37,6 +45,8 @@ class UnitSettings:
 
     keep_full_after_forward: bool = False
     keep_full_after_backward: bool = False
+    block: Communicator | None = None
+    """Among whose ranks whole parameters are spread between forward and backward, if any."""
     unshard_in_backward: bool = True
     synchronise: bool = True
     """Whether a backward pass ends in a reduction; without one gradients stay whole, here."""
@@ -51,6 +61,10 @@ class UnitSettings:
     reduce_hook: ReduceHook | None = None
     shard_hook: Callable[[torch.Tensor], None] | None = None
     """Called with each finished sum of this rank's part, before it becomes a gradient."""
+    all_gather: CustomCollective | None = None
+    """Gathers in place of ours."""
+    reduce_scatter: CustomCollective | None = None
+    """Sums over ``shard`` in place of ours."""
     forward_prefetch: bool = False
     """Whether the unit that came next in the last iteration is gathered ahead in the forward."""
     backward_prefetch: bool = True
@@ -71,6 +85,8 @@ class Slot:
     """What computes: the same object for good, with memory while the unit is gathered."""
     local: torch.Tensor | None = None
     """This rank's chunk where it is not cut from ``original``; taken by the next group."""
+    place: Place | None = None
+    """Where it goes, where that is more than a part of a line."""
     is_spread: bool = False
     """Whether modules of other units use it too."""
 
@@ -101,7 +117,10 @@ class ParameterGroup:
         self.axes = axes
         self.types = types
         self.buffer = FlatBuffer(layout, axes, types, device)
-        self.buffer.fill([None if slot.local is not None else slot.original for slot in slots])
+        self.buffer.fill(
+            [None if slot.local is not None else local_of(slot.original) for slot in slots]
+        )
+        self._has_outer = any(slot.place is not None and slot.place.outer for slot in slots)
         for index, slot in enumerate(slots):
             if slot.local is not None:
                 self.buffer.local(index).copy_(slot.local)
@@ -122,16 +141,24 @@ class ParameterGroup:
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Start over with an empty shard of another dtype or on another device."""
         before = self.types
-        self.types = BufferTypes(
+        self.types = replace(
+            before,
             master=dtype,
             compute=dtype if before.compute == before.master else before.compute,
             reduce=dtype if before.reduce == before.master else before.reduce,
+            home=None if before.home is None else device,
         )
-        self.buffer = FlatBuffer(self.buffer.layout, self.axes, self.types, device)
+        computes = device if before.home is None else self.buffer.device
+        self.buffer = FlatBuffer(self.buffer.layout, self.axes, self.types, computes)
         self._show_views()
 
     def _show_views(self) -> None:
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
+            outer = None if slot.place is None else slot.place.outer
+            if outer is not None:
+                view = dtensor_at_rest(
+                    view, outer.mesh, outer.placements, outer.shape, outer.stride
+                )
             slot.full = nn.Parameter(view, requires_grad=slot.original.requires_grad)
 
     @property
@@ -150,6 +177,8 @@ class ParameterGroup:
         gradients = [slot.full.grad for slot in self.slots]
         if not any(gradient is not None for gradient in gradients):
             return
+        if self._has_outer:
+            gradients = [_local(s, g) for s, g in zip(self.slots, gradients, strict=True)]
         self.buffer.take(gradients)
         for index, slot in enumerate(self.slots):
             if gradients[index] is not None:
@@ -177,8 +206,23 @@ class ParameterGroup:
         if axes.shard is None:
             self._reduced = line
             return
+        if settings.reduce_scatter is not None and axes.parts > 1:
+            self._reduce_by(settings.reduce_scatter, axes.shard, line, label)
+            return
         self._reduced = line.new_empty(buffer.layout.shard_size)
         self._pending = axes.shard.reduce_scatter(self._reduced, line, label=f"reduce {label}")
+
+    def _reduce_by(
+        self, custom: CustomCollective, shard: Communicator, line: torch.Tensor, label: str
+    ) -> None:
+        """Sum over ``shard`` in memory and by a call of the user's."""
+        sent = custom.allocate((line.numel(),), dtype=line.dtype, device=line.device)
+        sent.copy_(line)
+        size = self.buffer.layout.shard_size
+        self._reduced = custom.allocate((size,), dtype=line.dtype, device=line.device)
+        self._pending = shard.custom(
+            "reduce_scatter", custom, self._reduced, sent, label=f"reduce {label}"
+        )
 
     def _find_non_finite(self) -> list[str]:
         # One pass over the whole line; only a bad one is searched.
@@ -228,6 +272,8 @@ class ParameterGroup:
         reduced = reduced.to(self.types.master)
         if self._factor != 1.0:
             reduced.mul_(self._factor)
+        if self.types.home is not None:
+            reduced = reduced.to(self.types.home)
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)
 
     def drop(self) -> None:
@@ -239,6 +285,13 @@ class ParameterGroup:
         self.used = [False] * len(self.slots)
         for slot in self.slots:
             slot.full.grad = None
+
+
+def _local(slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    place = slot.place
+    if place is None or place.outer is None:
+        return gradient
+    return local_gradient(gradient, place.outer, place.kept)
 
 
 def collect_slots(

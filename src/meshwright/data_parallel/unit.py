@@ -140,7 +140,7 @@ class Unit:
             self._become(Phase.SHARDED)
         self._become(Phase.GATHERING)
         for group in self.groups:
-            group.buffer.gather(f"unshard {self.name}")
+            group.buffer.gather(f"unshard {self.name}", self.settings.all_gather)
 
     def wait_unshard(self) -> None:
         """Wait for the parameters and let the modules hold them."""
@@ -153,12 +153,36 @@ class Unit:
         self._become(Phase.FULL)
         self.exposure.show_full(self)
 
+    def reshard_for_backward(self) -> bool:
+        """As `reshard`, but what the backward gathers stays among fewer ranks where that is set.
+
+        Whether it did: `forget_block` is due when the backward does not come.
+        """
+        block = self.settings.block
+        if block is None or self._phase is not Phase.FULL:
+            self.reshard()
+            return False
+        for group in self.groups:
+            group.buffer.keep(block)
+        self._put_away()
+        return True
+
+    def forget_block(self) -> None:
+        """Gather over all ranks the next time."""
+        for group in self.groups:
+            group.buffer.forget_kept()
+
     def reshard(self) -> None:
         """Let the modules hold the sharded parameters and give the memory of the rest back."""
+        if self.settings.block is not None:
+            self.forget_block()
         if self._phase in (Phase.SHARDED, Phase.REDUCING):
             return
         if self._phase is Phase.GATHERING:
             self.wait_unshard()
+        self._put_away()
+
+    def _put_away(self) -> None:
         self.exposure.show_sharded(self)
         for group in self.groups:
             group.buffer.release()
@@ -180,6 +204,11 @@ class Unit:
         return [name for group in self.groups for name in group.non_finite]
 
     @property
+    def versions(self) -> list[int]:
+        """How often each shard has been written in place."""
+        return [group.buffer.shard._version for group in self.groups]
+
+    @property
     def has_mean(self) -> bool:
         """Whether there are means to `deliver`."""
         return any(group.mean is not None for group in self.groups)
@@ -187,7 +216,8 @@ class Unit:
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         """The axes that its gradients are summed over."""
-        return self.groups[0].axes.communicators
+        axes = (axis for group in self.groups for axis in group.axes.communicators)
+        return tuple(dict.fromkeys(axes))
 
     def accumulate(self) -> None:
         """Take the gradients that autograd has left on the whole parameters."""
@@ -227,11 +257,11 @@ class Unit:
         if self._phase is Phase.REDUCING:
             self._become(Phase.SHARDED)
 
-    def deliver(self, used: Sequence[Sequence[bool]]) -> None:
+    def deliver(self, used: Mapping[ParameterGroup, Sequence[bool]]) -> None:
         """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
-        for group, flags in zip(self.trainable_groups, used, strict=True):
+        for group in self.trainable_groups:
             if group.mean is not None:
-                self.exposure.set_gradients(self, group, group.mean, flags)
+                self.exposure.set_gradients(self, group, group.mean, used[group])
                 group.mean = None
                 group.used = [False] * len(group.slots)
 

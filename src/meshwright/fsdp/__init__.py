@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from meshwright.data_parallel import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
@@ -61,6 +63,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -74,6 +77,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
