@@ -57,6 +57,14 @@ def same_gradients(model: nn.Module, one: nn.Module, factor: float = 1.0) -> Non
         )
 
 
+def same_gradients_kept(model: nn.Module, one: nn.Module) -> None:
+    """As `same_gradients`, of the parameters at rest while modules hold whole ones."""
+    drivers = [fully_shard.state(layer).unit for layer in (model[0], model[2], model[4])]
+    shown = [unit.exposure.shown(slot) for unit in drivers for slot in unit.slots]
+    for mine, theirs in zip(shown, one.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), whole(theirs.grad), rtol=1e-9, atol=1e-9)
+
+
 def recorded(call: Callable[[], object]) -> list[tuple[str, str]]:
     recorder = Recorder()
     with observe(recorder):
@@ -150,18 +158,17 @@ def case_is_last_backward() -> None:
     assert not iteration.finished
     same_gradients(model, one)
 
+    # An exception drops what waits.
     model.set_is_last_backward(False)
     step(model)()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.zero_grad(set_to_none=False)
-    with torch.no_grad():
-        model[2].weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="the parameters of '2' have changed since a backward"):
-        step(model)()
-    model.set_is_last_backward(True)
+    model.reset_iter_state()
+    assert not iteration.in_flight
     model.zero_grad()
+    one.zero_grad()
+    model.set_is_last_backward(True)
     step(model)()
-    assert all(p.grad is not None for p in model.parameters())
+    loss(one, 0, mine=False).backward()
+    same_gradients(model, one)
 
 
 def case_reshard_after_forward() -> None:
@@ -175,14 +182,27 @@ def case_reshard_after_forward() -> None:
 
 
 def case_reshard_after_backward() -> None:
-    model = shard_all(mlp())
+    one = mlp()
+    model = shard_all(copy.deepcopy(one))
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, one))
     model.set_reshard_after_backward(False)
-    step(model)()
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
-    # Nothing was stepped, so the next forward finds all of it; it is gathered for the backward.
-    assert gathered(recorded(step(model))) == ["4", "2", "0"]
+    for seed in range(2):
+        with model.no_sync():
+            step(model, seed)()
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+            # No gradient, so no step: the next forward finds all of it.
+            assert gathered(recorded(step(model, seed))) == ["4", "2", "0"]
+        step(model, seed)()
+        for _ in range(3):
+            loss(one, seed, mine=False).backward()
+        same_gradients_kept(model, one)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
     model.set_reshard_after_backward(True)
     step(model)()
+    loss(one, 0, mine=False).backward()
+    same_gradients(model, one)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 

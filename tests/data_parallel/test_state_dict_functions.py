@@ -218,12 +218,28 @@ def body_options(wrap: Wrap) -> None:
     assert found.missing_keys == ["last.bias"]
 
 
+def body_between_forward_and_backward(wrap: Wrap) -> None:
+    """The root keeps whole parameters for the backward; what is saved is at rest all the same."""
+    model = wrap(net().train())
+    before = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    loss = model(share()).square().mean()
+    state = get_model_state_dict(model)
+    assert isinstance(state["last.weight"], DTensor) is (wrap is shard)
+    same(state["last.weight"], before["last.weight"])
+    loss.backward()
+    loss = model(share()).square().mean()
+    set_model_state_dict(model, {name: value + 0 for name, value in state.items()})
+    assert isinstance(model.last.state_dict()["weight"], DTensor) is (wrap is shard)
+    loss.backward()
+
+
 BODIES = [
     body_each_part,
     body_both_at_once,
     body_whole_on_rank_0,
     body_whole_everywhere,
     body_options,
+    body_between_forward_and_backward,
 ]
 
 

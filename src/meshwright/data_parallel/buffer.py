@@ -194,8 +194,15 @@ class FlatBuffer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shard was written after the last gather."""
+        """Whether the shard was written after the last gather, or may have been; see `distrust`."""
         return not self._alias and self._gathered_version != self.shard._version
+
+    def distrust(self) -> None:
+        """The shard may be written from now on in ways that leave no trace.
+
+        What an optimizer does to a DTensor counts no version of the memory below it.
+        """
+        self._gathered_version = -1
 
     @torch.no_grad()
     def gather(self, label: str, custom: CustomCollective | None = None) -> None:

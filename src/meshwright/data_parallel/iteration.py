@@ -47,8 +47,6 @@ class Iteration:
         """Units whose gradients are being reduced, the oldest first."""
         self.most_in_flight = IN_FLIGHT
         """How many reductions may be under way at a time."""
-        self._undelivered: list[tuple[Unit, list[int]]] = []
-        """Units of backward passes that were not the last, with the versions of their shards."""
         self.in_blocks: list[Unit] = []
         """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = False
@@ -66,8 +64,6 @@ class Iteration:
         """The root's forward begins; an iteration that raised is given up first."""
         if self.is_in_backward or self.is_in_forward:
             self.reset()
-        if self._undelivered:
-            self._check_undelivered()
         self.is_in_forward = True
         for exposure in self._exposures:
             exposure.zero_alike()
@@ -108,7 +104,7 @@ class Iteration:
         """Give up an iteration that ended in an exception."""
         for driver in self.drivers:
             driver.drop()
-        for kept in (self._order, self.finished, self.in_flight, self._undelivered):
+        for kept in (self._order, self.finished, self.in_flight):
             kept.clear()
         self.is_in_backward = self.is_in_forward = False
 
@@ -149,11 +145,8 @@ class Iteration:
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
         if not self.drivers[0].is_last_backward:
-            units = [driver.unit for driver in self.drivers if driver.unit is not None]
-            self._undelivered = [(unit, unit.versions) for unit in units]
             self.is_in_backward = False
             return
-        self._undelivered.clear()
         for unit in self.in_flight:
             unit.finish_reduce()
         self.in_flight.clear()
@@ -162,18 +155,6 @@ class Iteration:
         self._deliver()
         self.finished.clear()
         self.is_in_backward = False
-
-    def _check_undelivered(self) -> None:
-        """Raise RuntimeError when parameters were stepped without the gradients that wait."""
-        for unit, versions in self._undelivered:
-            if unit.versions != versions:
-                self.reset()
-                raise RuntimeError(
-                    f"the parameters of {unit.name!r} have changed since a backward pass that "
-                    "set_is_last_backward(False) had marked as not the last: its gradients were "
-                    "not in .grad yet, and are dropped. Call set_is_last_backward(True) before the "
-                    "last backward pass of a step"
-                )
 
     def _deliver(self) -> None:
         units = [d.unit for d in self.drivers if d.unit is not None and d.unit.has_mean]

@@ -125,6 +125,7 @@ class FullyShard:
         ``mesh`` has one dim, or two with names: ranks along the first then hold the same shards.
         ``reshard_after_forward=False`` keeps whole parameters until the backward pass; None does so
         for the root only; a number spreads them among that many neighbouring ranks until then.
+        Call `FSDPModule.reshard` where something writes to parameters in between.
         ``shard_placement_fn`` gives for a parameter a placement with the ``dim`` it is cut along,
         a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
 
@@ -321,6 +322,16 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     module.register_forward_pre_hook(driver.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(driver.after_forward)
     module.register_load_state_dict_post_hook(partial(_loaded, driver))
+    holders = () if driver.unit is None else driver.unit.slots
+    for part in dict.fromkeys(where for slot in holders for where, _ in slot.places):
+        part.register_state_dict_pre_hook(partial(_put_away, driver))
+        part.register_load_state_dict_pre_hook(partial(_put_away, driver))
+
+
+def _put_away(driver: Driver, *_: object) -> None:
+    """State dicts hold what is at rest, also where whole parameters are kept for the backward."""
+    if driver.unit is not None:
+        driver.unit.reshard()
 
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:

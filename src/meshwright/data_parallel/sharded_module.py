@@ -90,7 +90,7 @@ class FSDPModule(nn.Module):
         """Whether the next backward passes are the last of a step, from now on, for the whole root.
 
         One that is not leaves its reductions under way, and its gradients, the sums of all since,
-        come to ``.grad`` at the end of the next one that is. Parameters must not change before it.
+        come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
         """
         driver = _driver(self)
         root = driver if driver.iteration is None else driver.iteration.drivers[0]
@@ -112,7 +112,11 @@ class FSDPModule(nn.Module):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are freed after the backward pass."""
+        """Whether parameters are freed after the backward pass.
+
+        What is kept is gathered again where gradients have come to ``.grad``, since an optimizer
+        may have stepped: keeping pays while gradients gather without a reduction.
+        """
         self._set(recurse, keep_full_after_backward=not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

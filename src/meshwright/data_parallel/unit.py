@@ -204,11 +204,6 @@ class Unit:
         return [name for group in self.groups for name in group.non_finite]
 
     @property
-    def versions(self) -> list[int]:
-        """How often each shard has been written in place."""
-        return [group.buffer.shard._version for group in self.groups]
-
-    @property
     def has_mean(self) -> bool:
         """Whether there are means to `deliver`."""
         return any(group.mean is not None for group in self.groups)
@@ -264,6 +259,7 @@ class Unit:
                 self.exposure.set_gradients(self, group, group.mean, used[group])
                 group.mean = None
                 group.used = [False] * len(group.slots)
+                group.buffer.distrust()
 
     def drop(self) -> None:
         """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
