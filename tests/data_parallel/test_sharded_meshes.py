@@ -389,6 +389,8 @@ def body_padding() -> None:
     model = nn.Sequential(nn.Linear(2**18, 5, bias=False))
     with pytest.warns(UserWarning, match=r"adds 20% padding.*shard_placement_fn"):
         fully_shard(model)
+    assert fully_shard.state(model).padding == pytest.approx(0.2)
+    assert fully_shard.state(fully_shard(nn.Linear(2, 2))).padding == 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fully_shard(nn.Linear(2**18, 5, bias=False), shard_placement_fn=lambda _: Shard(1))

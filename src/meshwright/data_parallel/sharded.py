@@ -96,6 +96,14 @@ class ShardedState:
         return self.driver.unit
 
     @property
+    def padding(self) -> float:
+        """Elements of padding for each element of this module's unit; 0.0 without a unit."""
+        groups = () if self.unit is None else self.unit.groups
+        layouts = [group.buffer.layout for group in groups]
+        elements = sum(layout.numel for layout in layouts)
+        return sum(layout.padded_size for layout in layouts) / elements - 1.0 if elements else 0.0
+
+    @property
     def without_effect(self) -> Mapping[str, object]:
         """Settings that were accepted for torch's sake and change nothing, with their values."""
         return MappingProxyType(self.driver.without_effect)
