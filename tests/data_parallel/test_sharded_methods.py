@@ -147,9 +147,9 @@ def case_is_last_backward() -> None:
         assert reduced(found) == ["reduce 4", "reduce 2", "reduce 0"]
         assert all(p.grad is None for p in model.parameters())
         loss(one, seed, mine=False).backward()
-    # The last two are still on their way, and the order for prefetching is remembered.
+    # The last one is still on its way, and the order for prefetching is remembered.
     iteration = fully_shard.state(model).driver.iteration
-    assert [unit.name for unit in iteration.in_flight] == ["2", "0"]
+    assert [unit.name for unit in iteration.in_flight] == ["0"]
     assert iteration.finished
     model[2].set_is_last_backward(True)  # any module of the root will do
     step(model, 3)()
@@ -332,8 +332,9 @@ def case_custom_collectives() -> None:
     world = communicator()
     one = mlp()
     one.append(nn.Linear(3, 1, bias=False).double())  # one line: its gather needs no copy
+    one.append(nn.Linear(1, 2**17).double())  # without a custom gather each tensor goes alone
     model = copy.deepcopy(one)
-    layers = [model[0], model[2], model[4], model[5]]
+    layers = [model[0], model[2], *model[4:]]
     gather, scatter = OwnGather(), OwnReduceScatter()
     for layer in layers:
         fully_shard(layer, reshard_after_forward=True)
@@ -344,14 +345,14 @@ def case_custom_collectives() -> None:
         found = recorded(step(model, seed))
         loss(one, seed, mine=False).backward()
         same_gradients(model, one)
-    assert gathered(found) == ["0", "2", "4", "5", "5", "4", "2", "0"]
-    assert len(reduced(found)) == 4
-    assert len(gather.allocated) == len(gather.groups) == 16
-    assert len(scatter.groups) == 8
-    assert len(scatter.allocated) == 16
+    assert gathered(found) == ["0", "2", "4", "5", "6", "6", "5", "4", "2", "0"]
+    assert len(reduced(found)) == 5
+    assert len(gather.allocated) == len(gather.groups) == 20
+    assert len(scatter.groups) == 10
+    assert len(scatter.allocated) == 20
     groups = [fully_shard.state(layer).unit.groups[0] for layer in layers]
     sizes = [group.buffer.layout.padded_size for group in groups]
-    assert gather.allocated[:4] == sizes
+    assert gather.allocated[:5] == sizes
     assert scatter.allocated[:2] == [sizes[-1], sizes[-1] // world.size]
     assert {id(group) for group in (*gather.groups, *scatter.groups)} == {
         id(fully_shard.state(model[0]).unit.groups[0].axes.shard.group)
@@ -402,7 +403,11 @@ def test_methods_of_a_sharded_module(ranks: Ranks, part: int) -> None:
     ranks(2, body_cases, dict(list(CASES.items())[part::3]))
 
 
-ELSEWHERE = {"set_requires_all_reduce": "test_sums_may_wait_for_the_replicating_axis"}
+ELSEWHERE = {
+    "join": "test_uneven_inputs",
+    "register_comm_hook": "test_shard_hooks",
+    "set_requires_all_reduce": "test_sums_may_wait_for_the_replicating_axis",
+}
 
 
 def test_every_method_has_a_case() -> None:

@@ -129,7 +129,8 @@ class Iteration:
 
     def before(self, driver: Driver) -> Driver | None:
         """The driver whose backward comes after that of ``driver``: it ran just before."""
-        for position in range(driver.position - 1, -1, -1):
+        # After a backward pass of another forward fewer are known than there were then.
+        for position in range(min(driver.position, len(self.finished)) - 1, -1, -1):
             other = self.finished[position]
             if other.unit is not None and other.unit is not driver.unit:
                 return other
