@@ -373,7 +373,8 @@ def test_what_torch_asks_of_a_group(ranks: Ranks) -> None:
         with pytest.raises(ValueError, match="only implemented for GLOO"):
             dist.monitored_barrier()
         backend = world._get_backend(torch.device("cpu"))
-        assert backend.name() == shared_memory.BACKEND
+        assert backend.name() == world.getBackendName() == shared_memory.BACKEND
+        assert list(world._device_types) == [torch.device("cpu")]
         with pytest.raises(RuntimeError, match="communicates on the CPU"):
             world._get_backend(torch.device("cuda"))
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), world)

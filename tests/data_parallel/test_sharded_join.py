@@ -48,6 +48,12 @@ def hybrid(model: nn.Module) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def in_blocks(model: nn.Module) -> Any:
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=2)
+    return fully_shard(model)
+
+
 def facade(model: nn.Module) -> Any:
     policy = ModuleWrapPolicy({nn.Linear})
     return FullyShardedDataParallel(model, auto_wrap_policy=policy)
@@ -133,7 +139,7 @@ def test_uneven_inputs(ranks: Ranks, counts: list[int]) -> None:
 
 
 def test_uneven_inputs_on_four_ranks(ranks: Ranks) -> None:
-    ranks(4, body_uneven, [1, 3, 2, 3], [sharded, hybrid, facade_hybrid])
+    ranks(4, body_uneven, [1, 3, 2, 3], [sharded, in_blocks, hybrid, facade_hybrid])
 
 
 def body_accumulation() -> None:

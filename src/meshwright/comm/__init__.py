@@ -19,6 +19,7 @@ from meshwright.comm.process_groups import (
     disconnect,
     host_store,
     is_connected,
+    peers,
     subgroup,
 )
 from meshwright.comm.registry import observe, phase
@@ -39,6 +40,7 @@ __all__ = [
     "host_store",
     "is_connected",
     "observe",
+    "peers",
     "phase",
     "subgroup",
 ]

@@ -217,6 +217,33 @@ class Communicator:
             "reduce_scatter", tensor, label, launch, reduction=reduction, value=output
         )
 
+    def custom(
+        self,
+        kind: str,
+        call: Callable[..., Any],
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        label: str = "",
+    ) -> Pending:
+        """An ``all_gather`` or ``reduce_scatter`` by a ``call`` of the user's in place of c10d.
+
+        It is given ``output_tensor``, ``input_tensor`` and ``group``; a gather ``async_op=True``
+        too, and what it returns is waited for unless None; a reduce-scatter ``op``, a sum.
+        """
+        self._check(output, tensor)
+        gathers = kind == "all_gather"
+        options = {"async_op": True} if gathers else {"op": dist.ReduceOp.SUM}
+
+        def launch() -> Launched:
+            line, mine = output.view(-1), tensor.view(-1)
+            work = call(output_tensor=line, input_tensor=mine, group=self.group, **options)
+            return _works(work), None
+
+        if gathers:
+            return self._issue(kind, output, label, launch)
+        return self._issue(kind, tensor, label, launch, reduction="sum", value=output)
+
     def broadcast(
         self, tensor: torch.Tensor, *, source: int = 0, label: str = "", async_op: bool = True
     ) -> Pending:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
@@ -27,11 +28,17 @@ from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorL
 __all__ = [
     "AtRest",
     "at_rest",
+    "concatenated_mesh",
+    "cut_once_more",
     "dtensor_at_rest",
     "dtensor_like",
+    "flattened_mesh",
     "is_dtensor",
+    "is_replicated",
+    "known_at_rest",
     "layout_of",
     "local_box",
+    "local_gradient",
     "local_of",
     "mesh_communicators",
     "mesh_over",
@@ -114,6 +121,11 @@ def at_rest(tensor: DTensor) -> AtRest:
     )
 
 
+def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
+    """What ``tensor`` is made of when it is a DTensor; None for any other."""
+    return at_rest(tensor) if isinstance(tensor, DTensor) else None
+
+
 def is_dtensor(tensor: object) -> bool:
     """Whether ``tensor`` is torch's DTensor."""
     return isinstance(tensor, DTensor)
@@ -194,6 +206,63 @@ def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceM
         mesh=torch.tensor(numbers).view(sizes),
         mesh_dim_names=tuple(names),
     )
+
+
+def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dims of all ``meshes``, which are slices of one mesh."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return mesh[tuple(names)]._flatten("_".join(names))
+
+
+def is_replicated(placement: TorchPlacement) -> bool:
+    """Whether every rank along the dim holds the same."""
+    return isinstance(placement, TorchReplicate)
+
+
+def cut_once_more(
+    placements: Sequence[Placement | TorchPlacement], mesh: DeviceMesh, cutting: int, dim: int
+) -> tuple[tuple[TorchPlacement, ...], bool]:
+    """Placements in which dim ``cutting`` of ``mesh`` cuts after all others, and if it is strided.
+
+    A DTensor is cut by the dims of its mesh in their order. Where a later dim of the mesh has cut
+    the same ``dim`` before, the pieces of ``cutting`` lie in strides over the whole tensor.
+    """
+    spread = list(torch_placements(placements))
+    later = range(cutting + 1, len(spread))
+    factor = 1
+    for index in later:
+        placement = spread[index]
+        if isinstance(placement, TorchShard | _StridedShard) and placement.dim == dim:
+            factor *= mesh.size(index)
+    if factor > 1:
+        spread[cutting] = _StridedShard(dim, split_factor=factor)
+    return tuple(spread), factor > 1
+
+
+def local_gradient(
+    gradient: torch.Tensor | None, like: AtRest, kept: Sequence[int]
+) -> torch.Tensor | None:
+    """This rank's part of a gradient of ``like``, summed and cut as it except over ``kept``.
+
+    ``kept`` are dims of the mesh over which the caller sums.
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient
+    wanted = [
+        found if index in kept else placement
+        for index, (found, placement) in enumerate(
+            zip(gradient.placements, like.placements, strict=True)
+        )
+    ]
+    if tuple(wanted) != tuple(gradient.placements):
+        gradient = gradient.redistribute(placements=wanted)
+    return gradient._local_tensor
 
 
 def torch_placements(

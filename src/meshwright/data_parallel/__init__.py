@@ -9,11 +9,11 @@ another dtype), `replica` (a module that is kept equal), `join` (uneven inputs),
 `local_steps` (other ways to reduce), `batch_norm` (statistics of all ranks).
 
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
-(one line of elements and its moves), `parameter_group` and `unit` (parameters that come and go
-together), `order` and `iteration` (what units of one root share), `driver` (hooks),
-`shard_hooks` and `sharded_join` (as for replicas), `exposed_tensors` (DTensors at rest),
-`shared_parameters`, `policies`, `sharded_module` and `sharded` (`fully_shard`), `optimizer` (the
-flat view).
+(one line of elements and its moves), `policies`, `placement` (where a parameter goes),
+`parameter_group` and `unit` (parameters that come and go together), `order` and `iteration` (what
+units of one root share), `driver` (hooks), `shard_hooks` and `sharded_join` (as for replicas),
+`exposed_tensors` (DTensors at rest), `shared_parameters`, `sharded_module` and `sharded`
+(`fully_shard`), `optimizer` (the flat view).
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from meshwright.data_parallel.options import (
     ReplicateKeywords,
     ReplicateOptions,
 )
-from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from meshwright.data_parallel.placement import ShardPlacementResult
+from meshwright.data_parallel.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.replicated import replicate
 from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
@@ -36,6 +42,7 @@ from meshwright.data_parallel.sharded_module import FSDPModule, UnshardHandle, s
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "DistributedDataParallel",
     "FSDPModule",
     "GradBucket",
@@ -46,6 +53,7 @@ __all__ = [
     "Replica",
     "ReplicateKeywords",
     "ReplicateOptions",
+    "ShardPlacementResult",
     "UnshardHandle",
     "batch_norms",
     "flat_groups",

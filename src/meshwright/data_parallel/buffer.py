@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -34,7 +34,7 @@ from meshwright.data_parallel.gradient_lines import (
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = ["ALONE", "BufferTypes", "DataAxes", "FlatBuffer", "is_free"]
+__all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer", "is_free"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,21 @@ class BufferTypes:
         return cls(master=master, compute=compute, reduce=reduce or compute)
 
 
+class CustomCollective(Protocol):
+    """A gather or a reduce-scatter of the user's, as torch's `fully_shard` takes it."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is sent and received."""
+        ...
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any) -> Any:  # noqa: ANN401
+        """Communicate. A gather is given ``async_op`` and may return a work to wait for; a
+        reduce-scatter is given ``op`` and returns when it has ended."""
+        ...
+
+
 ALONE = 2**20
 """Bytes from which a tensor is gathered by itself."""
 SHARED = 2**16
@@ -96,6 +111,8 @@ SHARED = 2**16
 
 _Move: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """One gather: the line that it fills, this rank's place in it, and what belongs there."""
+_Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets, and the sources that are copied to them."""
 
 
 class FlatBuffer:
@@ -138,9 +155,13 @@ class FlatBuffer:
             0 if self.is_direct else self.packed * axes.parts, types.compute, device
         )
         """What is gathered in one piece, before it is copied to where it belongs."""
-        self._copies = self._plan_copies()
+        self._copies = None if self.is_direct else self._copies_from(self._staging, self._together)
         self._moves = self._plan_moves()
         self._pending: list[Pending] = []
+        self._after: _Copies | None = None
+        """What is copied when the gather under way has ended."""
+        self._kept: tuple[Communicator, torch.Tensor] | None = None
+        """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._gathered_version = -1
         free(self._staging)
         if not self._alias:
@@ -193,21 +214,46 @@ class FlatBuffer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shard was written after the last gather."""
+        """Whether the shard was written after the last gather, or may have been; see `distrust`."""
         return not self._alias and self._gathered_version != self.shard._version
 
-    def gather(self, label: str) -> None:
-        """Start to bring the whole line together."""
+    def distrust(self) -> None:
+        """The shard may be written from now on in ways that leave no trace.
+
+        What an optimizer does to a DTensor counts no version of the memory below it.
+        """
+        self._gathered_version = -1
+
+    def gather(self, label: str, custom: CustomCollective | None = None) -> None:
+        """Start to bring the whole line together, by ``custom`` where there is one."""
         if self._alias:
             return
         restore(self.full, self.layout.padded_size)
+        kept, self._kept = self._kept, None
+        if kept is not None and not self.is_stale:
+            ranks, mine = kept
+            if custom is not None:
+                self._after = [self.full], [self._gather_by(custom, ranks, mine, label)]
+            else:
+                place = self.full.view(ranks.size, -1)[ranks.rank]
+                place.copy_(mine)
+                self._pending.append(ranks.all_gather(self.full, place, label=label))
+            return
         self._gathered_version = self.shard._version
         shard = self.axes.shard
         if shard is None or shard.size == 1:
             self.full.copy_(self.shard)
             return
+        if custom is not None:
+            line = self._gather_by(custom, shard, self.shard, label)
+            count = len(self.layout.names)
+            self._after = (
+                ([self.full], [line]) if self.is_direct else self._copies_from(line, count)
+            )
+            return
         if self._copies is not None:
             restore(self._staging, self._staging.numel())
+            self._after = self._copies
         for line, place, mine in self._moves:
             # A shard of another dtype or device goes by way of this rank's own part of the line.
             if mine.dtype != line.dtype or mine.device != line.device:
@@ -223,9 +269,24 @@ class FlatBuffer:
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        if self._copies is not None:
-            torch._foreach_copy_(*self._copies)
+        copies, self._after = self._after, None
+        if copies is not None:
+            torch._foreach_copy_(*copies)
             free(self._staging)
+
+    @torch.no_grad()
+    def keep(self, block: Communicator) -> None:
+        """Keep a part of the whole line such that the ranks of ``block`` hold it together.
+
+        The next `gather` runs over them only, unless the shard has been written by then. Parts are
+        cut from the line as it lies, whatever the layout: nothing is copied out afterwards.
+        """
+        if not self._alias:
+            self._kept = block, self.full.view(block.size, -1)[block.rank].clone()
+
+    def forget_kept(self) -> None:
+        """Gather over all ranks the next time."""
+        self._kept = None
 
     def release(self) -> None:
         """Give the memory of the whole line back."""
@@ -305,15 +366,30 @@ class FlatBuffer:
             moves.append((region.view(-1), region[part], mine))
         return moves
 
-    def _plan_copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """From ``_staging`` to each tensor: targets and sources, contiguous where they can be."""
+    @torch.no_grad()
+    def _gather_by(
+        self, custom: CustomCollective, ranks: Communicator, mine: torch.Tensor, label: str
+    ) -> torch.Tensor:
+        """Start to gather all in one piece, in memory and by a call of the user's: that memory."""
+        size = mine.numel() * ranks.size
+        line = custom.allocate((size,), dtype=self.types.compute, device=self.device)
+        place = line.view(ranks.size, -1)[ranks.rank]
+        place.copy_(mine)
+        self._pending.append(ranks.custom("all_gather", custom, line, place, label=label))
+        return line
+
+    def _copies_from(self, line: torch.Tensor, count: int) -> _Copies | None:
+        """From ``line``, which has what was gathered of the first ``count`` tensors, to each.
+
+        Targets and sources are contiguous where they can be.
+        """
         layout = self.layout
-        if self.is_direct or not self._together or not isinstance(layout, ChunkedLayout):
+        if not count or not isinstance(layout, ChunkedLayout):
             return None
-        rows = self._staging.view(layout.parts, -1)
+        rows = line.view(layout.parts, -1)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for index in range(self._together):
+        for index in range(count):
             start, size = layout.offsets[index], layout.slots[index]
             for part in range(layout.parts):
                 if not layout.dims[index]:

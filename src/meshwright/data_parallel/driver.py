@@ -96,6 +96,12 @@ class Driver:
         """Whose units to gather ahead in the forward, instead of the one that came next before."""
         self.backward_ahead: list[Driver] | None = None
         """The same for the backward."""
+        self.is_last_backward = True
+        """Whether backward passes deliver gradients; that of the root counts."""
+        self.most_in_flight: int | None = None
+        """How many reductions its unit allows at a time; the largest counts for the root."""
+        self.without_effect: dict[str, object] = {}
+        """Settings that were accepted and change nothing here, with their last values."""
         self.position = -1
         """Where it stands among the units whose forward has ended, at its last forward."""
         self._parts = frozenset(map(id, parts))
@@ -110,6 +116,12 @@ class Driver:
         """The iteration this belongs to; becomes a root when it belongs to none."""
         if self.iteration is not None:
             return self.iteration
+        if self._parts:
+            raise RuntimeError(
+                f"FSDP requires a single root module but got {len(self._parts)} modules of one "
+                f"unit, of which {type(module).__name__} ran first. Call fully_shard on a module "
+                "that contains them, and run that"
+            )
         drivers: dict[Driver, None] = {self: None}
         names = {part: name for name, part in module.named_modules()}
         for part, name in names.items():
@@ -132,6 +144,7 @@ class Driver:
             driver.check_materialised()
             driver.iteration = iteration
         self.is_root = True
+        iteration.limit_in_flight()
         if self.keeps_as_root and self.unit is not None:
             self.unit.settings = replace(self.unit.settings, keep_full_after_forward=True)
         return iteration
@@ -197,8 +210,14 @@ class Driver:
             self.position = len(iteration.finished)
             iteration.finished.append(self)
         unit = self.unit
-        if unit is not None and not (unit.settings.keep_full_after_forward and is_training):
+        if unit is not None and not is_training:
             unit.reshard()
+        elif (
+            unit is not None
+            and not unit.settings.keep_full_after_forward
+            and unit.reshard_for_backward()
+        ):
+            iteration.in_blocks.append(unit)
         if self.is_root:
             for driver in iteration.drivers:
                 driver.leave_forward()

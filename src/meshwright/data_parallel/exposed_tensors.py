@@ -15,8 +15,7 @@ from torch import nn
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
-from meshwright.layout import ChunkedLayout, Replicate, Shard
-from meshwright.mesh import DeviceMesh
+from meshwright.layout import ChunkedLayout
 
 __all__ = ["ExposedTensors"]
 
@@ -26,7 +25,7 @@ class _Entry:
 
     __slots__ = ("cells", "exposed", "gradient", "shape", "slot", "start", "stop", "wrap")
 
-    def __init__(self, group: ParameterGroup, index: int, mesh: DeviceMesh) -> None:
+    def __init__(self, group: ParameterGroup, index: int) -> None:
         layout = group.buffer.layout
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a DTensor at rest needs a chunked layout")
@@ -36,10 +35,10 @@ class _Entry:
         self.shape = local.shape
         self.start = layout.offsets[index]
         self.stop = self.start + local.numel()
-        shard = Shard(layout.dims[index])
-        placements = [shard] if mesh.ndim == 1 else [Replicate(), shard]
-        whole = layout.shapes[index]
-        self.wrap = (mesh, placements, whole, _strides(whole))
+        place = slot.place
+        if place is None:
+            raise InternalError("a DTensor at rest needs a place on a mesh")
+        self.wrap = (place.mesh, place.placements, place.shape, _strides(place.shape))
         self.exposed = nn.Parameter(
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
@@ -55,8 +54,7 @@ class _Entry:
 class ExposedTensors:
     """The exposure of `fully_shard`."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
 
@@ -64,9 +62,14 @@ class ExposedTensors:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
         found = self._entries.get(group)
         if found is None:
-            found = [_Entry(group, index, self.mesh) for index in range(len(group.slots))]
+            found = [_Entry(group, index) for index in range(len(group.slots))]
             self._entries[group] = found
         return found
+
+    def shown(self, slot: Slot) -> nn.Parameter:
+        """What modules hold of ``slot`` at rest."""
+        entries = (entry for group in self._entries.values() for entry in group)
+        return next(entry.exposed for entry in entries if entry.slot is slot)
 
     def flat(self, group: ParameterGroup) -> nn.Parameter:
         """The shard of ``group`` as one parameter, whose gradient is set from now on too."""

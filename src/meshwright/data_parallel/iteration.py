@@ -18,6 +18,7 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.unit import ParameterGroup, Unit
@@ -46,6 +47,10 @@ class Iteration:
         """Units in the order in which their forward ended."""
         self.in_flight: list[Unit] = []
         """Units whose gradients are being reduced, the oldest first."""
+        self.most_in_flight: int | None = None
+        """How many reductions may be under way at a time; `IN_FLIGHT` for each sum when None."""
+        self.in_blocks: list[Unit] = []
+        """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = False
         self.is_in_forward = False
         units = [driver.unit for driver in drivers if driver.unit is not None]
@@ -66,6 +71,9 @@ class Iteration:
         self.is_in_forward = True
         for exposure in self._exposures:
             exposure.zero_alike()
+        while self.in_blocks:
+            # Their backward has passed or will not come: what is gathered now is what is held now.
+            self.in_blocks.pop().forget_block()
         if self._order:
             self._expected, self._order = self._order, self._expected
             self._order.clear()
@@ -90,6 +98,11 @@ class Iteration:
         self.is_in_forward = False
         if self._check is not None:
             self._check.end_forward()
+
+    def limit_in_flight(self) -> None:
+        """Follow what the drivers allow."""
+        asked = [d.most_in_flight for d in self.drivers if d.most_in_flight is not None]
+        self.most_in_flight = max(asked, default=None)
 
     def reset(self) -> None:
         """Give up an iteration that ended in an exception."""
@@ -131,15 +144,24 @@ class Iteration:
         unit.accumulate()
         for other in self.in_flight:
             other.reduce_further()
-        while len(self.in_flight) >= IN_FLIGHT * max(len(unit.communicators), 1):
+        asked = self.most_in_flight
+        most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
+        while len(self.in_flight) >= most:
             self.in_flight.pop(0).finish_reduce()
         unit.reduce()
         self.in_flight.append(unit)
 
     def end_backward(self) -> None:
-        """The backward pass has ended: reduce the rest, wait, set gradients, free everything."""
+        """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
+
+        One that is not the last leaves reductions under way, gradients undelivered and the order
+        of the forwards as it is, for the backwards that follow.
+        """
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
+        if not self.drivers[0].is_last_backward:
+            self.is_in_backward = False
+            return
         for unit in self.in_flight:
             unit.finish_reduce()
         self.in_flight.clear()
@@ -166,15 +188,19 @@ class Iteration:
         if self.announce is not None:
             self.announce()
         groups = [group for unit in units for group in unit.trainable_groups]
-        flags = [flag for group in groups for flag in group.used]
-        if self.sends_use_counts:
-            flags = _any_rank(flags, units[0].communicators)
-        at = 0
-        for unit in units:
-            used: list[list[bool]] = []
-            for group in unit.trainable_groups:
-                used.append(flags[at : at + len(group.slots)])
+        on_axes: dict[DataAxes, list[ParameterGroup]] = {}
+        for group in groups:
+            on_axes.setdefault(group.axes, []).append(group)
+        used: dict[ParameterGroup, list[bool]] = {}
+        for axes, together in on_axes.items():
+            flags = [flag for group in together for flag in group.used]
+            if self.sends_use_counts:
+                flags = _any_rank(flags, axes.communicators)
+            at = 0
+            for group in together:
+                used[group] = flags[at : at + len(group.slots)]
                 at += len(group.slots)
+        for unit in units:
             unit.deliver(used)
 
 
@@ -204,7 +230,7 @@ def _sent(group: ParameterGroup) -> int:
 def _widest(units: Sequence[Unit]) -> Communicator | None:
     """The communicator with the most ranks that run the same units."""
     axes = [axis for unit in units for axis in unit.communicators]
-    size = max((unit.groups[0].axes.size for unit in units), default=1)
+    size = max((group.axes.size for unit in units for group in unit.groups), default=1)
     found = max(axes, key=lambda axis: axis.size, default=None)
     if found is None or found.size == size or not comm.is_connected():
         return found

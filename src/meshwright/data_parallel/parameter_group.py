@@ -14,9 +14,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from meshwright.comm import Pending
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes, FlatBuffer
+from meshwright.comm import Communicator, Pending
+from meshwright.comm.dtensor import dtensor_at_rest, local_gradient, local_of
+from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
 from meshwright.data_parallel.kept_line import KeptLine
+from meshwright.data_parallel.placement import Place
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
@@ -39,6 +41,8 @@ class UnitSettings:
 
     keep_full_after_forward: bool = False
     keep_full_after_backward: bool = False
+    block: Communicator | None = None
+    """Among whose ranks whole parameters are spread between forward and backward, if any."""
     unshard_in_backward: bool = True
     synchronise: bool = True
     """Whether a backward pass ends in a reduction; without one gradients stay whole, here."""
@@ -53,6 +57,10 @@ class UnitSettings:
     reduce_hook: ReduceHook | None = None
     shard_hook: Callable[[torch.Tensor], None] | None = None
     """Called with each finished sum of this rank's part, before it becomes a gradient."""
+    all_gather: CustomCollective | None = None
+    """Gathers in place of ours."""
+    reduce_scatter: CustomCollective | None = None
+    """Sums over ``shard`` in place of ours."""
     forward_prefetch: bool = False
     """Whether the unit that came next in the last iteration is gathered ahead in the forward."""
     backward_prefetch: Literal["before", "after"] | None = "before"
@@ -74,6 +82,8 @@ class Slot:
     """What computes: the same object for good, with memory while the unit is gathered."""
     local: torch.Tensor | None = None
     """This rank's chunk where it is not cut from ``original``; taken by the next group."""
+    place: Place | None = None
+    """Where it goes, where that is more than a part of a line."""
     is_spread: bool = False
     """Whether modules of other units use it too."""
 
@@ -100,6 +110,8 @@ class ParameterGroup:
         types: BufferTypes,
         device: torch.device,
         home: torch.device | None = None,
+        *,
+        pin_memory: bool = True,
     ) -> None:
         self.slots = tuple(slots)
         self.axes = axes
@@ -107,8 +119,13 @@ class ParameterGroup:
         self.home = home
         """Where shards and gradients are kept while the parameters compute on ``device``; None
         where that is the same."""
+        self.pin_memory = pin_memory
+        """Whether shards kept on the CPU lie in pages that a GPU can copy from beside its work."""
         self.buffer = FlatBuffer(layout, axes, types, device, self._empty_shard(layout, home))
-        self.buffer.fill([None if slot.local is not None else slot.original for slot in slots])
+        self.buffer.fill(
+            [None if slot.local is not None else local_of(slot.original) for slot in slots]
+        )
+        self._has_outer = any(slot.place is not None and slot.place.outer for slot in slots)
         for index, slot in enumerate(slots):
             if slot.local is not None:
                 self.buffer.local(index).copy_(slot.local)
@@ -143,6 +160,7 @@ class ParameterGroup:
         if self.home is None:
             self.buffer = FlatBuffer(layout, self.axes, self.types, device)
         else:
+            self.home = device
             shard = self._empty_shard(layout, device)
             self.buffer = FlatBuffer(layout, self.axes, self.types, self.buffer.device, shard)
         self._show_views()
@@ -168,13 +186,17 @@ class ParameterGroup:
     ) -> torch.Tensor | None:
         if home is None:
             return None
-        # Page-locked, so that copies to a GPU run beside its work.
-        pins = home.type == "cpu" and torch.cuda.is_available()
+        pins = self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
         size, dtype = layout.shard_size, self.types.master
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
 
     def _show_views(self) -> None:
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
+            outer = None if slot.place is None else slot.place.outer
+            if outer is not None:
+                view = dtensor_at_rest(
+                    view, outer.mesh, outer.placements, outer.shape, outer.stride
+                )
             slot.full = nn.Parameter(view, requires_grad=slot.original.requires_grad)
 
     @property
@@ -193,6 +215,8 @@ class ParameterGroup:
         gradients = [slot.full.grad for slot in self.slots]
         if all(gradient is None for gradient in gradients):
             return
+        if self._has_outer:
+            gradients = [_local(s, g) for s, g in zip(self.slots, gradients, strict=True)]
         self.buffer.take(gradients)
         used = self.used
         for index, slot in enumerate(self.slots):
@@ -220,6 +244,9 @@ class ParameterGroup:
         if axes.shard is None:
             self._reduced = lines[0].tensor
             return
+        if settings.reduce_scatter is not None and axes.parts > 1:
+            self._reduce_scatter_by(settings.reduce_scatter, axes.shard, label)
+            return
         reduced = self._reduced = self._line_for_sums()
         for line in lines:
             out = reduced if len(lines) == 1 else reduced[line.start : line.stop]
@@ -245,15 +272,28 @@ class ParameterGroup:
             hook(whole, self._reduced)
         self.in_hook = None
 
+    def _reduce_scatter_by(self, custom: CustomCollective, shard: Communicator, label: str) -> None:
+        """Sum over ``shard`` in memory and by a call of the user's."""
+        layout, types = self.buffer.layout, (self.types.reduce, self.buffer.device)
+        sent = custom.allocate((layout.padded_size,), dtype=types[0], device=types[1])
+        self._write_whole(sent)
+        out = custom.allocate((layout.shard_size,), dtype=types[0], device=types[1])
+        self._reduced = out
+        self._pending.append(
+            shard.custom("reduce_scatter", custom, out, sent, label=f"reduce {label}")
+        )
+
     def _whole_line(self) -> torch.Tensor:
         """All gradients in one line, shard by shard: what a hook is given."""
-        lines, parts = self.buffer.gradients, self.axes.parts
+        lines = self.buffer.gradients
         if len(lines) == 1:
             return lines[0].tensor
-        whole = lines[0].tensor.new_empty(self.buffer.layout.padded_size)
-        rows = whole.view(parts, -1)
-        for line in lines:
-            rows[:, line.start : line.stop] = line.tensor.view(parts, -1)
+        return self._write_whole(lines[0].tensor.new_empty(self.buffer.layout.padded_size))
+
+    def _write_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        rows = whole.view(self.axes.parts, -1)
+        for line in self.buffer.gradients:
+            rows[:, line.start : line.stop] = line.tensor.view(self.axes.parts, -1)
         return whole
 
     def _find_non_finite(self) -> list[str]:
@@ -322,6 +362,13 @@ class ParameterGroup:
         self.used = [False] * len(self.slots)
         for slot in self.slots:
             slot.full.grad = None
+
+
+def _local(slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    place = slot.place
+    if place is None or place.outer is None:
+        return gradient
+    return local_gradient(gradient, place.outer, place.kept)
 
 
 def collect_slots(

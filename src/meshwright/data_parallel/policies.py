@@ -8,7 +8,7 @@ import torch
 
 from meshwright.data_parallel.buffer import BufferTypes
 
-__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
 
 
 @dataclass(frozen=True, kw_only=False)
@@ -42,3 +42,38 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dims of a mesh of all axes are data parallel; parameters are DTensors on that mesh.
+
+    Several names count as one axis. Raises ValueError when there is none at all.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    """Over which parameters are cut."""
+    replicate: str | tuple[str, ...] | None = None
+    """Over which they are the same."""
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ValueError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dims to cut over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dims to repeat over."""
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)

@@ -8,19 +8,28 @@ own that adds the methods of `FSDPModule`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright import comm
-from meshwright.comm.dtensor import is_dtensor, mesh_communicators
-from meshwright.data_parallel.buffer import ALONE, DataAxes
+from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_of
+from meshwright.data_parallel.buffer import ALONE
 from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
-from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from meshwright.data_parallel.placement import PlacementChoice, Target, place, target_of
+from meshwright.data_parallel.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from meshwright.data_parallel.sharded_module import FSDPModule, rebuild
 from meshwright.data_parallel.shared_parameters import check_settled, remember, settle
 from meshwright.data_parallel.unit import (
@@ -47,14 +56,12 @@ NAME = "fully_shard"
 MUCH_PADDING = 0.10
 """Elements of padding for each element, from which a unit's shape is worth a warning."""
 
-PlacementChoice = Callable[[nn.Parameter], Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
     """What was asked for in the call of `fully_shard`."""
 
-    mesh: DeviceMesh
+    target: Target
     reshard_after_forward: bool | int | None = None
     placement_of: PlacementChoice | None = None
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -70,6 +77,11 @@ class _ShardedDriver(Driver):
             self.unit.rename(self.name, modules)
             check_settled(self.unit)
 
+    def check_materialised(self) -> None:
+        super().check_materialised()
+        if self.unit is not None:
+            _check_offloaded(self.unit)
+
 
 class ShardedState:
     """What `fully_shard` knows about one module."""
@@ -82,6 +94,19 @@ class ShardedState:
     def unit(self) -> Unit | None:
         """The parameters that were sharded together; None when the module had none left."""
         return self.driver.unit
+
+    @property
+    def padding(self) -> float:
+        """Elements of padding for each element of this module's unit; 0.0 without a unit."""
+        groups = () if self.unit is None else self.unit.groups
+        layouts = [group.buffer.layout for group in groups]
+        elements = sum(layout.numel for layout in layouts)
+        return sum(layout.padded_size for layout in layouts) / elements - 1.0 if elements else 0.0
+
+    @property
+    def without_effect(self) -> Mapping[str, object]:
+        """Settings that were accepted for torch's sake and change nothing, with their values."""
+        return MappingProxyType(self.driver.without_effect)
 
 
 class FullyShard:
@@ -97,6 +122,7 @@ class FullyShard:
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
         ignored_params: Collection[nn.Parameter] | None = None,
+        dp_mesh_dims: DataParallelMeshDims | None = None,
     ) -> Any:  # noqa: ANN401 - returns what it was given
         """Shard the parameters of ``module`` that no earlier call has taken; returns it.
 
@@ -106,8 +132,14 @@ class FullyShard:
 
         ``mesh`` has one dim, or two with names: ranks along the first then hold the same shards.
         ``reshard_after_forward=False`` keeps whole parameters until the backward pass; None does so
-        for the root only. ``shard_placement_fn`` gives for a parameter a placement with the ``dim``
-        it is cut along, or None for dim 0.
+        for the root only; a number spreads them among that many neighbouring ranks until then.
+        Call `FSDPModule.reshard` where something writes to parameters in between.
+        ``shard_placement_fn`` gives for a parameter a placement with the ``dim`` it is cut along,
+        a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
+
+        Parameters may be DTensors already, for tensor parallelism. They compute as they are, and
+        their parts are sharded. They lie on other axes than ``mesh``, or, with ``dp_mesh_dims``, on
+        all axes of ``mesh``, of which that names those for data.
 
         Raises ValueError for a container without forward, a scalar parameter or another kind of
         mesh, AssertionError when the module is sharded already.
@@ -120,7 +152,7 @@ class FullyShard:
         modules = [module] if isinstance(module, nn.Module) else list(module)
         _check_modules(modules)
         options = ShardOptions(
-            mesh=_mesh(mesh),
+            target=target_of(_mesh(mesh), dp_mesh_dims),
             reshard_after_forward=reshard_after_forward,
             placement_of=shard_placement_fn,
             precision=mp_policy or MixedPrecisionPolicy(),
@@ -180,36 +212,64 @@ def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
     slots = [
         slot for slot in collect_slots(_own_modules(modules)) if id(slot.original) not in ignored
     ]
-    slots = [slot for slot in slots if not is_dtensor(slot.original)]
-    _check_parameters(slots, options)
+    _move_buffers(modules, options)
     slots, moved = settle(modules, slots)
+    _check_parameters(slots)
+    for slot in slots:
+        slot.place = place(slot.name, slot.original, options.target, options.placement_of)
     slots += moved
     if not slots:
         return None
-    communicators = mesh_communicators(options.mesh)
-    axes = DataAxes(
-        shard=communicators[-1], replicate=communicators[0] if len(communicators) == 2 else None
-    )
-    groups = [_group(members, axes, options) for members in group_slots(slots)]
+    groups = [_group(members, options) for members in _together(slots)]
     after = options.reshard_after_forward
     settings = UnitSettings(
         keep_full_after_forward=after is False or (after == 1 and after is not True),
+        block=_block(options),
         forward_prefetch=True,
     )
     name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
-    return Unit(name, groups, ExposedTensors(options.mesh), settings)
+    return Unit(name, groups, ExposedTensors(), settings)
 
 
-def _group(slots: Sequence[Slot], axes: DataAxes, options: ShardOptions) -> ParameterGroup:
+def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
+    """Put the buffers of modules where these will compute, as their parameters."""
+    device = _device_of(options.target)
+    for _, module in _own_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """Slots that lie on the same axes and can share a buffer."""
+    on_axes: dict[Any, list[Slot]] = {}
+    for slot in slots:
+        on_axes.setdefault(slot.place and slot.place.axes, []).append(slot)
+    return [members for same in on_axes.values() for members in group_slots(same)]
+
+
+def _block(options: ShardOptions) -> Communicator | None:
+    """The ranks that whole parameters are spread among after the forward, when that was asked."""
+    after, shard = options.reshard_after_forward, options.target.axes.shard
+    if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
+        return None
+    first = shard.rank - shard.rank % after
+    return comm.peers(shard, shard.ranks[first : first + after], f"{shard.axis} block")
+
+
+def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
     # Large ones last: these are gathered by themselves.
-    slots = sorted(slots, key=lambda slot: slot.original.numel() * slot.original.itemsize >= ALONE)
-    dtype = slots[0].original.dtype
+    slots = sorted(
+        slots, key=lambda slot: local_of(slot.original).numel() * slot.original.itemsize >= ALONE
+    )
+    places = [slot.place for slot in slots if slot.place is not None]
+    axes, dtype = places[0].axes, slots[0].original.dtype
     layout = FlatLayout.chunked(
         [slot.name for slot in slots],
-        [tuple(slot.original.shape) for slot in slots],
+        [tuple(local_of(slot.original).shape) for slot in slots],
         str(dtype).removeprefix("torch."),
         axes.parts,
-        dims=[_dim(slot, axes.parts, options) for slot in slots],
+        dims=[each.dim for each in places],
     )
     if layout.padding > MUCH_PADDING and layout.numel * dtype.itemsize > 2**20:
         warnings.warn(
@@ -218,27 +278,23 @@ def _group(slots: Sequence[Slot], axes: DataAxes, options: ShardOptions) -> Para
             "that chooses a dim which the number of ranks divides",
             stacklevel=5,
         )
-    device = slots[0].original.device
-    return ParameterGroup(slots, layout, axes, options.precision.types_for(dtype), device)
+    types, device = options.precision.types_for(dtype), _device(slots[0], options.target)
+    if isinstance(options.offload, CPUOffloadPolicy):
+        home = torch.device("meta" if slots[0].original.is_meta else "cpu")
+        device, pins = _device_of(options.target), options.offload.pin_memory
+        return ParameterGroup(slots, layout, axes, types, device, home, pin_memory=pins)
+    return ParameterGroup(slots, layout, axes, types, device)
 
 
-def _dim(slot: Slot, parts: int, options: ShardOptions) -> int:
-    choice = None if options.placement_of is None else options.placement_of(slot.original)
-    if choice is None:
-        return 0
-    shape = slot.original.shape
-    dim = int(choice.dim)
-    dim += len(shape) if dim < 0 else 0
-    if not 0 <= dim < len(shape):
-        raise AssertionError(
-            f"Shard dim {choice.dim} is invalid for {slot.name!r} of shape {tuple(shape)}"
-        )
-    if dim and shape[dim] % parts:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {slot.name!r} of shape "
-            f"{tuple(shape)} over {parts} ranks. Choose dim 0, or a dim that {parts} divides"
-        )
-    return dim
+def _device(slot: Slot, target: Target) -> torch.device:
+    """Where a parameter computes: on the meta device until it is materialised elsewhere."""
+    return slot.original.device if slot.original.is_meta else _device_of(target)
+
+
+def _device_of(target: Target) -> torch.device:
+    if target.mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return target.axes.communicators[0].device
 
 
 def _own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
@@ -274,6 +330,16 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     module.register_forward_pre_hook(driver.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(driver.after_forward)
     module.register_load_state_dict_post_hook(partial(_loaded, driver))
+    holders = () if driver.unit is None else driver.unit.slots
+    for part in dict.fromkeys(where for slot in holders for where, _ in slot.places):
+        part.register_state_dict_pre_hook(partial(_put_away, driver))
+        part.register_load_state_dict_pre_hook(partial(_put_away, driver))
+
+
+def _put_away(driver: Driver, *_: object) -> None:
+    """State dicts hold what is at rest, also where whole parameters are kept for the backward."""
+    if driver.unit is not None:
+        driver.unit.reshard()
 
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
@@ -282,17 +348,10 @@ def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
 
 
 def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    if mesh is None:
-        world = comm.connect()
-        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError(
-            "Please init the 2D mesh for HSDP with mesh_dim_names specified, for example "
-            'init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
-        )
-    return mesh
+    if mesh is not None:
+        return mesh
+    world = comm.connect()
+    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
 
 
 def _cast(precision: MixedPrecisionPolicy) -> CastSettings:
@@ -305,7 +364,8 @@ def _cast(precision: MixedPrecisionPolicy) -> CastSettings:
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        has_forward = type(module).forward is not nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward:
             raise ValueError(
                 "fully_shard does not support containers that do not implement forward: "
                 f"{type(module).__name__}. Apply it to the modules inside"
@@ -330,7 +390,7 @@ def _check_reshard(options: ShardOptions) -> None:
             "reshard_after_forward should be a bool or an int representing the group size to "
             f"reshard to, got {type(after).__name__}"
         )
-    size = options.mesh.size(-1)
+    size = options.target.axes.parts
     if isinstance(after, int) and not isinstance(after, bool) and (after < 1 or size % after):
         raise ValueError(
             f"If passing reshard_after_forward as an int, it should be a factor of {size}, the "
@@ -338,9 +398,9 @@ def _check_reshard(options: ShardOptions) -> None:
         )
 
 
-def _check_parameters(slots: Iterable[Slot], options: ShardOptions) -> None:
+def _check_parameters(slots: Iterable[Slot]) -> None:
     for slot in slots:
-        parameter = slot.original
+        parameter = local_of(slot.original)
         if parameter.ndim == 0:
             raise ValueError(
                 "fully_shard doesn't support scalar parameters. Change "
@@ -351,11 +411,15 @@ def _check_parameters(slots: Iterable[Slot], options: ShardOptions) -> None:
                 f"fully_shard does not support non-contiguous parameters: {slot.name} has shape "
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous"
             )
-        if isinstance(options.offload, CPUOffloadPolicy) and parameter.device.type not in (
-            "cpu",
-            "meta",
-        ):
+
+
+def _check_offloaded(unit: Unit) -> None:
+    """Raise RuntimeError when shards that should be on the CPU are not."""
+    for group in unit.groups:
+        found = group.buffer.shard.device
+        if group.home is not None and found.type != "cpu":
             raise RuntimeError(
                 "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
-                f"Found {slot.name} on {parameter.device}: build the model on the CPU"
+                f"Found {group.slots[0].name!r} on {found}: load a state dict on the CPU, or call "
+                'module.to_empty(device="cpu") and initialise the parameters'
             )

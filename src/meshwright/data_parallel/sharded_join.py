@@ -82,25 +82,28 @@ class _Joined:
         self._divides_by_all = divides_by_all
         self._has_stepped = False
         """Whether the gradients that there are have been used."""
-        widest = max(self._units, key=lambda unit: unit.groups[0].axes.size)
+        widest = max(self._units, key=lambda unit: max(g.axes.size for g in unit.groups))
         self._attendance = Attendance(widest.communicators, throws=throws)
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
         """Say what comes next before each collective and each step, as long as there are inputs."""
-        before = [unit.settings.divide_factor for unit in self._units]
+        before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
         self.iteration.announce = self._before_delivery
         for unit in self._units:
+            # A rank that is done holds no part of what was whole in a forward of the others.
+            unit.forget_block()
+            unit.settings = replace(unit.settings, block=None)
             unit.announce = self._before_move
         try:
             yield
         finally:
             handle.remove()
             self.iteration.announce = None
-            for unit, factor in zip(self._units, before, strict=True):
+            for unit, (factor, block) in zip(self._units, before, strict=True):
                 unit.announce = None
-                unit.settings = replace(unit.settings, divide_factor=factor)
+                unit.settings = replace(unit.settings, divide_factor=factor, block=block)
 
     def shadow(self) -> None:
         """Take part without inputs until no rank has any."""

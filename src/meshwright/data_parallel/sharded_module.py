@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from meshwright.data_parallel.buffer import CustomCollective
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
@@ -105,7 +106,14 @@ class FSDPModule(nn.Module):
         self._set(recurse, all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted; every backward pass leaves its gradients complete, so nothing depends on it."""
+        """Whether the next backward passes are the last of a step, from now on, for the whole root.
+
+        One that is not leaves its reductions under way, and its gradients, the sums of all since,
+        come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
+        """
+        driver = _driver(self)
+        root = driver if driver.iteration is None else driver.iteration.drivers[0]
+        root.is_last_backward = is_last_backward
 
     # --------------------------------------------------------------------------- freeing
 
@@ -118,12 +126,16 @@ class FSDPModule(nn.Module):
             )
         for driver in _drivers(self, recurse=recurse):
             driver.keeps_as_root = False
-        self._set(recurse, keep_full_after_forward=not reshard_after_forward)
+        self._set(recurse, keep_full_after_forward=not reshard_after_forward, block=None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are freed after the backward pass."""
+        """Whether parameters are freed after the backward pass.
+
+        What is kept is gathered again where gradients have come to ``.grad``, since an optimizer
+        may have stepped: keeping pays while gradients gather without a reduction.
+        """
         self._set(recurse, keep_full_after_backward=not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -159,57 +171,95 @@ class FSDPModule(nn.Module):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None
     ) -> None:
-        """Call ``hook`` with each reduced gradient shard; it may change it in place."""
+        """Call ``hook`` with each reduced gradient shard; it may change it in place.
+
+        Raises ValueError when it cannot be called, for parameters on several meshes, and for a
+        ``stream`` where the mesh has a replicating axis, whose own stream is used.
+        """
         if not callable(hook):
             raise ValueError(f"expected a callable hook, got {type(hook).__name__}")
+        unit = _unit_on_one_mesh(self, "set_all_reduce_hook")
+        if stream is not None and unit is not None and unit.groups[0].axes.replicate is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
         self._set(False, shard_hook=hook)
 
-    # ------------------------------------------------- accepted, without effect on a CPU
+    def set_custom_all_gather(self, comm: CustomCollective) -> None:
+        """Gather this module's parameters by ``comm``, written to torch's protocol.
 
-    def set_custom_all_gather(self, comm: object) -> None:
-        """Accepted; our own gather is used."""
+        ``comm.allocate(size, dtype=, device=)`` gives the memory, and ``comm(output_tensor=,
+        input_tensor=, group=, async_op=)`` gathers; what it returns is waited for, unless None.
+        Raises ValueError when the module's parameters lie on several meshes.
+        """
+        _unit_on_one_mesh(self, "set_custom_all_gather")
+        self._set(False, all_gather=comm)
 
-    def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Accepted; our own reduce-scatter is used."""
+    def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
+        """Sum this module's gradients by ``comm``, written to torch's protocol.
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted; gradients are always summed and scaled by us."""
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Accepted; unused parameters always count as zeros."""
+        As in `set_custom_all_gather`, with ``op`` in place of ``async_op``. The sums are scaled
+        afterwards, so ``op`` is always a sum.
+        """
+        _unit_on_one_mesh(self, "set_custom_reduce_scatter")
+        self._set(False, reduce_scatter=comm)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accepted once checked; two reductions are under way at most."""
+        """How many reductions may be under way at once; each holds its gradients in memory.
+
+        The largest number in the tree of the root counts. Raises TypeError or ValueError for what
+        is not a positive int.
+        """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
             raise TypeError(
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
             )
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        for driver in _drivers(self, recurse=recurse):
+            driver.most_in_flight = max_input_buffers
+            if driver.iteration is not None:
+                driver.iteration.limit_in_flight()
+
+    # ------------------ accepted and recorded in `fully_shard.state(module).without_effect`
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Recorded; gradients are always summed and scaled by us."""
+        self._record(False, "force_sum_reduction_for_comms", enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Recorded; unused parameters of a module that ran always count as zeros."""
+        self._record(recurse, "reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted; gathers and reductions of one axis share its group."""
+        """Recorded; gathers and reductions of one axis share its group."""
+        self._record(recurse, "separate_reduce_scatter_group", enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted; buffers come from torch's allocator."""
+        """Recorded; buffers come from torch's allocator."""
+        self._record(False, "allocate_memory_from_process_group_for_comm", enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Accepted; buffers come from torch's allocator."""
+        """Recorded; buffers come from torch's allocator."""
+        self._record(False, "symm_mem_for_comm", backend)
 
     def set_post_optim_event(self, event: object) -> None:
-        """Accepted; on a CPU the optimizer has ended when the next forward begins."""
+        """Recorded; on a CPU the optimizer has ended when the next forward begins."""
+        self._record(False, "post_optim_event", event)
 
     # --------------------------------------------------------------------------- private
 
     def _set(self, recurse: bool, **changes: Any) -> None:
         for unit in _units(self, recurse=recurse):
             unit.settings = replace(unit.settings, **changes)
+
+    def _record(self, recurse: bool, name: str, value: object) -> None:
+        for driver in _drivers(self, recurse=recurse):
+            driver.without_effect[name] = value
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
         """As for any module; whole parameters are freed first, and shards follow."""
@@ -259,6 +309,16 @@ def _drivers(module: nn.Module, *, recurse: bool) -> Iterable[Driver]:
 def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
     units = (driver.unit for driver in _drivers(module, recurse=recurse))
     return [unit for unit in units if unit is not None]
+
+
+def _unit_on_one_mesh(module: nn.Module, method: str) -> Unit | None:
+    unit = _driver(module).unit
+    if unit is not None and len({group.axes for group in unit.groups}) > 1:
+        raise ValueError(
+            f"{method} is not supported with multiple meshes in one module: unit {unit.name!r} has "
+            "parameters that its shard_placement_fn put on other ranks than the rest"
+        )
+    return unit
 
 
 def _prefetched(modules: Iterable[nn.Module]) -> list[Driver]:

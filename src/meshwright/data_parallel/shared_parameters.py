@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from meshwright.comm.dtensor import local_of
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
@@ -32,8 +33,11 @@ def remember(driver: Driver) -> None:
         return
     for slot in unit.slots:
         # The parameter may live on in another module; its unit must not keep it alive.
-        slot.original.__dict__[HOME] = (weakref.ref(driver), weakref.ref(slot))
+        home = (weakref.ref(driver), weakref.ref(slot))
+        slot.original.__dict__[HOME] = home
         slot.original = slot.full
+        if isinstance(unit.exposure, ExposedTensors):
+            unit.exposure.shown(slot).__dict__[HOME] = home
 
 
 def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
@@ -49,8 +53,15 @@ def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Sl
         if theirs is None or driver is None or driver.unit is None:
             own.append(slot)
             continue
-        theirs.names += slot.names
-        theirs.places += slot.places
+        new = [
+            pair
+            for pair in zip(slot.names, slot.places, strict=True)
+            if pair[1] not in theirs.places
+        ]
+        if not new:
+            continue
+        theirs.names += [name for name, _ in new]
+        theirs.places += [where for _, where in new]
         theirs.is_spread = True
         _show_again(driver.unit)
     inside = {part for module in modules for part in module.modules()}
@@ -93,11 +104,12 @@ def _release(driver: Driver, slot: Slot) -> Slot:
             groups.append(_without(group, index))
     if local is None:
         raise InternalError(f"{slot.name!r} is in no group of unit {unit.name!r}")
-    shape = slot.full.shape
+    shape = local_of(slot.full).shape
     driver.unit = unit.with_groups(groups) if groups else None
     moved = Slot(
         names=slot.names,
         places=slot.places,
+        place=slot.place,
         original=nn.Parameter(
             torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),
             requires_grad=slot.full.requires_grad,
@@ -123,7 +135,8 @@ def _without(group: ParameterGroup, index: int) -> ParameterGroup:
     slots = [group.slots[number] for number in kept]
     for number, slot in zip(kept, slots, strict=True):
         slot.local = group.buffer.local(number).clone()
-    return ParameterGroup(slots, narrower, group.axes, group.types, group.buffer.device)
+    device, home, pins = group.buffer.device, group.home, group.pin_memory
+    return ParameterGroup(slots, narrower, group.axes, group.types, device, home, pin_memory=pins)
 
 
 def _show_again(unit: Unit) -> None:

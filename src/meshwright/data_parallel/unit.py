@@ -146,7 +146,7 @@ class Unit:
             self.announce(self, "unshard")
         self._become(Phase.GATHERING)
         for group in self.groups:
-            group.buffer.gather(f"unshard {self.name}")
+            group.buffer.gather(f"unshard {self.name}", self.settings.all_gather)
 
     def wait_unshard(self) -> None:
         """Wait for the parameters and let the modules hold them."""
@@ -160,12 +160,36 @@ class Unit:
         self.exposure.show_full(self)
         self.trainable_groups = self._find_trainable()
 
+    def reshard_for_backward(self) -> bool:
+        """As `reshard`, but what the backward gathers stays among fewer ranks where that is set.
+
+        Whether it did: `forget_block` is due when the backward does not come.
+        """
+        block = self.settings.block
+        if block is None or self._phase is not Phase.FULL:
+            self.reshard()
+            return False
+        for group in self.groups:
+            group.buffer.keep(block)
+        self._put_away()
+        return True
+
+    def forget_block(self) -> None:
+        """Gather over all ranks the next time."""
+        for group in self.groups:
+            group.buffer.forget_kept()
+
     def reshard(self) -> None:
         """Let the modules hold the sharded parameters and give the memory of the rest back."""
+        if self.settings.block is not None:
+            self.forget_block()
         if self._phase in (Phase.SHARDED, Phase.REDUCING):
             return
         if self._phase is Phase.GATHERING:
             self.wait_unshard()
+        self._put_away()
+
+    def _put_away(self) -> None:
         self.exposure.show_sharded(self)
         for group in self.groups:
             group.buffer.release()
@@ -194,7 +218,8 @@ class Unit:
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         """The axes that its gradients are summed over."""
-        return self.groups[0].axes.communicators
+        axes = (axis for group in self.groups for axis in group.axes.communicators)
+        return tuple(dict.fromkeys(axes))
 
     def accumulate(self) -> None:
         """Take the gradients that autograd has left on the whole parameters."""
@@ -238,14 +263,15 @@ class Unit:
         if self._phase is Phase.REDUCING:
             self._become(Phase.SHARDED)
 
-    def deliver(self, used: Sequence[Sequence[bool]]) -> None:
+    def deliver(self, used: Mapping[ParameterGroup, Sequence[bool]]) -> None:
         """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
-        for group, flags in zip(self.trainable_groups, used, strict=True):
+        for group in self.trainable_groups:
             if group.mean is not None:
                 # A tensor of its own on the same memory: the group counts who still uses that.
                 mean, group.mean = group.mean.detach(), None
-                self.exposure.set_gradients(self, group, mean, flags)
+                self.exposure.set_gradients(self, group, mean, used[group])
                 group.used = [False] * len(group.slots)
+                group.buffer.distrust()
 
     def drop(self) -> None:
         """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
@@ -267,9 +293,9 @@ class Unit:
 
     @property
     def _sums_twice(self) -> bool:
-        settings, axes = self.settings, self.groups[0].axes
-        has_second = axes.replicate is not None and settings.reduce_hook is None
-        return has_second and settings.all_reduce
+        if self.settings.reduce_hook is not None or not self.settings.all_reduce:
+            return False
+        return any(group.axes.replicate is not None for group in self.groups)
 
     def _become(self, phase: Phase) -> None:
         if phase not in LEGAL[self._phase]:

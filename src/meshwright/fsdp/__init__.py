@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from meshwright.data_parallel import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
@@ -69,6 +71,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -82,6 +85,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

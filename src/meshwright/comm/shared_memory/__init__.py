@@ -2,9 +2,10 @@
 
 Bottom-up: `arena` (segments of memory, tensors in them, the layout of a group's), `waits` (steps,
 sleeping, lost ranks), `calls` (what a rank calls, compared before data moves), `reductions`,
-`collectives` (each as a generator of steps), `buffers` (strided tensors), `sparse`, `queue` (order of calls,
-works), `channels` and `transfers` (point-to-point messages), `joining` (how ranks come to share an
-arena), `transport` and `group` (what c10d asks and calls), `backend` (registered with c10d).
+`collectives` (each as a generator of steps), `buffers` (strided tensors), `sparse` (sums of sparse
+ones), `queue` (order of calls, works), `channels` and `transfers` (point-to-point messages),
+`joining` (how ranks come to share an arena), `transport` and `group` (what c10d asks and calls),
+`backend` (registered with c10d).
 """
 
 from __future__ import annotations

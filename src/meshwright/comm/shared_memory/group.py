@@ -439,9 +439,8 @@ class SharedMemoryGroup(ProcessGroup):
         """The name of the backend."""
         return BACKEND
 
-    def getBackendName(self) -> str:  # noqa: N802
-        """The name of the backend."""
-        return BACKEND
+    getBackendName = name  # noqa: N815
+    _device_types = (torch.device("cpu"),)  # c10d knows those of its own backends
 
     @property
     def groupname_of(self) -> str:
