@@ -470,10 +470,6 @@ class SharedMemoryGroup(ProcessGroup):
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
     def _get_backend(self, device: torch.device) -> CpuTransport:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"the group {self._name!r} communicates on the CPU, not on {device}")
