@@ -29,7 +29,7 @@ class Gathering(Protocol):
 
 @torch.no_grad()
 def sum_sparse(tensor: torch.Tensor, group: Gathering) -> None:
-    """Sum COO tensors of one shape over all ranks, in place; ended when this returns.
+    """Sum sparse tensors of one shape over all ranks, in place; ended when this returns.
 
     Equal indices are summed in the order of the ranks, as all sums of the backend are.
     """
