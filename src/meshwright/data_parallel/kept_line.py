@@ -18,6 +18,9 @@ __all__ = ["KeptLine"]
 OURS = 3
 """Python references, seen from a function, to what only an attribute or a container holds."""
 
+COUNTS = sys.version_info < (3, 14)
+"""Whether references can be counted: newer interpreters borrow some, and then nothing is reused."""
+
 
 class KeptLine:
     """A line of elements, with tensors on it that are used again together with it.
@@ -36,7 +39,7 @@ class KeptLine:
         if line is None or line.dtype != dtype or line.device != device or line.numel() != numel:
             return self._renew(numel, dtype, device)
         # References: the attribute, the name here, the argument of the call.
-        if sys.getrefcount(line) > OURS or not self._is_unused(line):
+        if not COUNTS or sys.getrefcount(line) > OURS or not self._is_unused(line):
             return self._renew(numel, dtype, device)
         return line
 
