@@ -111,6 +111,10 @@ class ExposedTensors:
             elif all(entry.exposed.grad is None for entry in entries):
                 flat.grad = None
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [entry.exposed.requires_grad for entry in self.entries(group)]
+
     @torch.no_grad()
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]

@@ -18,6 +18,7 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.data_parallel.agreement import compare_units
 from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
@@ -60,7 +61,13 @@ class Iteration:
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
-        self._check = _order_check(self.drivers, options)
+        communicator = _widest(units)
+        self._check: OrderCheck | None = None
+        if communicator is not None and communicator.size > 1:
+            # Torch's class only warns where ranks freeze different parameters and run other units.
+            strict = options is None or not options.warn_at_once
+            compare_units(communicator, self.drivers, with_training=strict)
+            self._check = _order_check(communicator, self.drivers, options)
 
     # --------------------------------------------------------------------------- forward
 
@@ -204,11 +211,10 @@ class Iteration:
             unit.deliver(used)
 
 
-def _order_check(drivers: Sequence[Driver], options: OrderOptions | None) -> OrderCheck | None:
-    """The check over all ranks that run these units; None for a single one."""
-    communicator = _widest([driver.unit for driver in drivers if driver.unit is not None])
-    if communicator is None or communicator.size == 1:
-        return None
+def _order_check(
+    communicator: Communicator, drivers: Sequence[Driver], options: OrderOptions | None
+) -> OrderCheck:
+    """The check of the units' order over ``communicator``."""
     ordered = [
         OrderedUnit(
             name=driver.name,

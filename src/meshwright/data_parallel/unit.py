@@ -76,6 +76,10 @@ class Exposure(Protocol):
         """Let modules hold ``slot.full`` of each slot, with the ``requires_grad`` of now."""
         ...
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """Which of the group's parameters require grad now."""
+        ...
+
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:

@@ -165,6 +165,10 @@ class FlatExposure:
         for slot in unit.slots:
             _show_full(slot, self.flat.requires_grad)
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [self.flat.requires_grad] * len(group.slots)
+
     def is_stale(self, unit: Unit) -> bool:
         """See `Exposed`."""
         return self._seen != self.version(unit)
@@ -240,6 +244,10 @@ class OriginalExposure:
         self._seen = self.version(unit)
         for slot in unit.slots:
             _show_full(slot, slot.original.requires_grad)
+
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [slot.original.requires_grad for slot in group.slots]
 
     def is_stale(self, unit: Unit) -> bool:
         """See `Exposed`."""
