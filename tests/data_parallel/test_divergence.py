@@ -20,7 +20,7 @@ from meshwright.comm import communicator
 from meshwright.data_parallel import replicate
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.errors import CommunicationError
-from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.testing import Ranks
 
 SOON = 30.0
@@ -100,8 +100,74 @@ def frozen_from_the_start(strategy: str, is_odd: bool) -> None:
     Loop(strategy, model).step(3)
 
 
+def frozen_later(strategy: str, is_odd: bool) -> None:
+    loop = Loop(strategy)
+    loop.step(2)
+    if is_odd:
+        loop.plain.left.requires_grad_(False)
+    loop.step(3)
+
+
+def one_more_backward(strategy: str, is_odd: bool) -> None:
+    loop = Loop(strategy)
+    loop.step(2)
+    loss = loop.loss()
+    if is_odd:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    loop.optimizer.step()
+    loop.step(3)
+
+
 def one_more_step(strategy: str, is_odd: bool) -> None:
     Loop(strategy).step(4 if is_odd else 3)
+
+
+def without_a_reduction(strategy: str, is_odd: bool) -> None:
+    loop = Loop(strategy)
+    loop.step(2)
+    if is_odd:
+        with loop.model.no_sync():
+            loop.step()
+    else:
+        loop.step()
+    loop.step(3)
+
+
+def evaluates(strategy: str, is_odd: bool) -> None:
+    loop = Loop(strategy)
+    loop.step(2)
+    loop.model.train(not is_odd)
+    loop.step(3)
+
+
+def without_gradients(strategy: str, is_odd: bool) -> None:
+    loop = Loop(strategy)
+    loop.step(2)
+    if is_odd:
+        with torch.no_grad():
+            loop.loss()
+    else:
+        loop.step()
+    loop.step(3)
+
+
+def more_microbatches(strategy: str, is_odd: bool) -> None:
+    loop = Loop(strategy)
+    loop.step(2)
+    loop.step(3, passes=3 if is_odd else 2)
+
+
+def keeps_whole_parameters(strategy: str, is_odd: bool) -> None:
+    if strategy == "facade":
+        keeps = ShardingStrategy.SHARD_GRAD_OP
+        Loop(strategy, sharding_strategy=keeps if is_odd else None).step()
+        return
+    loop = Loop(strategy)
+    loop.step(2)
+    if is_odd:
+        loop.model.set_reshard_after_forward(False)
+    loop.step(3)
 
 
 def another_shape(strategy: str, is_odd: bool) -> None:
@@ -127,7 +193,14 @@ CASES: dict[str, tuple[Case, str]] = {
     "runs one more": (on_a_path(["left", "right", "tower"]), "position 3: .*tower"),
     "swaps two": (on_a_path(["right", "left"]), "position 1: .*left.*right|position 1: .*right"),
     "frozen from the start": (frozen_from_the_start, "left.*(true|True)"),
+    "frozen later": (frozen_later, "left.weight"),
+    "one more backward": (one_more_backward, "backward pass"),
     "one more step": (one_more_step, "leaves the run"),
+    "without a reduction": (without_a_reduction, "synchronise=False|backward pass 1"),
+    "evaluates": (evaluates, "a forward pass in evaluation"),
+    "without gradients": (without_gradients, "a forward pass in evaluation|leaves the run"),
+    "more microbatches": (more_microbatches, "passes"),
+    "keeps whole parameters": (keeps_whole_parameters, "keep_full_after_forward"),
     "another shape": (another_shape, r"tower.*\[7, 6\]"),
     "another name": (another_name, "attic"),
     "another strategy": (another_strategy, "number 0|differ at step 1 "),
@@ -137,6 +210,7 @@ TRAINS = {
     ("replicate", "skips a unit"),
     ("replicate", "runs one more"),
     ("replicate", "swaps two"),
+    ("replicate", "evaluates"),
     # As torch's class: a warning, and training goes on with collectives that mix units up.
     ("facade", "swaps two"),
 }
@@ -161,15 +235,20 @@ def body(strategy: str, name: str) -> tuple[str, float]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_differ_are_named(ranks: Ranks, strategy: str, name: str) -> None:
-    said = ranks(2, body, strategy, name, timeout=SOON + 15)
+    if (strategy, name) == ("replicate", "keeps whole parameters"):
+        strategy, name = "fully_shard", name  # replicas have nothing to keep
+    size = 2
+    said = ranks(size, body, strategy, name, timeout=SOON + 15)
     _, pattern = CASES[name]
     for text, seconds in said:
         assert seconds < SOON
-        if strategy == "replicate" and (strategy, name) in TRAINS:
+        if (strategy, name) == ("replicate", "evaluates") or (
+            strategy == "replicate" and (strategy, name) in TRAINS
+        ):
             assert text == ""
             continue
         # A rank that is done with its own part of the run has nothing to raise.
-        if name == "one more step":
+        if name == "one more step" or (strategy, name) == ("replicate", "without gradients"):
             continue
         assert re.search(pattern, text), text
         assert re.search(r"rank(s \[)? ?[01]", text), text

@@ -45,6 +45,9 @@ class FlatExposure:
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         return [slot.full.requires_grad for slot in group.slots]
 
+    def has_gradients(self, unit: Unit) -> bool:
+        return any(self.flats[id(group)].grad is not None for group in unit.groups)
+
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:

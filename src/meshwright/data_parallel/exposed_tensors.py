@@ -115,6 +115,15 @@ class ExposedTensors:
         """See `Exposure`."""
         return [entry.exposed.requires_grad for entry in self.entries(group)]
 
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        flats = (self._flat.get(group) for group in unit.groups)
+        return any(flat is not None and flat.grad is not None for flat in flats) or any(
+            entry.stop > entry.start and entry.exposed.grad is not None
+            for group in unit.groups
+            for entry in self.entries(group)
+        )
+
     @torch.no_grad()
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]

@@ -80,6 +80,10 @@ class Exposure(Protocol):
         """Which of the group's parameters require grad now."""
         ...
 
+    def has_gradients(self, unit: Unit) -> bool:
+        """Whether an optimizer that steps now would change this rank's part of the unit."""
+        ...
+
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
