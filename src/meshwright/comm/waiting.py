@@ -43,6 +43,8 @@ class Watch:
         self._start = time.monotonic()
         self._give_up = self._start + self._bound
         self._report_at = self._start + monitor.hang_after
+        self._has_excused = False
+        """Whether the bound was last put off for a rank that may take its time."""
         self._compare_at = self._start + min(monitor.hang_after, MISMATCH_AFTER)
 
     def look(self) -> None:
@@ -110,6 +112,11 @@ class Watch:
         """Give up, naming the culprits on the board, unless one of them may take its time."""
         missing = self._missing(answers)
         has_reason = any(answers[r].get("compiling") or answers[r].get("excused") for r in missing)
+        # Who was waited for may have come just now: its operation gets the bound of any other.
+        has_reason, self._has_excused = (
+            has_reason or (self._has_excused and not missing),
+            has_reason,
+        )
         if has_reason and not self._lost(answers) and not self._mismatched(answers):
             self._give_up = time.monotonic() + self._bound
             return
