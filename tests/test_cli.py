@@ -141,6 +141,8 @@ def test_a_wrong_command_is_one_line(
         (["--nproc", "-1"], "--nproc: expected a whole number of at least 0, found -1"),
         (["--resume", "/nowhere"], "[run] resume = /nowhere: expected auto, never, the folder"),
         (["--data.path", "/nowhere"], "found nothing at /nowhere"),
+        (["--run.folder", "/dev/null/run"], "[run] folder = /dev/null/run: expected a folder that"),
+        (["--run.folder", "/proc/run/1"], "in /proc nothing can be written"),
         (["--data.path", "{empty}"], "expected files (.py) that are not empty under {empty}"),
         (["--data.batch-size", "2000"], "found 1"),
         (["--data.batch_size", "3"], "choose a multiple of 2"),

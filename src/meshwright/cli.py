@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from meshwright.recipes.config import TrainConfig, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
-from meshwright.recipes.run_folder import require_start
+from meshwright.recipes.run_folder import require_folder, require_start
 from meshwright.recipes.text import open_text
 from meshwright.settings import nearest
 
@@ -148,8 +149,11 @@ def _check(config: TrainConfig, ranks: int) -> None:
             )
     except PlanError as error:
         problems.extend(str(error).splitlines())
+    resume = config.run.resume
     try:
-        require_start(config.run.resume)
+        require_start(resume)
+        is_named = resume not in ("auto", "never")
+        require_folder(Path(config.run.folder or (resume if is_named else "runs")))
     except PlanError as error:
         problems.extend(str(error).splitlines())
     if problems:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from checkpoint.faulty_storage import FailingStorage, KilledStorage
 from checkpoint.samples import METADATA, assert_equal, flat_shard, small
 from meshwright.checkpoint import Storage, latest, load, load_into, save
 from meshwright.comm import communicator
-from meshwright.errors import CheckpointWriteError
+from meshwright.errors import CheckpointWriteError, CommunicationError
 from meshwright.testing import Ranks, RanksFailed
 
 
@@ -71,3 +73,30 @@ def test_kill_9_of_a_rank_that_saves(ranks: Ranks, tmp_path: Path, rank: int, at
     assert_old(tmp_path)
     ranks(2, save_on_rank, tmp_path, 200)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000100", "step_00000200"]
+
+
+class SlowStorage(Storage):
+    """Takes its time to bring data to the disk."""
+
+    def sync(self, handle: int) -> None:
+        time.sleep(4.0)
+        super().sync(handle)
+
+
+def body_slow(folder: Path) -> None:
+    group = communicator()
+    group.timeout = 1.0
+    save_on_rank(folder, 200, SlowStorage() if group.rank == 1 else None)
+    if group.rank == 0:
+        # Outside of a save the same silence is an error.
+        with pytest.raises(CommunicationError, match="rank 1"):
+            group.barrier()
+        return
+    time.sleep(4.0)
+    with contextlib.suppress(CommunicationError):  # rank 0 had come before it gave up
+        group.barrier()
+
+
+def test_slow_storage_is_no_dead_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, body_slow, tmp_path)
+    assert latest(tmp_path) == tmp_path / "step_00000200"

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from comm.teardown import run_once
+from comm.teardown import STRATEGIES, run_once
 from meshwright import comm
 from meshwright.errors import CommunicationError, LayoutError
 from meshwright.testing import Ranks
@@ -42,7 +42,10 @@ def test_subgroups_count_their_own_operations(ranks: Ranks) -> None:
         across = columns.all_reduce(torch.tensor([float(world.rank)])).wait().item()
         assert rows.issued[-1].sequence == columns.issued[-1].sequence == 0
         assert comm.subgroup(world, [(0, 1), (2, 3)], "shard") is rows
-        assert comm.subgroup(world, [(0, 1, 2, 3)], "replicate") is world
+        same = comm.subgroup(world, [(0, 1, 2, 3)], "replicate")
+        assert same == world and same.group is world.group
+        assert (same.axis, world.axis) == ("replicate", "world")
+        assert same.counts is world.counts
         assert rows.ranks[rows.rank] == world.rank
         return rows.ranks, along, columns.ranks, across
 
@@ -167,6 +170,9 @@ def test_fresh_interpreters_leave_with_status_0(leave: str) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_teardowns_in_a_row() -> None:
-    for number in range(30):
-        assert run_once("comm.disconnect()" if number % 2 else "") == [(0, "")] * 2
+@pytest.mark.parametrize("leave", ["comm.disconnect()", ""])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_many_teardowns_in_a_row(strategy: str, backend: str, leave: str) -> None:
+    for _ in range(25):
+        assert run_once(leave, strategy, backend) == [(0, "")] * 2

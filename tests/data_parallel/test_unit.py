@@ -42,6 +42,12 @@ class FlatExposure:
         for slot in unit.slots:
             slot.show(slot.full)
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        return [slot.full.requires_grad for slot in group.slots]
+
+    def has_gradients(self, unit: Unit) -> bool:
+        return any(self.flats[id(group)].grad is not None for group in unit.groups)
+
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
@@ -167,6 +173,8 @@ def body_collectives(row: str) -> list[tuple[str, str]]:
 def test_collectives_of_a_step(ranks: Ranks) -> None:
     found = ranks(2, body_collectives, "full")[0]
     assert found == [
+        ("all_gather", "compare parameters: sizes"),  # when a root starts, once
+        ("all_gather", "compare parameters"),
         ("all_gather", "unshard 0"),
         ("all_gather", "unshard 2"),
         ("all_gather", "unshard 4"),

@@ -57,7 +57,7 @@ def test_the_trace_shows_every_rank_lane_and_reason(ranks: Ranks, tmp_path: Path
     timeline = read_chrome_trace(tmp_path / "run" / "timeline.json")
     names = {event.name for event in timeline.select(rank=1, lane="compute").events}
     assert timeline.ranks == (0, 1)
-    assert names == {"forward", "loss and backward", "optimizer"}
+    assert names == {"forward", "backward", "optimizer"}
     labels = {event.name for event in timeline.select(rank=1, lane="reduce").events}
     assert any("bucket" in label for label in labels)
     assert len(timeline.select(rank=0, lane="compute").events) == 2 * 3

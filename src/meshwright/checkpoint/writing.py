@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from meshwright import comm
 from meshwright.checkpoint.document import JSON, Fields, canonical, check_json
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -54,6 +55,9 @@ from meshwright.errors import CheckpointError, CheckpointWriteError
 __all__ = ["Communicator", "save"]
 
 _log = logging.getLogger(__name__)
+STORAGE_LIMIT = 3600.0
+"""Seconds that one step of a save may take on one rank while the others wait for it."""
+
 _CHUNK = 2**20
 _BLOCK = 4096
 _T = TypeVar("_T")
@@ -330,12 +334,14 @@ def _agree(
     failure: Exception | None = None
     result: tuple[_T, JSON] | None = None
     message: dict[str, JSON] = {}
-    try:
-        result = action()
-        message["answer"] = result[1]
-    except Exception as error:
-        failure = error
-        message["error"], message["advice"] = _reason(error), _advice(error)
+    # An error is for the exchange below, so it must not leave the phase, which would publish it.
+    with comm.phase(f"checkpoint: {phase}", request.step, limit=STORAGE_LIMIT):
+        try:
+            result = action()
+            message["answer"] = result[1]
+        except Exception as error:
+            failure = error
+            message["error"], message["advice"] = _reason(error), _advice(error)
     group = request.group
     if failure is not None and group.size == 1 and isinstance(failure, ValueError | TypeError):
         raise failure

@@ -111,6 +111,8 @@ class FailureMonitor:
         """The first failure that stands, as far as this rank has read."""
         self.board = store
         """The store on which the notices stand."""
+        self.is_leaving = False
+        """Whether this rank is done and only waits for the others."""
         self.deviations: dict[int, str] = {}
         """What ranks have said they do otherwise than before, by rank; hang reports show it."""
         self.describers: MutableMapping[str, Describer] = weakref.WeakValueDictionary()
@@ -230,7 +232,8 @@ class FailureMonitor:
 
     def own_answer(self) -> dict[str, Any]:
         """`own_state`, with what the describers add."""
-        return {**own_state(), "described": {k: d.describe() for k, d in self.describers.items()}}
+        described = {key: describer.describe() for key, describer in self.describers.items()}
+        return {**own_state(), "leaving": self.is_leaving, "described": described}
 
     def roll_call(self, patience: float = PATIENCE) -> dict[int, Mapping[str, Any]]:
         """Ask every rank where it is; the answers within ``patience`` seconds, by rank."""
@@ -303,6 +306,7 @@ def _is_stopped(pid: int) -> bool:
 def own_state() -> dict[str, Any]:
     """What this process can say of itself: phase, source line, and its last operations."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    now = time.monotonic()
     groups = {}
     for communicator in list(PROCESS.communicators.values()):
         groups[communicator.name] = {
@@ -319,6 +323,7 @@ def own_state() -> dict[str, Any]:
         "phase": _phase(),
         "line": _line_of_frame(frame),
         "compiling": _is_compiling(frame),
+        "excused": any(record.excused_until > now for record in list(PROCESS.phases)),
         "groups": groups,
     }
 

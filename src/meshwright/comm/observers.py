@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from meshwright.comm.streams import Clock, Mark
 from meshwright.timeline import Collective, Event, Lane, Timeline
 
-__all__ = ["Observer", "Recorder", "Timer"]
+__all__ = ["Observer", "Recorder", "SpanObserver", "Timer"]
 
 
 class Observer(Protocol):
@@ -26,6 +27,15 @@ class Observer(Protocol):
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """``collective`` was waited for; it was issued at ``start`` and had ended at ``end``."""
+        ...
+
+
+@runtime_checkable
+class SpanObserver(Protocol):
+    """Hears of pieces of compute, too: phases that a trainable is in."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What runs in the block is called ``name``."""
         ...
 
 
@@ -79,6 +89,8 @@ class _Span:
 
 class Timer:
     """Measures collectives and spans of compute on one clock.
+
+    A `Trainable` names its own: forward, backward and optimizer. Others are named by `span`.
 
     A collective's event runs from its issue to the moment at which its wait returned, which is an
     upper bound when the value is asked for late. ``keep`` bounds the number of events, newest kept.

@@ -121,6 +121,7 @@ def disconnect() -> None:
     monitor, PROCESS.monitor = PROCESS.monitor, None
     clean = True
     if monitor is not None:
+        monitor.is_leaving = True
         atexit.unregister(disconnect)
         _ExceptionHook.remove()
         clean = monitor.failure is None and dist.is_initialized() and _leave_together(monitor)
@@ -171,7 +172,8 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
     """This rank's communicator among ``groups``, which split the ranks of ``parent``.
 
     Every rank of the world calls it with the same ``groups`` (numbers of the world). A split that
-    equals ``parent`` gives a communicator on the same c10d group: no second group is made.
+    equals ``parent`` gives a communicator of this ``axis`` on the same c10d group: no second group
+    is made, and operations are counted once.
     """
     mine = [tuple(ranks) for ranks in groups if dist.get_rank() in ranks]
     flat = sorted(rank for ranks in groups for rank in ranks)
@@ -181,7 +183,7 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
             f"found {[list(ranks) for ranks in groups]}"
         )
     if mine[0] == parent.ranks:
-        return parent
+        return communicator(parent.group, axis)
     for known in list(PROCESS.communicators.values()):
         if known.ranks == mine[0] and known.axis == axis:
             return known

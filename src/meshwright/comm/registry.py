@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.comm.observers import Observer
+from meshwright.comm.observers import Observer, SpanObserver
 from meshwright.comm.streams import Mark
 from meshwright.timeline import Collective
 
@@ -32,6 +33,8 @@ class PhaseRecord:
 
     name: str
     step: int | None
+    excused_until: float = 0.0
+    """Until when (on the monotonic clock) other ranks go on waiting for this one."""
 
     def __str__(self) -> str:
         return self.name if self.step is None else f"{self.name}, step {self.step}"
@@ -97,21 +100,41 @@ class phase:  # noqa: N801 - it is used as a function: `with phase("forward", st
 
     An exception that leaves the outermost block is published as this rank's failure, so that the
     other ranks stop within seconds and name this one. Entering a phase again takes that back.
+
+    Waits for a rank that does something without the others, and may do so for long, are bounded by
+    ``limit`` (seconds) of its phase where that is longer than their own bound: slow storage is no
+    dead rank. A rank that does not answer at all is lost in any case. A phase that ``computes`` is
+    a span on the compute lane of observers that measure (`SpanObserver`).
     """
 
-    __slots__ = ("_record",)
+    __slots__ = ("_computes", "_limit", "_record", "_spans")
 
-    def __init__(self, name: str, step: int | None = None) -> None:
+    def __init__(
+        self, name: str, step: int | None = None, *, limit: float = 0.0, computes: bool = False
+    ) -> None:
         self._record = PhaseRecord(name, step)
+        self._limit = limit
+        self._computes = computes
+        self._spans: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
+        if self._limit:
+            self._record = replace(self._record, excused_until=time.monotonic() + self._limit)
         if not PROCESS.phases and PROCESS.monitor is not None:
             PROCESS.monitor.retract()
         PROCESS.phases.append(self._record)
+        if self._computes and PROCESS.observers:
+            self._spans = contextlib.ExitStack()
+            for observer in PROCESS.observers:
+                if isinstance(observer, SpanObserver):
+                    self._spans.enter_context(observer.span(self._record.name))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        if self._spans is not None:
+            self._spans.close()
+            self._spans = None
         monitor = PROCESS.monitor
         if error is not None and monitor is not None and isinstance(error, Exception):
             monitor.publish(error)

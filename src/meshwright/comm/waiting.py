@@ -1,7 +1,8 @@
 """The bounded wait: what happens after a wait has not ended at once.
 
 Every slice looks at the board of `failure`. After ``hang_after`` seconds the missing ranks are
-named on every rank, once; at the bound the wait gives up, unless a missing rank is compiling.
+named on every rank, once; at the bound the wait gives up, unless a missing rank is compiling or in
+a phase with a longer limit of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ __all__ = ["Watch"]
 
 Answers = Mapping[int, Mapping[str, Any]]
 
+MISMATCH_AFTER = 3.0
+"""Seconds after which a wait looks whether the other ranks do something else or have left."""
+
 GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
 
@@ -39,6 +43,9 @@ class Watch:
         self._start = time.monotonic()
         self._give_up = self._start + self._bound
         self._report_at = self._start + monitor.hang_after
+        self._has_excused = False
+        """Whether the bound was last put off for a rank that may take its time."""
+        self._compare_at = self._start + min(monitor.hang_after, MISMATCH_AFTER)
 
     def look(self) -> None:
         """Raise when a peer has failed or the bound has passed; report a hang once."""
@@ -46,11 +53,13 @@ class Watch:
         now = time.monotonic()
         if now >= self._give_up:
             self._end(self._ask())
-        elif now >= self._report_at:
-            self._report_at = float("inf")
+        elif now >= self._compare_at:
             answers = self._ask()
-            if self._mismatched(answers):
+            if self._mismatched(answers) or self._leaving(answers):
                 self._end(answers)
+            self._compare_at = self._report_at if now < self._report_at else float("inf")
+            if now < self._report_at:
+                return
             text = self._describe(answers, now - self._start)
             self._monitor.report(f"{self._pending.communicator.name}/{self._topic()}", text)
 
@@ -100,9 +109,15 @@ class Watch:
             raise
 
     def _end(self, answers: Answers) -> None:
-        """Give up, naming the culprits on the board, unless one of them is compiling."""
+        """Give up, naming the culprits on the board, unless one of them may take its time."""
         missing = self._missing(answers)
-        if any(answers[rank].get("compiling") for rank in missing if rank in answers):
+        has_reason = any(answers[r].get("compiling") or answers[r].get("excused") for r in missing)
+        # Who was waited for may have come just now: its operation gets the bound of any other.
+        has_reason, self._has_excused = (
+            has_reason or (self._has_excused and not missing),
+            has_reason,
+        )
+        if has_reason and not self._lost(answers) and not self._mismatched(answers):
             self._give_up = time.monotonic() + self._bound
             return
         text = self._describe(answers, time.monotonic() - self._start)
@@ -120,7 +135,8 @@ class Watch:
         )
         for rank in self._lost(answers):
             self._monitor.fence(rank)
-        kind = CollectiveMismatchError if self._mismatched(answers) else CollectiveTimeoutError
+        differs = self._mismatched(answers) or self._leaving(answers)
+        kind = CollectiveMismatchError if differs else CollectiveTimeoutError
         raise kind(text)
 
     def _declare_lost(self, rank: int, error: BaseException) -> NoReturn:
@@ -158,6 +174,10 @@ class Watch:
 
     def _lost(self, answers: Answers) -> list[int]:
         return [rank for rank in self._peers() if rank not in answers]
+
+    def _leaving(self, answers: Answers) -> list[int]:
+        """Ranks that will never issue the operation: they are done with the run."""
+        return [rank for rank in self._missing(answers) if answers[rank].get("leaving")]
 
     def _missing(self, answers: Answers) -> list[int]:
         """Ranks that answer but have not issued the operation."""
@@ -198,6 +218,12 @@ class Watch:
             state = answers[rank]
             phase = f"in {state['phase']} " if state["phase"] else ""
             busy = "compiling " if state["compiling"] else ""
+            if state.get("leaving"):
+                parts.append(
+                    f"rank {rank} is done and leaves the run without it: run as many iterations "
+                    "on every rank"
+                )
+                continue
             parts.append(
                 f"rank {rank} has not issued it: it is {busy}{phase}at {state['line']}"
                 f"{_last_of(state, self._pending.communicator.name)}"

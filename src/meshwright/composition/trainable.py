@@ -164,7 +164,7 @@ class Trainable:
         if not self._window.is_closed:
             raise RuntimeError("optimizer_step needs gradients: call forward_backward first")
         try:
-            with phase("optimizer", step=self.steps):
+            with phase("optimizer", step=self.steps, computes=True):
                 self._window.check_sizes()
                 loss = self._window.mean()
                 spread = self._layout.gradients()
@@ -253,14 +253,14 @@ class Trainable:
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        with phase("forward", step=self.steps):
+        with phase("forward", step=self.steps, computes=True):
             with self._autocast():
                 local = apply_loss(self._loss, call_module(self.module, batch), target)
             window.add(local, size)
             if is_last:
                 window.close()
                 layout.scale_by(lambda: window.factor() / scale)
-        with phase("backward", step=self.steps):
+        with phase("backward", step=self.steps, computes=True):
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
 

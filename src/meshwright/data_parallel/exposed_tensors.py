@@ -111,6 +111,19 @@ class ExposedTensors:
             elif all(entry.exposed.grad is None for entry in entries):
                 flat.grad = None
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [entry.exposed.requires_grad for entry in self.entries(group)]
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        flats = (self._flat.get(group) for group in unit.groups)
+        return any(flat is not None and flat.grad is not None for flat in flats) or any(
+            entry.stop > entry.start and entry.exposed.grad is not None
+            for group in unit.groups
+            for entry in self.entries(group)
+        )
+
     @torch.no_grad()
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]

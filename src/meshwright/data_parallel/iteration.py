@@ -18,9 +18,12 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.data_parallel.agreement import UnitStates, compare_units
 from meshwright.data_parallel.buffer import DataAxes
+from meshwright.data_parallel.events import Event, EventCheck
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
+from meshwright.data_parallel.order_record import ACCUMULATES, STEPPED, UNKNOWN
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 
 if TYPE_CHECKING:
@@ -60,7 +63,22 @@ class Iteration:
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
-        self._check = _order_check(self.drivers, options)
+        self._groups = [group for unit in units for group in unit.groups]
+        self._versions: list[int] = []
+        self._has_delivered = False
+        """Whether this rank had gradients when its last backward pass ended."""
+        # Torch's class only warns where ranks freeze different parameters and run other units.
+        strict = options is None or not options.warn_at_once
+        self._states = UnitStates(drivers, with_training=strict)
+        self._was_training: bool | None = None
+        communicator = _widest(units)
+        self._check: OrderCheck | None = None
+        self._events: EventCheck | None = None
+        if communicator is not None and communicator.size > 1:
+            compare_units(communicator, self.drivers, with_training=strict)
+            self._check = _order_check(communicator, self.drivers, options)
+            root = self.drivers[0].name
+            self._events = EventCheck(communicator, root, self._states.describe)
 
     # --------------------------------------------------------------------------- forward
 
@@ -79,8 +97,15 @@ class Iteration:
             self._order.clear()
         if len(self.finished) > REMEMBERED * len(self.drivers):
             self.finished.clear()
-        if self._check is not None:
-            self._check.begin(training=training)
+        if self._check is None or self._events is None:
+            return
+        is_training = training and torch.is_grad_enabled()
+        # In evaluation nothing depends on settings, and ranks enter and leave it together.
+        text = "a forward pass in training" if is_training else "a forward pass in evaluation"
+        event = Event(text, self._states.digest() if is_training else 0)
+        self._events.happens(event, asks=is_training is not self._was_training)
+        self._was_training = is_training
+        self._check.begin(training=training, weights=self._weights() if is_training else 0)
 
     def record(self, driver: Driver) -> Driver | None:
         """``driver`` runs next; returns the one that came after it the last time, if any."""
@@ -112,11 +137,33 @@ class Iteration:
             kept.clear()
         self.is_in_backward = self.is_in_forward = False
 
+    def _weights(self) -> int:
+        """What the optimizer has done since the last call, as far as this rank can tell.
+
+        Gradients that were delivered and are gone belong to an optimizer step, too: DTensors do not
+        count what is written to them in every way.
+        """
+        versions = [group.buffer.shard._version for group in self._groups]
+        before, self._versions = self._versions, versions
+        has_gradients = self._has_gradients()
+        if not before:
+            return UNKNOWN
+        if versions != before or (self._has_delivered and not has_gradients):
+            return STEPPED
+        return ACCUMULATES if has_gradients else UNKNOWN
+
+    def _has_gradients(self) -> bool:
+        """Whether an optimizer that steps now would change anything on this rank."""
+        units = (driver.unit for driver in self.drivers if driver.unit is not None)
+        return any(unit.exposure.has_gradients(unit) for unit in units)
+
     # -------------------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
         """Ask autograd for a call at the end of this backward pass, once."""
         if not self.is_in_backward:
+            if self._events is not None:
+                self._events.happens(Event("a backward pass"))
             self.is_in_backward = True
             if torch.is_grad_enabled():
                 # Only `create_graph=True` leaves gradients enabled within a backward pass.
@@ -168,17 +215,19 @@ class Iteration:
         if self._check is not None:
             self._check.finish()
         self.deliver()
+        self._has_delivered = self._check is not None and self._has_gradients()
         self.finished.clear()
         self.is_in_backward = False
 
     @contextlib.contextmanager
     def without_order_check(self) -> Iterator[None]:
         """Forwards of the block are not compared between ranks: somebody else does it."""
-        check, self._check = self._check, None
+        check, events = self._check, self._events
+        self._check = self._events = None
         try:
             yield
         finally:
-            self._check = check
+            self._check, self._events = check, events
 
     def deliver(self) -> None:
         """Set the gradients of the units whose sums have ended."""
@@ -204,11 +253,10 @@ class Iteration:
             unit.deliver(used)
 
 
-def _order_check(drivers: Sequence[Driver], options: OrderOptions | None) -> OrderCheck | None:
-    """The check over all ranks that run these units; None for a single one."""
-    communicator = _widest([driver.unit for driver in drivers if driver.unit is not None])
-    if communicator is None or communicator.size == 1:
-        return None
+def _order_check(
+    communicator: Communicator, drivers: Sequence[Driver], options: OrderOptions | None
+) -> OrderCheck:
+    """The check of the units' order over ``communicator``."""
     ordered = [
         OrderedUnit(
             name=driver.name,

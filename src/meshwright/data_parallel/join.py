@@ -143,6 +143,7 @@ class UnevenInputs:
                 self._replica.synchronise_buffers(attendance.active[0])
         if attendance.was_uneven:
             self._replica.synchronise_all(attendance.active[0])
+        self._replica.reducer.start_over()
 
     def _before_reduction(self) -> float | None:
         try:

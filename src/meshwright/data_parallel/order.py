@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +30,17 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
+from meshwright.data_parallel.events import wait_for_all
 from meshwright.data_parallel.order_record import (
+    ACCUMULATES,
     END,
+    STEPPED,
+    UNKNOWN,
     Forward,
     OrderedUnit,
     OrderRecord,
     UnitNames,
+    same_weights,
 )
 from meshwright.errors import CollectiveMismatchError
 
@@ -49,9 +53,6 @@ CONFIRMATIONS = 3
 
 ON_THEIR_WAY = 8
 """Comparisons that may be pending when a forward begins; then the oldest is awaited."""
-
-FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
-"""Seconds until, and between, the questions to ranks that have not come."""
 
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
@@ -85,8 +86,8 @@ class _Comparison:
     pending: Pending
     rows: torch.Tensor
     """Hash and count of each rank, when it has arrived."""
-    forwards: tuple[tuple[int, OrderRecord], ...]
-    """The forwards it covers, with their numbers."""
+    forwards: tuple[tuple[int, OrderRecord, int], ...]
+    """The forwards it covers: number, order, and what is known of the weights."""
     has_left: bool
     """Whether this rank had left its reference in one of them."""
 
@@ -128,7 +129,7 @@ class OrderCheck:
         self._has_failed = False
         self._votes: list[str] = []
         """Keys on the board that all ranks have passed, to be deleted."""
-        self._waiting: list[tuple[int, OrderRecord, bool]] = []
+        self._waiting: list[tuple[int, OrderRecord, int, bool]] = []
         """Forwards since the last comparison of hashes was issued."""
         self._comparisons: list[_Comparison] = []
         self._key = self._register()
@@ -140,8 +141,11 @@ class OrderCheck:
         """How many forwards were recorded, a running one included."""
         return self._now.number
 
-    def begin(self, *, training: bool = True) -> None:
-        """The root's forward begins. It counts in train mode with gradients enabled only."""
+    def begin(self, *, training: bool = True, weights: int = UNKNOWN) -> None:
+        """The root's forward begins. It counts in train mode with gradients enabled only.
+
+        ``weights`` tells whether an optimizer has stepped since the forward before.
+        """
         self._is_active = False
         if not (training and torch.is_grad_enabled()):
             return
@@ -151,7 +155,7 @@ class OrderCheck:
             PROCESS.monitor.retract()
         self._has_failed = False
         asks = self.reference is None and (self._is_error or self._options.exchange_first)
-        self._now = Forward(self._now.number + 1, self.reference, asks)
+        self._now = Forward(self._now.number + 1, self.reference, asks, weights)
         self._is_active = True
 
     def record(self, unit: int) -> None:
@@ -196,7 +200,7 @@ class OrderCheck:
         self.reference = record
         if self._is_alone or self.is_unchecked:
             return
-        self._waiting.append((now.number, record, now.has_left))
+        self._waiting.append((now.number, record, now.weights, now.has_left))
         if now.number % self._options.every == 0:
             self._issue()
 
@@ -213,7 +217,11 @@ class OrderCheck:
         """Where this rank is, for peers that ask; called from the monitor's thread."""
         now = self._now
         has_ended = now.has_ended  # first: it is set behind the last unit
-        found = {"iteration": now.number, "units": now.record().units, "has_ended": has_ended}
+        found = {
+            "iteration": now.number,
+            "units": now.record().units,
+            "has_ended": has_ended,
+        }
         if now.reference is not None:
             found["before"] = now.reference.units
         return found
@@ -293,28 +301,16 @@ class OrderCheck:
         """Wait until every rank has come to ``position``; raise when one has another unit there.
 
         With ``warn`` it is an error only where the collectives would break and not just mix up.
-        This wait keeps nobody from coming: what the others need of this rank up to here has been
-        issued. After the communicator's timeout the collective's own wait says who is missing.
+        After the communicator's timeout the collective's own wait says who is missing.
         """
         votes = f"{self._key}/{self._now.number}/{position}/{unit}"
         self._votes.append(votes)
-        arrived = monitor.board.add(votes, 1)
-        begun = time.monotonic()
-        next_roll_call = begun + FIRST_ROLL_CALL
-        pause = 0.0002
-        while arrived < self._communicator.size:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-            monitor.check()
-            now = time.monotonic()
-            if now > next_roll_call:
-                if self._have_come(monitor, position, unit):
-                    return
-                next_roll_call = time.monotonic() + NEXT_ROLL_CALL
-            if now > begun + self._communicator.timeout:
-                self._now.asks = False
-                return
-            arrived = monitor.board.add(votes, 0)
+
+        def have_come() -> bool:
+            return self._have_come(monitor, position, unit)
+
+        if not wait_for_all(monitor, self._communicator, votes, have_come):
+            self._now.asks = False
 
     def _have_come(self, monitor: FailureMonitor, position: int, unit: int) -> bool:
         """Whether all ranks have come to ``position``, where ranks that stay do not vote.
@@ -394,15 +390,18 @@ class OrderCheck:
         waiting = tuple(self._waiting)
         self._waiting.clear()
         digest = 0
-        for _, record, _ in waiting:
+        weights = 1
+        for number, (_, record, known, _) in enumerate(waiting):
             digest = record.digest(digest)
-        pending, rows = self._gather(digest, len(waiting))
+            if number < 30:  # what fits into the integer
+                weights = weights * 4 + known
+        pending, rows = self._gather(digest, weights)
         self._comparisons.append(
             _Comparison(
                 pending=pending,
                 rows=rows,
-                forwards=tuple((number, record) for number, record, _ in waiting),
-                has_left=any(has_left for _, _, has_left in waiting),
+                forwards=tuple(each[:3] for each in waiting),
+                has_left=any(has_left for *_, has_left in waiting),
             )
         )
 
@@ -410,7 +409,7 @@ class OrderCheck:
         """Take in one comparison; raise or warn when ranks differ."""
         comparison.pending.wait()
         rows = comparison.rows.tolist()
-        if all(row == rows[0] for row in rows):
+        if all(row[0] == rows[0][0] for row in rows) and same_weights([row[1] for row in rows]):
             self._agreed(comparison)
             return
         if self.is_unchecked:
@@ -441,15 +440,30 @@ class OrderCheck:
 
     def _difference(self, comparison: _Comparison) -> str:
         """Which units differ first and between which ranks; every rank takes part."""
-        payload = json.dumps([[number, record.units] for number, record in comparison.forwards])
+        payload = json.dumps([[n, record.units, known] for n, record, known in comparison.forwards])
         everyone = [
-            [(number, OrderRecord(tuple(units))) for number, units in json.loads(text)]
+            [
+                (number, OrderRecord(tuple(units)), known)
+                for number, units, known in json.loads(text)
+            ]
             for text in self._communicator.gather_bytes(payload.encode(), label="order lists")
         ]
         ranks = self._communicator.ranks
         for step in zip(*everyone, strict=False):
-            number, first = step[0]
-            for other, (_, record) in enumerate(step):
+            number, first, _ = step[0]
+            stepped = [
+                rank for rank, (*_, known) in zip(ranks, step, strict=True) if known == STEPPED
+            ]
+            others = [
+                rank for rank, (*_, known) in zip(ranks, step, strict=True) if known == ACCUMULATES
+            ]
+            if stepped and others:
+                return (
+                    f"Optimizer steps differ across ranks: before forward {number}{self._root} "
+                    f"ranks {stepped} have changed their weights, and ranks {others} accumulate "
+                    "gradients. Run as many passes for each optimizer step on every rank"
+                )
+            for other, (_, record, _) in enumerate(step):
                 at = first.differs_at(record)
                 if at is not None:
                     return (

@@ -8,10 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-__all__ = ["END", "Forward", "OrderRecord", "OrderedUnit", "UnitNames"]
+__all__ = [
+    "ACCUMULATES",
+    "END",
+    "STEPPED",
+    "UNKNOWN",
+    "Forward",
+    "OrderRecord",
+    "OrderedUnit",
+    "UnitNames",
+    "same_weights",
+]
 
 END = -1
 """Stands for "the forward ends here" where a unit could come."""
+
+UNKNOWN, STEPPED, ACCUMULATES = 0, 1, 2
+"""What a rank knows of its weights at a forward: nothing, changed since the one before, or the same
+although it had gradients to change them by."""
 
 AROUND = 4
 """How many units a message shows before and after the one in question."""
@@ -56,10 +70,18 @@ class OrderRecord:
 class Forward:
     """One forward as far as it has come."""
 
-    __slots__ = ("asks", "has_ended", "number", "order", "position", "reference")
+    __slots__ = ("asks", "has_ended", "number", "order", "position", "reference", "weights")
 
-    def __init__(self, number: int, reference: OrderRecord | None, asks: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        reference: OrderRecord | None,
+        asks: bool = False,
+        weights: int = UNKNOWN,
+    ) -> None:
         self.number = number
+        self.weights = weights
+        """Whether the weights are those of the forward before, see `UNKNOWN`."""
         self.reference = reference
         self.position = 0
         """Units so far."""
@@ -84,6 +106,19 @@ class Forward:
     def has_left(self) -> bool:
         """Whether it differs from the reference."""
         return self.reference is not None and self.order is not None
+
+
+def same_weights(codes: Sequence[int]) -> bool:
+    """Whether no forward finds weights changed on one rank and gradients waiting on another.
+
+    A code has two bits for each forward, below a 1: equally many forwards on every rank.
+    """
+    if len({code.bit_length() for code in codes}) > 1:
+        return False
+    seen = 0
+    for code in codes:
+        seen |= code
+    return not any((seen >> at) & 3 == STEPPED | ACCUMULATES for at in range(0, 62, 2))
 
 
 class UnitNames:

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.data_parallel.alignment import NOTES, Alignment
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
 from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
@@ -80,6 +81,7 @@ class GradientReducer:
         self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
+        self._alignment = Alignment()
         self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
@@ -141,8 +143,14 @@ class GradientReducer:
         if self.phase is ReductionPhase.BACKWARD:
             self.abandon()
         self.is_synchronising = self.is_wanted
-        if [parameter.requires_grad for parameter in self._parameters] != self._trainable:
-            compare_parameters(self.communicator, self.named, self.settings.sparse)
+        self._alignment.begin_forward(self._parameters)
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            changes = zip(self.named, trainable, self._trainable, strict=True)
+            name, trains = next((n, now) for (n, _), now, before in changes if now != before)
+            reason = f": {name} {'trains' if trains else 'is frozen'} now"
+            sparse = self.settings.sparse
+            compare_parameters(self.communicator, self.named, sparse, reason=reason)
             self._arrange()
 
     def begin_backward(self) -> None:
@@ -150,6 +158,7 @@ class GradientReducer:
         if self.phase is ReductionPhase.BACKWARD or not self.is_synchronising:
             return
         self.phase = ReductionPhase.BACKWARD
+        self._alignment.begin_backward()
         self.found_non_finite = []
         for bucket in self._alone:
             bucket.begin()
@@ -159,9 +168,10 @@ class GradientReducer:
         """Close a backward pass that raised, so that the next one starts clean.
 
         What this rank has not launched is launched void: peers that raised at another place have
-        issued the same reductions then, and peers that did not raise get NaN and never a mean
+        issued the same reductions then, and peers that did not raise get an error and never a mean
         that lacks a rank.
         """
+        is_void = self._next < len(self.buckets)
         with torch.no_grad():
             while self._next < len(self.buckets):
                 self.buckets[self._next].fill_void()
@@ -169,7 +179,15 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.drop()
             self._share_counts()
+        last = self.buckets[-1] if self.buckets else None
+        is_seen = is_void and not self._is_local and isinstance(last, Bucket)
+        if is_seen and not self._alignment.agrees(last.extra[:NOTES]):
+            self._alignment.refuse(self.communicator, gave_up=True)
         self._reset()
+
+    def start_over(self) -> None:
+        """All ranks have the same weights now, however many passes each has run."""
+        self._alignment.start_over()
 
     def withdraw(self) -> None:
         """Close a backward pass that all ranks give up before its first reduction."""
@@ -212,7 +230,7 @@ class GradientReducer:
             first_bytes=settings.first_bytes,
             cap_bytes=settings.cap_bytes,
             listed_bytes=settings.listed_bytes,
-            extra_notes=1 if settings.is_static else 0,
+            extra_notes=(NOTES + (1 if settings.is_static else 0)) if slots else 0,
         )
         self.buckets = self._build(layouts)
         self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
@@ -333,8 +351,10 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         bucket.fill(self._current_factor())
-        if self._static is not None and isinstance(bucket, Bucket) and len(bucket.extra):
-            bucket.extra.fill_(1 if self._static.deviates() else 0)
+        if isinstance(bucket, Bucket) and len(bucket.extra):
+            self._alignment.write(bucket.extra[:NOTES])
+            if self._static is not None:
+                bucket.extra[NOTES:].fill_(1 if self._static.deviates() else 0)
         if self.settings.is_watched:
             self.found_non_finite.extend(bucket.non_finite())
         self._launch()
@@ -370,6 +390,7 @@ class GradientReducer:
             self._share_counts()
             for bucket in held:
                 bucket.adopt()
+        self._refuse_misaligned()
         self._refuse_deviation()
         if self._static is not None:
             self._static.end()
@@ -378,8 +399,7 @@ class GradientReducer:
 
     def _skip_unused(self) -> None:
         """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
-        is_local = self._registered and getattr(self._registered.hook, "is_local", False)
-        if not self.settings.skips_unused or self._unused is not None or is_local:
+        if not self.settings.skips_unused or self._unused is not None or self._is_local:
             return
         found: set[int] = set()
         for bucket in self.buckets:
@@ -402,26 +422,40 @@ class GradientReducer:
             "out, or make forward take the same path each time"
         )
 
+    @property
+    def _is_local(self) -> bool:
+        """Whether the communication hook leaves gradients on this rank."""
+        registered = self._registered
+        return registered is not None and bool(getattr(registered.hook, "is_local", False))
+
     def _share_counts(self) -> None:
         """Sum the use counts over the ranks when a communication hook has reduced without them."""
-        registered = self._registered
-        if registered is None or getattr(registered.hook, "is_local", False):
+        if self._registered is None or self._is_local:
             return
         notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
         mine = torch.cat([note.real if note.is_complex() else note for note in notes])
-        mine = mine.nan_to_num(0.0).to(torch.float32)
+        mine = mine.to(torch.float32)
         everyone = mine.new_empty(self.communicator.size * mine.numel())
         self.communicator.all_gather(everyone, mine, label="use counts").wait()
         total = everyone.view(self.communicator.size, -1).sum(0)
         for note, part in zip(notes, total.split([len(note) for note in notes]), strict=True):
             note.copy_(part)
 
+    def _refuse_misaligned(self) -> None:
+        """Raise on every rank when they have reduced gradients of different passes together."""
+        last = self.buckets[-1] if self.buckets else None
+        if not isinstance(last, Bucket) or self._is_local:
+            return
+        if not self._alignment.agrees(last.extra[:NOTES]):
+            self._reset()
+            raise self._alignment.refuse(self.communicator)
+
     def _refuse_deviation(self) -> None:
         """Raise on every rank when one of them did not do what it did in its first pass."""
         last = self.buckets[-1] if self.buckets else None
         if self._static is None or not isinstance(last, Bucket) or not len(last.extra):
             return
-        if last.extra.real.sum().item() > 0:
+        if last.extra[NOTES:].real.sum().item() > 0:
             error = self._static.refuse(self.communicator)
             self._reset()
             raise error

@@ -11,7 +11,7 @@ import torch
 from meshwright.comm import Communicator
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["broadcast_tensors", "compare_parameters"]
+__all__ = ["broadcast_tensors", "compare_parameters", "compare_rows"]
 
 SLAB_BYTES = 64 * 2**20
 """At most so many bytes are copied together for one broadcast; a larger tensor goes alone."""
@@ -21,10 +21,13 @@ def compare_parameters(
     communicator: Communicator,
     named: Sequence[tuple[str, torch.Tensor]],
     sparse: Collection[str] = (),
+    *,
+    reason: str = "",
 ) -> None:
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
 
-    Those whose names are in ``sparse`` give sparse gradients; that is compared too.
+    Those whose names are in ``sparse`` give sparse gradients; that is compared too. ``reason`` is
+    shown to ranks that do something else meanwhile.
 
     Raises CollectiveMismatchError on every rank, naming the first parameter that differs and the
     ranks on both sides.
@@ -34,13 +37,29 @@ def compare_parameters(
         + ["sparse gradient"] * (name in sparse)
         for name, t in named
     ]
+    meaning = "[name, shape, dtype, strides, requires_grad]"
+    compare_rows(communicator, rows, meaning, reason=reason)
+
+
+def compare_rows(
+    communicator: Communicator,
+    rows: Sequence[Sequence[object]],
+    meaning: str,
+    *,
+    reason: str = "",
+) -> None:
+    """Check that every rank has the same ``rows``, which JSON can hold; ``meaning`` explains one.
+
+    Raises CollectiveMismatchError on every rank, naming the first row that differs.
+    """
     text = json.dumps(rows).encode()
     digest = hashlib.sha256(text).digest()
-    digests = communicator.gather_bytes(digest, label="compare parameters")
+    digests = communicator.gather_bytes(digest, label=f"compare parameters{reason}")
     if len(set(digests)) == 1:
         return
     texts = communicator.gather_bytes(text, label="parameters that differ")
-    raise CollectiveMismatchError(_first_difference(communicator, [json.loads(t) for t in texts]))
+    everyone = [json.loads(text) for text in texts]
+    raise CollectiveMismatchError(_first_difference(communicator, everyone, meaning))
 
 
 def broadcast_tensors(
@@ -93,7 +112,9 @@ def _broadcast_slab(
         torch._foreach_copy_(targets, views)
 
 
-def _first_difference(communicator: Communicator, rows: Sequence[list[list[object]]]) -> str:
+def _first_difference(
+    communicator: Communicator, rows: Sequence[list[list[object]]], meaning: str
+) -> str:
     longest = max(len(row) for row in rows)
     for position in range(longest):
         found = [json.dumps(row[position]) if position < len(row) else "nothing" for row in rows]
@@ -105,7 +126,7 @@ def _first_difference(communicator: Communicator, rows: Sequence[list[list[objec
         sentences = "; ".join(f"ranks {ranks}: {text}" for text, ranks in sides.items())
         return (
             f"axis {communicator.axis}: expected the same parameters on every rank, but number "
-            f"{position} is [name, shape, dtype, strides, requires_grad] {sentences}. Build the "
-            "model in the same way on every rank, and freeze the same parameters"
+            f"{position} is {meaning} {sentences}. Build the model in the same way on every rank, "
+            "wrap and freeze the same of it"
         )
     return f"axis {communicator.axis}: the ranks list their parameters differently"

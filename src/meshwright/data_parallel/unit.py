@@ -76,6 +76,14 @@ class Exposure(Protocol):
         """Let modules hold ``slot.full`` of each slot, with the ``requires_grad`` of now."""
         ...
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """Which of the group's parameters require grad now."""
+        ...
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """Whether an optimizer that steps now would change this rank's part of the unit."""
+        ...
+
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:

@@ -165,6 +165,14 @@ class FlatExposure:
         for slot in unit.slots:
             _show_full(slot, self.flat.requires_grad)
 
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [self.flat.requires_grad] * len(group.slots)
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        return self.flat.grad is not None and self.flat.numel() > 0
+
     def is_stale(self, unit: Unit) -> bool:
         """See `Exposed`."""
         return self._seen != self.version(unit)
@@ -240,6 +248,14 @@ class OriginalExposure:
         self._seen = self.version(unit)
         for slot in unit.slots:
             _show_full(slot, slot.original.requires_grad)
+
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [slot.original.requires_grad for slot in group.slots]
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`. A parameter without elements here never has a gradient."""
+        return any(slot.original.grad is not None for slot in unit.slots)
 
     def is_stale(self, unit: Unit) -> bool:
         """See `Exposed`."""

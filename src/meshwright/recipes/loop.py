@@ -110,9 +110,7 @@ class _Training:
         self._write = write
         self._trainable = _build(config)
         self._sampler: Sampler = self._trainable.sampler(len(text.training), config.data.batch_size)
-        self._trace = StepTrace(
-            self._trainable.module, communicator.device, keep=config.run.trace_steps
-        )
+        self._trace = StepTrace(communicator.device, keep=config.run.trace_steps)
         self._losses: list[float] = []
         self._first = 1
         self._saved: Path | None = folder.checkpoint
@@ -238,7 +236,6 @@ class _Training:
         inputs, targets = self._text.training.batch(self._sampler.next_indices())
         device = self._world.device
         trainable.forward_backward(inputs.to(device), targets.to(device))
-        self._trace.mark("optimizer")
         return trainable.optimizer_step()
 
     def _save(self, run: dict[str, object], progress: ProgressDisplay, *, is_last: bool) -> None:

@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -35,6 +37,7 @@ __all__ = [
     "choose_folder",
     "describe_run",
     "require_equal_ranks",
+    "require_folder",
     "require_start",
 ]
 
@@ -121,10 +124,24 @@ def require_start(resume: str) -> None:
         )
 
 
+def require_folder(folder: Path) -> None:
+    """Raise ``PlanError`` when ``folder`` is not there and cannot be made, or written to."""
+    standing = next((p for p in (folder, *folder.absolute().parents) if os.path.lexists(p)), folder)
+    try:
+        # Only making something tells: permissions say little to root, or on a special file system.
+        os.rmdir(tempfile.mkdtemp(prefix=".meshwright-", dir=standing))
+    except OSError as error:
+        raise PlanError(
+            f"[run] folder = {folder}: expected a folder that is there or can be made, but in "
+            f"{standing} nothing can be written: {error.strerror}; choose another [run] folder"
+        ) from error
+
+
 def _choose(config: TrainConfig) -> RunFolder:
     resume, folder = config.run.resume, config.run.folder
     if resume in ("auto", "never"):
         path = Path(folder) if folder else _fresh_folder(config)
+        require_folder(path)
         if resume == "never" and any((path / CHECKPOINTS).glob("step_*")):
             raise PlanError(
                 f"[run] resume = never, but {path} holds checkpoints of an earlier run, which are "
@@ -133,7 +150,10 @@ def _choose(config: TrainConfig) -> RunFolder:
         return RunFolder(path=path, checkpoint=latest(path / CHECKPOINTS))
     checkpoint, home = _named_start(Path(resume))
     path = Path(folder) if folder else home
-    newest = latest(path / CHECKPOINTS)
+    require_folder(path)
+    # What is passed over is named in the log: the same folder is not looked through twice.
+    is_looked_through = path.absolute() == Path(resume).absolute()
+    newest = checkpoint if is_looked_through else latest(path / CHECKPOINTS)
     if newest is not None and read_manifest(newest).step > read_manifest(checkpoint).step:
         raise PlanError(
             f"[run] resume = {resume}, but {path} holds a later checkpoint, {newest.name}, which "

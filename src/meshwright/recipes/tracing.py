@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from meshwright.comm import Clock, Communicator, Timer, observe
 from meshwright.report import write_chrome_trace
@@ -21,18 +19,12 @@ __all__ = ["StepTrace"]
 class StepTrace:
     """Measures steps and keeps the last ``keep`` of them; with 0 it measures nothing.
 
-    The compute lane holds, one after the other, the forward pass, the loss with the backward pass,
-    and whatever ``mark`` names.
+    The compute lane holds what the trainable names: forward, backward, optimizer.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, keep: int) -> None:
+    def __init__(self, device: torch.device, *, keep: int) -> None:
         self._timer = Timer(Clock(device))
         self._steps: deque[Timeline] = deque(maxlen=keep)
-        self._is_measuring = False
-        self._open: AbstractContextManager[None] | None = None
-        if keep:
-            module.register_forward_pre_hook(lambda *_: self.mark("forward"))
-            module.register_forward_hook(lambda *_: self.mark("loss and backward"))
 
     @contextlib.contextmanager
     def step(self, rank: int) -> Iterator[None]:
@@ -40,24 +32,10 @@ class StepTrace:
         if not self._steps.maxlen:
             yield
             return
-        self._is_measuring = True
-        try:
-            with observe(self._timer):
-                yield
-                self.mark(None)
-        finally:
-            self._is_measuring = False
+        with observe(self._timer):
+            yield
         self._steps.append(self._timer.timeline(rank))
         self._timer.clear()
-
-    def mark(self, name: str | None) -> None:
-        """What ran until now has ended, and ``name`` begins."""
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-        if name is not None and self._is_measuring:
-            self._open = self._timer.span(name)
-            self._open.__enter__()
 
     def write(self, path: Path, communicator: Communicator) -> Path | None:
         """Join the timelines of all ranks and let rank 0 write them; ``None`` if nothing was kept.

@@ -1,0 +1,183 @@
+"""What a root does on this rank, one event after another, compared with the other ranks.
+
+Forward and backward passes bring collectives with them, so that a rank which does one more, one
+less or one of another kind would pair them with those of something else. A rank knows by itself
+when it does what it has not done before::
+
+    the two events before, and this one       known: go on, nothing is sent
+                                              new, or another mode: ask the other ranks first
+
+Ranks ask through the board of `meshwright.comm.failure`, before any collective is issued: an answer
+that differs is an error on the rank that asks, and the others read it while they wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from meshwright.comm import Communicator
+from meshwright.comm.failure import FailureMonitor
+from meshwright.comm.registry import PROCESS
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["Event", "EventCheck", "wait_for_all"]
+
+FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
+"""Seconds until, and between, the questions to ranks that have not come."""
+
+REMEMBERED = 8
+"""Events that a rank can still be asked about."""
+
+REMEDY = (
+    "Every rank must run the same passes with the same settings: as many forward and backward "
+    "passes, all in training or all in evaluation, all with or all without a reduction, with the "
+    "same parameters frozen"
+)
+
+State = Mapping[str, list[Any]]
+"""What decides a unit's collectives, by unit: settings first, then frozen parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that all ranks do together."""
+
+    text: str
+    state: int = 0
+    """A digest of the units' settings, where the event depends on them."""
+
+
+class EventCheck:
+    """The events of one root on this rank. ``state`` says what is set, unit by unit."""
+
+    def __init__(self, communicator: Communicator, root: str, state: Callable[[], State]) -> None:
+        self._communicator = communicator
+        self._rank = communicator.ranks[communicator.rank]
+        self._root = root
+        self._state = state
+        self._number = 0
+        self._tail: tuple[tuple[int, str, int], ...] = ()
+        self._last: tuple[Event | None, Event | None] = (None, None)
+        self._known: set[tuple[Event | None, ...]] = set()
+        self._key = self._register()
+
+    def happens(self, event: Event, *, asks: bool = False) -> None:
+        """``event`` is next; call it before its first collective.
+
+        Raises `CollectiveMismatchError` when another rank does something else, which is found out
+        when it has not followed on the two events before it so far, or when it ``asks``.
+        """
+        monitor = PROCESS.monitor
+        if monitor is None or self._communicator.size == 1:
+            return
+        self._number += 1
+        self._tail = (*self._tail[1 - REMEMBERED :], (self._number, event.text, event.state))
+        turn = (*self._last, event)
+        self._last = (self._last[1], event)
+        if asks or turn not in self._known:
+            self._ask(monitor, event)
+            self._known.add(turn)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Where this rank is, for peers that ask; called from the monitor's thread."""
+        return {"tail": self._tail, "state": self._state()}
+
+    # --------------------------------------------------------------------------- private
+
+    def _register(self) -> str:
+        monitor = PROCESS.monitor
+        if monitor is None or self._communicator.size == 1:
+            return ""
+        number = monitor.board.add(f"events/{self._communicator.name}/{self._rank}", 1)
+        key = f"events/{self._communicator.name}/{number}"
+        monitor.describers[key] = self
+        return key
+
+    def _ask(self, monitor: FailureMonitor, event: Event) -> None:
+        number = self._number
+        votes = f"{self._key}/{number}/{event.text}/{event.state}"
+
+        def have_come() -> bool:
+            return self._have_come(monitor, number, event)
+
+        wait_for_all(monitor, self._communicator, votes, have_come)
+
+    def _have_come(self, monitor: FailureMonitor, number: int, event: Event) -> bool:
+        """Whether there is nobody left to wait for. Raises when a rank does something else."""
+        answers = monitor.roll_call()
+        is_complete = True
+        for rank in self._communicator.ranks:
+            if rank == self._rank:
+                continue
+            if rank not in answers or answers[rank].get("leaving"):
+                return True  # the wait for the collective names it
+            theirs = answers[rank]["described"].get(self._key)
+            if theirs is None:
+                is_complete = False
+                continue
+            tail = {at: (text, state) for at, text, state in theirs["tail"]}
+            if not tail or max(tail) < number:
+                is_complete = False
+            elif tail.get(number, (event.text, event.state)) != (event.text, event.state):
+                self._fail(monitor, event, rank, tail[number][0], theirs["state"])
+        return is_complete
+
+    def _fail(
+        self, monitor: FailureMonitor, event: Event, rank: int, other: str, state: State
+    ) -> NoReturn:
+        if other != event.text:
+            found = f"{event.text} on rank {self._rank}, {other} on rank {rank}"
+        else:
+            difference = _first_difference(self._state(), state, self._rank, rank)
+            found = f"{event.text} with {difference}"
+        error = CollectiveMismatchError(
+            f"What the ranks do with {self._root} differs, at number {self._number}: {found}. "
+            f"Nothing of it has been sent. {REMEDY}"
+        )
+        monitor.publish(error, is_cause=True)
+        raise error
+
+
+def wait_for_all(
+    monitor: FailureMonitor,
+    communicator: Communicator,
+    votes: str,
+    have_come: Callable[[], bool],
+) -> bool:
+    """Vote for ``votes`` and wait until every rank has; False at the communicator's timeout.
+
+    Ranks that do not vote are asked by ``have_come``, which tells whether nobody is to come any
+    more, or raises. This wait keeps nobody from coming: what others need of this rank has been
+    issued.
+    """
+    arrived = monitor.board.add(votes, 1)
+    begun = time.monotonic()
+    next_roll_call = begun + FIRST_ROLL_CALL
+    pause = 0.0002
+    while arrived < communicator.size:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+        monitor.check()
+        now = time.monotonic()
+        if now > next_roll_call:
+            if have_come():
+                return True
+            next_roll_call = time.monotonic() + NEXT_ROLL_CALL
+        if now > begun + communicator.timeout:
+            return False
+        arrived = monitor.board.add(votes, 0)
+    return True
+
+
+def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:
+    for name in [*mine, *theirs]:
+        here, there = mine.get(name), theirs.get(name)
+        if here != there:
+            for ours, others in zip(here or ["nothing"], there or ["nothing"], strict=False):
+                if ours != others:
+                    return f"unit {name!r} set to {ours} on rank {rank}, {others} on rank {other}"
+            return f"unit {name!r} set to {here} on rank {rank}, {there} on rank {other}"
+    return f"settings of rank {rank} and rank {other} that differed for a while"
