@@ -13,6 +13,7 @@
     │   ├── CheckpointDamagedError          bytes differ from those written; names file and tensor
     │   ├── CheckpointMismatchError         the checkpoint belongs to another model or plan
     │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
+    ├── ScheduleError (AssertionError)      an order of actions is incomplete or cannot end; shows it
     ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
     ├── NonFiniteError (ArithmeticError)    a loss or gradient is not finite; rank and parameter
     ├── LaunchError (RuntimeError)          the ranks could not be started, or one of them failed
@@ -39,6 +40,7 @@ __all__ = [
     "ParityError",
     "PlanError",
     "RankFailedError",
+    "ScheduleError",
 ]
 
 
@@ -103,6 +105,10 @@ class CheckpointMismatchError(CheckpointError):
 
 class CheckpointWriteError(CheckpointError, OSError):
     """A checkpoint could not be written. Earlier checkpoints are untouched."""
+
+
+class ScheduleError(MeshwrightError, AssertionError):
+    """A schedule is incomplete, out of order, or would never end. The message draws it."""
 
 
 class ParityError(MeshwrightError, RuntimeError):

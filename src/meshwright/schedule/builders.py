@@ -1,0 +1,481 @@
+"""Schedules, each a pure function of ranks, microbatches and chunks a rank: compute actions only.
+
+======================  =====  ===========================================================
+builder                 map    source of the order
+======================  =====  ===========================================================
+`gpipe`                 loop   Huang et al. 2019, arXiv 1811.06965
+`one_f_one_b`           loop   Narayanan et al. 2019, PipeDream, and 2021, arXiv 2006.09503
+`interleaved_1f1b`      loop   Narayanan et al. 2021, arXiv 2104.04473
+`looped_bfs`            loop   Lamy-Poirier 2023, arXiv 2211.05953
+`zb1p`                  loop   Qi et al. 2024, arXiv 2401.10241 (ZB-H1)
+`zbv`                   V      Qi et al. 2024, arXiv 2405.15362; few microbatches: our own
+`dualpipev`             V      phases of DeepSeek-AI 2025, DualPipe (its cut in half)
+======================  =====  ===========================================================
+
+On the loop map local chunk c of rank r is stage ``c * ranks + r``. On the V map rank r holds stages
+r and ``2 * ranks - 1 - r``, so that the first and the last stage are on one rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from meshwright.schedule.actions import Action, B, F, I, Schedule, W, overlap
+
+__all__ = [
+    "BUILDERS",
+    "Builder",
+    "build",
+    "dualpipev",
+    "forward_only",
+    "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "one_f_one_b",
+    "stage_ranks",
+    "zb1p",
+    "zbv",
+]
+
+Edges = Iterable[tuple[int, int]] | None
+
+
+class Builder(Protocol):
+    """What every builder of this module is."""
+
+    def __call__(
+        self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
+    ) -> Schedule:
+        """The schedule of ``chunks`` stages a rank; without ``edges`` a chain of stages."""
+        ...
+
+
+def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
+    """For each stage its rank: round and round (``loop``) or to and fro (``v``).
+
+    Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
+    """
+    if style not in ("loop", "v"):
+        raise ValueError(f"Style {style} is not supported. Expected 'loop' or 'v'.")
+    if stages % ranks:
+        kind = "V schedules" if style == "v" else "looped schedules"
+        raise ValueError(
+            f"num_stages {stages} must be evenly divisible by pp_size {ranks} for {kind}"
+        )
+    turns = (divmod(stage, ranks) for stage in range(stages))
+    return tuple(
+        place if style == "loop" or turn % 2 == 0 else ranks - 1 - place for turn, place in turns
+    )
+
+
+def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
+    """All forwards, chunk by chunk; no backward."""
+    _check_sizes(ranks, microbatches, chunks)
+    rows = [
+        [Action(chunk * ranks + rank, F, k) for chunk in range(chunks) for k in range(microbatches)]
+        for rank in range(ranks)
+    ]
+    return _loop("forward-only", rows, microbatches, chunks, edges)
+
+
+def gpipe(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
+    """All forwards, then all backwards. With several chunks a rank this is `looped_bfs`."""
+    return _breadth_first("gpipe", ranks, microbatches, chunks, edges)
+
+
+def looped_bfs(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
+    """Chunk by chunk all forwards; then the chunks in reverse, all backwards of each."""
+    return _breadth_first("loopedbfs", ranks, microbatches, chunks, edges)
+
+
+def _breadth_first(name: str, ranks: int, microbatches: int, chunks: int, edges: Edges) -> Schedule:
+    _check_sizes(ranks, microbatches, chunks)
+    rows = []
+    for rank in range(ranks):
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        row = [Action(stage, F, k) for stage in stages for k in range(microbatches)]
+        row += [Action(stage, B, k) for stage in reversed(stages) for k in range(microbatches)]
+        rows.append(row)
+    return _loop(name, rows, microbatches, chunks, edges)
+
+
+def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
+    """As few forwards ahead as keep the last rank busy, then backward and forward in turn.
+
+    Raises ``ValueError`` for fewer microbatches than stages, or several chunks.
+    """
+    _check_sizes(ranks, microbatches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"1F1B has one stage a rank, but got {chunks}. Use interleaved1f1b for several"
+        )
+    if microbatches < ranks:
+        raise ValueError(
+            f"Number of microbatches ({microbatches}) must be greater than or equal to the number "
+            f"of stages ({ranks})."
+        )
+    rows = []
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - rank)
+        row = [Action(rank, F, k) for k in range(ahead)]
+        for k in range(microbatches):
+            row.append(Action(rank, B, k))
+            if ahead + k < microbatches:
+                row.append(Action(rank, F, ahead + k))
+        rows.append(row)
+    return _loop("1f1b", rows, microbatches, 1, edges)
+
+
+def interleaved_1f1b(
+    ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None
+) -> Schedule:
+    """1F1B over several chunks a rank, in groups of microbatches that visit chunk by chunk.
+
+    Raises ``ValueError`` for microbatches that do not divide into ``max(1, m // ranks)`` rounds.
+    """
+    group = _group(ranks, microbatches, chunks, "Interleaved 1F1B")
+    total = microbatches * chunks
+    rows = []
+    for rank in range(ranks):
+        forwards = _forwards(ranks, rank, microbatches, chunks, group)
+        backwards = _backwards(ranks, rank, microbatches, chunks, group)
+        ahead = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
+        row = [Action(stage, F, k) for stage, k in forwards[:ahead]]
+        for turn, (stage, k) in enumerate(backwards):
+            if ahead + turn < total:
+                row.append(Action(forwards[ahead + turn][0], F, forwards[ahead + turn][1]))
+            row.append(Action(stage, B, k))
+        rows.append(row)
+    return _loop("interleaved1f1b", rows, microbatches, chunks, edges)
+
+
+def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
+    """Zero bubble with the memory of 1F1B: the weight halves fill the gaps at the end.
+
+    Raises ``ValueError`` for microbatches that do not divide into ``max(1, m // ranks)`` rounds.
+    """
+    group = _group(ranks, microbatches, chunks, "Zero bubble")
+    total = microbatches * chunks
+    rows = []
+    for rank in range(ranks):
+        forwards = _forwards(ranks, rank, microbatches, chunks, group)
+        backwards = _backwards(ranks, rank, microbatches, chunks, group)
+        ahead = min(total, (chunks - 1) * group + ranks - 1 - rank)
+        row = [Action(stage, F, k) for stage, k in forwards[:ahead]]
+        late: deque[Action] = deque()
+        for turn, (stage, k) in enumerate(backwards):
+            if ahead + turn < total:
+                row.append(Action(forwards[ahead + turn][0], F, forwards[ahead + turn][1]))
+            row.append(Action(stage, I, k))
+            late.append(Action(stage, W, k))
+            if turn >= rank:
+                row.append(late.popleft())
+        rows.append([*row, *late])
+    return _loop("zb1p", rows, microbatches, chunks, edges)
+
+
+def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
+    """How many microbatches visit one chunk before the next."""
+    _check_sizes(ranks, microbatches, chunks)
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise ValueError(
+            f"{name} requires the number of microbatches to be a multiple of the number of rounds "
+            f"({rounds}), but got {microbatches}."
+        )
+    return microbatches // rounds
+
+
+def _forwards(
+    ranks: int, rank: int, microbatches: int, chunks: int, group: int
+) -> list[tuple[int, int]]:
+    """(stage, microbatch) of all forwards of a rank on the loop map, in order."""
+    found = []
+    for turn in range(microbatches * chunks):
+        lap, place = divmod(turn, group * chunks)
+        found.append((place // group * ranks + rank, group * lap + turn % group))
+    return found
+
+
+def _backwards(
+    ranks: int, rank: int, microbatches: int, chunks: int, group: int
+) -> list[tuple[int, int]]:
+    """The same of all backwards: the chunks in reverse."""
+    last = (chunks - 1) * ranks + 2 * rank
+    forwards = _forwards(ranks, rank, microbatches, chunks, group)
+    return [(last - stage, k) for stage, k in forwards]
+
+
+# ------------------------------------------------------------------------------ V map
+
+
+def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
+    """Zero bubble on the V map, with the activations of ``ranks`` microbatches on every rank.
+
+    It leaves half of the idle time of 1F1B's fill, from ``2 * ranks - 1`` microbatches on. With
+    fewer the order is a list schedule: at unit costs each idle rank takes of what it could run now
+    an input half (of its earlier stage first), else a forward (of its later stage first) if it has
+    room for another activation, else a weight half.
+    """
+    _check_v("ZBV", ranks, microbatches, chunks)
+    if microbatches < 2 * ranks - 1:
+        rows = _ListSchedule(ranks, microbatches, room=2 * ranks).run()
+    else:
+        rows = [_zigzag(ranks, rank, microbatches) for rank in range(ranks)]
+    return _v("zbv", rows, ranks, microbatches, edges)
+
+
+def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
+    """The row of one rank with all of the V busy: fill, steady state, drain."""
+    row = _VRow(ranks, rank)
+    below = ranks - rank
+    for _ in range(2 * below - 1):
+        row.forward(row.down)
+    for _ in range(rank):
+        row.forward(row.up)
+        row.forward(row.down)
+    for _ in range(below):
+        row.forward(row.up)
+        row.halves(row.up)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        row.forward(row.down)
+        row.halves(row.down)
+        row.forward(row.up)
+        row.halves(row.up)
+    for _ in range(microbatches - row.forwards[row.up]):
+        row.halves(row.down)
+        row.forward(row.up)
+        row.halves(row.up)
+    # In the drain weight halves wait, so that gradients travel sooner.
+    for _ in range(rank):
+        row.input(row.down)
+        row.input(row.up)
+    for _ in range(microbatches - row.backwards[row.down]):
+        row.input(row.down)
+        row.weight()
+    row.rest()
+    return row.actions
+
+
+class _ListSchedule:
+    """Runs all ranks of a V in unit time, each greedily, and notes what they do."""
+
+    def __init__(self, ranks: int, microbatches: int, room: int) -> None:
+        self._ranks = ranks
+        self._microbatches = microbatches
+        self._last = 2 * ranks - 1
+        self._room = room
+        self._live = [0] * ranks
+        self._rows: list[list[Action]] = [[] for _ in range(ranks)]
+        stages = range(2 * ranks)
+        self._count = {operation: [0 for _ in stages] for operation in (F, I, W)}
+        # When each result is there: forwards and input halves run in order of microbatches.
+        self._over: dict[object, list[list[int]]] = {
+            F: [[] for _ in stages],
+            I: [[] for _ in stages],
+        }
+
+    def run(self) -> list[list[Action]]:
+        """The rows of all ranks."""
+        now, left = 0, 6 * self._ranks * self._microbatches
+        while left:
+            chosen = [self._choose(rank, now) for rank in range(self._ranks)]
+            for rank, action in enumerate(chosen):
+                if action is not None:
+                    self._take(rank, action, now)
+                    left -= 1
+            now += 1
+        return self._rows
+
+    def _choose(self, rank: int, now: int) -> Action | None:
+        early, late = rank, self._last - rank
+        for stage in (early, late):
+            k = self._count[I][stage]
+            if self._is_over(F, stage, k, now) and (
+                stage == self._last or self._is_over(I, stage + 1, k, now)
+            ):
+                return Action(stage, I, k)
+        if self._live[rank] < self._room:
+            for stage in (late, early):
+                k = self._count[F][stage]
+                if k < self._microbatches and (stage == 0 or self._is_over(F, stage - 1, k, now)):
+                    return Action(stage, F, k)
+        for stage in (early, late):
+            k = self._count[W][stage]
+            if k < self._count[I][stage]:
+                return Action(stage, W, k)
+        return None
+
+    def _is_over(self, operation: object, stage: int, microbatch: int, now: int) -> bool:
+        ends = self._over[operation][stage]
+        return microbatch < len(ends) and ends[microbatch] <= now
+
+    def _take(self, rank: int, action: Action, now: int) -> None:
+        stage, operation = action.stage, action.operation
+        self._rows[rank].append(action)
+        self._count[operation][stage] += 1
+        if operation is W:
+            self._live[rank] -= 1
+            return
+        self._over[operation][stage].append(now + 1)
+        if operation is F:
+            self._live[rank] += 1
+
+
+def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
+    """Forwards of one half of the V run beside backwards of the other, as OVERLAP_F_B actions.
+
+    Raises ``ValueError`` for fewer microbatches than stages.
+    """
+    _check_v("DualPipeV", ranks, microbatches, chunks)
+    if microbatches < 2 * ranks:
+        raise ValueError(
+            f"DualPipeV requires at least as many microbatches as stages, but got {microbatches} "
+            f"microbatches for {2 * ranks} stages"
+        )
+    rows = [_dual_row(ranks, rank, microbatches) for rank in range(ranks)]
+    return _v("dualpipev", rows, ranks, microbatches, edges)
+
+
+def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
+    """The row of one rank: its phases differ in which half leads, and in what is still to come."""
+    row = _VRow(ranks, rank)
+    below, down, up = ranks - 1 - rank, row.down, row.up
+    for _ in range(2 * below):
+        row.forward(down)
+    for _ in range(rank + 1):
+        row.forward(down)
+        row.forward(up)
+    for _ in range(below):
+        row.halves(up)
+        row.forward(up)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        row.both(down, up)
+        row.both(up, down)
+    for _ in range(below):
+        row.backward(up)
+        row.both(up, down)
+    # In the second half of the drain weight halves wait, so that gradients travel sooner.
+    for turn in range(2 * (rank + 1)):
+        stage = down if turn % 2 else up
+        if turn > rank:
+            row.input(stage)
+        else:
+            row.backward(stage)
+    for _ in range(below):
+        row.weight()
+        row.input(down)
+    row.rest()
+    return row.actions
+
+
+class _VRow:
+    """A row on the V map as it grows; microbatches follow each other by themselves."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.down = rank
+        """The stage of the way down."""
+        self.up = 2 * ranks - 1 - rank
+        """The stage of the way up."""
+        self.actions: list[Action] = []
+        self.forwards = {self.down: 0, self.up: 0}
+        self.backwards = {self.down: 0, self.up: 0}
+        self._late: deque[Action] = deque()
+
+    def forward(self, stage: int) -> None:
+        """The next F of ``stage``."""
+        self.actions.append(self._next_forward(stage))
+
+    def backward(self, stage: int) -> None:
+        """The next B of ``stage``."""
+        self.actions.append(self._next_backward(stage))
+
+    def both(self, forward: int, backward: int) -> None:
+        """The next F of one stage beside the next B of the other."""
+        pair = overlap(self._next_forward(forward), self._next_backward(backward))
+        self.actions.append(pair)
+
+    def input(self, stage: int) -> None:
+        """The next I of ``stage``; its W is owed."""
+        whole = self._next_backward(stage)
+        self.actions.append(whole._replace(operation=I))
+        self._late.append(whole._replace(operation=W))
+
+    def weight(self) -> None:
+        """The W that has been owed longest."""
+        self.actions.append(self._late.popleft())
+
+    def halves(self, stage: int) -> None:
+        """The next I of ``stage`` and the oldest W."""
+        self.input(stage)
+        self.weight()
+
+    def rest(self) -> None:
+        """All W that are owed."""
+        self.actions += self._late
+        self._late.clear()
+
+    def _next_forward(self, stage: int) -> Action:
+        self.forwards[stage] += 1
+        return Action(stage, F, self.forwards[stage] - 1)
+
+    def _next_backward(self, stage: int) -> Action:
+        self.backwards[stage] += 1
+        return Action(stage, B, self.backwards[stage] - 1)
+
+
+# -------------------------------------------------------------------------- by name
+
+BUILDERS: Mapping[str, Builder] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved1f1b": interleaved_1f1b,
+        "loopedbfs": looped_bfs,
+        "zb1p": zb1p,
+        "zbv": zbv,
+        "dualpipev": dualpipev,
+    }
+)
+"""The builders by the names that a plan uses."""
+
+
+def build(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, edges: Edges = None
+) -> Schedule:
+    """The schedule called ``name`` in a plan; ``chunks`` a rank default to what it is made for.
+
+    Raises ``ValueError`` for an unknown name and for sizes that the schedule cannot have.
+    """
+    if name not in BUILDERS:
+        raise ValueError(f"unknown schedule {name!r}; known: {', '.join(BUILDERS)}")
+    usual = 2 if name in ("zbv", "dualpipev") else 1
+    return BUILDERS[name](ranks, microbatches, usual if chunks is None else chunks, edges)
+
+
+def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
+    for what, size in (("ranks", ranks), ("microbatches", microbatches), ("stages a rank", chunks)):
+        if size < 1:
+            raise ValueError(f"a schedule needs at least one of {what}, but got {size}")
+
+
+def _check_v(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+    _check_sizes(ranks, microbatches, chunks)
+    if chunks != 2:
+        raise ValueError(f"{name} requires exactly 2 stages per rank, but got {chunks}.")
+
+
+def _loop(
+    name: str, rows: list[list[Action]], microbatches: int, chunks: int, edges: Edges
+) -> Schedule:
+    ranks = len(rows)
+    return Schedule.of(name, rows, stage_ranks(ranks, ranks * chunks), microbatches, edges)
+
+
+def _v(
+    name: str, rows: list[list[Action]], ranks: int, microbatches: int, edges: Edges
+) -> Schedule:
+    return Schedule.of(name, rows, stage_ranks(ranks, 2 * ranks, "v"), microbatches, edges)

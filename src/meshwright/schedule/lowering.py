@@ -1,0 +1,254 @@
+"""From compute actions to everything a rank does: transfers, gathers, frees, reductions.
+
+``lower`` is a pure function, so all ranks get the same rows. A SEND stands right after the action
+whose result it carries; a RECV is posted one compute action before the one that waits for it, or
+earlier where sends that complete only with their receive would otherwise block each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from meshwright.errors import ScheduleError
+from meshwright.schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    REDUCE_GRAD,
+    RESHARD,
+    UNSHARD,
+    Action,
+    B,
+    F,
+    I,
+    Schedule,
+    W,
+)
+from meshwright.schedule.messages import Message, parts_of, produced, read, sent, wanted
+
+__all__ = ["forward_part", "lower", "merge_halves"]
+
+MALFORMED = "Malformed compute schedule, can't schedule sends/recvs"
+
+
+def lower(
+    schedule: Schedule, *, unsharded: int = 3, residency: bool = True, reduce: bool = True
+) -> Schedule:
+    """``schedule``, made of compute actions, with all else that its ranks must do.
+
+    At most ``unsharded`` stages of a rank are gathered at a time (two at least where an overlap
+    uses two). Raises ``ValueError`` when it holds other actions already, `ScheduleError` when its
+    order cannot be completed with transfers.
+    """
+    for rank in range(schedule.ranks):
+        for action in schedule.actions(rank):
+            if action.operation not in COMPUTE:
+                raise ValueError(
+                    "Expected compute-only schedule but found communication action "
+                    f"{action} on rank {rank}"
+                )
+    compute = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+    posts = _Posts(schedule, compute).place()
+    rows = []
+    for rank, row in enumerate(compute):
+        before: list[list[Action]] = [[] for _ in range(len(row) + 1)]
+        after: list[list[Action]] = [[] for _ in row]
+        if residency:
+            _add_residency(row, unsharded, before, after)
+        for position, action in posts[rank]:
+            before[position].append(action)
+        for index, action in enumerate(row):
+            after[index][:0] = produced(action, schedule)
+        if reduce:
+            _add_reductions(row, after)
+        whole: list[Action] = []
+        for index, action in enumerate(row):
+            whole += [*before[index], action, *after[index]]
+        rows.append([*whole, *before[len(row)]])
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def forward_part(schedule: Schedule) -> Schedule:
+    """The forwards of a compute-only schedule, in their order: what an evaluation runs."""
+    rows = tuple(
+        tuple(part for a in schedule.actions(rank) for part in parts_of(a) if part.operation is F)
+        for rank in range(schedule.ranks)
+    )
+    return replace(schedule, rows=rows)
+
+
+def merge_halves(schedule: Schedule) -> Schedule:
+    """``schedule`` with each I that its own W follows at once turned into one B."""
+    rows = []
+    for rank in range(schedule.ranks):
+        row: list[Action] = []
+        for action in schedule.actions(rank):
+            if action.operation is W and row and row[-1] == action._replace(operation=I):
+                row[-1] = action._replace(operation=B)
+            else:
+                row.append(action)
+        rows.append(tuple(row))
+    return replace(schedule, rows=tuple(rows))
+
+
+def _add_reductions(row: list[Action], after: list[list[Action]]) -> None:
+    last: dict[int, int] = {}
+    for index, action in enumerate(row):
+        for part in parts_of(action):
+            if part.operation in BACKWARD:
+                last[part.stage] = index
+    for stage, index in sorted(last.items()):
+        # Before the RESHARD that may stand here already.
+        place = next((n for n, a in enumerate(after[index]) if a.operation is RESHARD), None)
+        at = len(after[index]) if place is None else place
+        after[index].insert(at, Action(stage, REDUCE_GRAD))
+
+
+def _add_residency(
+    row: list[Action], limit: int, before: list[list[Action]], after: list[list[Action]]
+) -> None:
+    """Gather each stage before its use, and free the one whose next use is farthest away.
+
+    That choice needs the fewest gathers (Belady 1966). A gather is posted one compute action ahead
+    when there is room for it by then.
+    """
+    uses: dict[int, deque[int]] = {}
+    for index, action in enumerate(row):
+        for part in parts_of(action):
+            uses.setdefault(part.stage, deque()).append(index)
+    there: set[int] = set()
+    for index, action in enumerate(row):
+        stages = {part.stage for part in parts_of(action)}
+        earlier = {part.stage for part in parts_of(row[index - 1])} if index else set()
+        for stage in sorted(stages - there):
+            early = index - 1 if index else index
+            if len(there) >= max(limit, len(stages)):
+                farthest = max(sorted(there - stages), key=lambda s: uses[s][0])
+                there.remove(farthest)
+                early = index if farthest in earlier else early
+                before[early].append(Action(farthest, RESHARD))
+            there.add(stage)
+            before[early].append(Action(stage, UNSHARD))
+        for part in parts_of(action):
+            uses[part.stage].popleft()
+        for stage in sorted(stages):
+            if not uses[stage]:
+                there.remove(stage)
+                after[index].append(Action(stage, RESHARD))
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a rank has come: the next compute action, and what it must send before that."""
+
+    index: int = 0
+    unsent: deque[Message] = field(default_factory=deque)
+
+
+class _Posts:
+    """Finds for each RECV the compute action of its rank that it is posted before."""
+
+    def __init__(self, schedule: Schedule, compute: list[list[Action]]) -> None:
+        self._schedule = schedule
+        self._compute = compute
+        self._position: list[dict[Action, int]] = [{} for _ in compute]
+        self._carrier: dict[Message, Action] = {}
+        """The RECV that receives a message: the first that wants it."""
+        for rank, row in enumerate(compute):
+            for index, action in enumerate(row):
+                for recv in wanted(action, schedule):
+                    self._position[rank][recv] = max(0, index - 1)
+                    for message in read(recv, schedule):
+                        self._carrier.setdefault(message, recv)
+        self._sequences = self._order_of_messages()
+
+    def place(self) -> list[list[tuple[int, Action]]]:
+        """For each rank its RECVs with their positions, in the order in which they are posted."""
+        for pair in self._sequences:
+            self._keep_order(pair)
+        self._unblock()
+        number = {
+            self._carrier[message]: turn
+            for sequence in self._sequences.values()
+            for turn, message in enumerate(sequence)
+        }
+        return [
+            sorted(
+                ((position, recv) for recv, position in where.items()),
+                key=lambda item: (item[0], number.get(item[1], 0)),
+            )
+            for where in self._position
+        ]
+
+    def _order_of_messages(self) -> dict[tuple[int, int], list[Message]]:
+        """For each ordered pair of ranks its messages in the order of sending."""
+        pairs: dict[tuple[int, int], list[Message]] = {}
+        for message in (
+            m for row in self._compute for action in row for m in self._sent_by(action)
+        ):
+            if message not in self._carrier:
+                raise ScheduleError(f"{MALFORMED}: nobody reads {message}")
+            pairs.setdefault((message.source_rank, message.target_rank), []).append(message)
+        return pairs
+
+    def _sent_by(self, action: Action) -> Iterator[Message]:
+        for send in produced(action, self._schedule):
+            yield from sent(send, self._schedule)
+
+    def _keep_order(self, pair: tuple[int, int]) -> None:
+        """Post no receive later than one whose message comes after it between the same ranks."""
+        where = self._position[pair[1]]
+        bound = len(self._compute[pair[1]])
+        for message in reversed(self._sequences[pair]):
+            recv = self._carrier[message]
+            bound = where[recv] = min(where[recv], bound)
+
+    def _unblock(self) -> None:
+        """Run all rows with sends that wait for their receive; post earlier what must be."""
+        places = [_Place() for _ in self._compute]
+        arrived: set[Message] = set()
+        while True:
+            if sum(self._run(rank, places, arrived) for rank in range(len(places))):
+                continue
+            blocked = next((place.unsent[0] for place in places if place.unsent), None)
+            if blocked is None:
+                break
+            place = places[blocked.target_rank]
+            now = place.index - 1 if place.unsent else place.index
+            self._position[blocked.target_rank][self._carrier[blocked]] = max(0, now)
+            self._keep_order((blocked.source_rank, blocked.target_rank))
+        for rank, place in enumerate(places):
+            if place.index < len(self._compute[rank]):
+                waiting = self._compute[rank][place.index]
+                missing = [m for m in self._wanted_by(waiting) if m not in arrived]
+                raise ScheduleError(
+                    f"{MALFORMED}: rank {rank} comes no further than {waiting}, which waits for "
+                    + ", ".join(f"stage {m.stage} on rank {m.source_rank}" for m in missing)
+                )
+
+    def _wanted_by(self, action: Action) -> Iterator[Message]:
+        for recv in wanted(action, self._schedule):
+            yield from read(recv, self._schedule)
+
+    def _run(self, rank: int, places: list[_Place], arrived: set[Message]) -> bool:
+        """Bring one rank as far as it comes; whether it has moved."""
+        place, row, has_moved = places[rank], self._compute[rank], False
+        while True:
+            while place.unsent:
+                message = place.unsent[0]
+                target = places[message.target_rank]
+                posted = self._position[message.target_rank][self._carrier[message]]
+                reached = target.index - 1 if target.unsent else target.index
+                if posted > reached:
+                    return has_moved
+                arrived.add(place.unsent.popleft())
+                has_moved = True
+            if place.index == len(row):
+                return has_moved
+            action = row[place.index]
+            if any(message not in arrived for message in self._wanted_by(action)):
+                return has_moved
+            place.unsent.extend(self._sent_by(action))
+            place.index += 1
+            has_moved = True

@@ -1,0 +1,105 @@
+"""What crosses ranks: the messages that a SEND sends and a RECV receives.
+
+An output goes once to each rank that reads it, whatever the number of stages that do; a gradient
+goes from each reader to the stage that made the value, which sums them in the order of stages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.schedule.actions import (
+    BACKWARD,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Action,
+    F,
+    Operation,
+    Schedule,
+    W,
+)
+
+__all__ = ["Message", "parts_of", "produced", "read", "received", "sent", "wanted"]
+
+
+class Message(NamedTuple):
+    """One payload between two ranks."""
+
+    operation: Operation
+    """SEND_F for outputs, SEND_B for gradients."""
+    stage: int
+    """Whose outputs these are, or whose backward made the gradients."""
+    target: int
+    """The rank that reads the outputs, or the stage whose outputs the gradients belong to."""
+    microbatch: int
+    source_rank: int
+    target_rank: int
+
+
+def parts_of(action: Action) -> tuple[Action, ...]:
+    """The parts of an overlap; any other action itself."""
+    return action.parts or (action,)
+
+
+def produced(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The SENDs that follow the compute action ``action``."""
+    found = []
+    for stage, operation, microbatch, _ in parts_of(action):
+        if operation is F and schedule.remote_targets[stage]:
+            found.append(Action(stage, SEND_F, microbatch))
+        elif operation in BACKWARD and operation is not W and schedule.remote_sources[stage]:
+            found.append(Action(stage, SEND_B, microbatch))
+    return tuple(found)
+
+
+def wanted(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The RECVs that the compute action ``action`` waits for."""
+    found = []
+    for stage, operation, microbatch, _ in parts_of(action):
+        if operation is F and schedule.remote_sources[stage]:
+            found.append(Action(stage, RECV_F, microbatch))
+        elif operation in BACKWARD and operation is not W and schedule.remote_targets[stage]:
+            found.append(Action(stage, RECV_B, microbatch))
+    return tuple(found)
+
+
+def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
+    """The messages of a SEND, in the order in which they leave."""
+    stage, operation, microbatch, _ = action
+    here, k = schedule.stage_ranks[stage], microbatch or 0
+    if operation is SEND_F:
+        ranks = sorted({schedule.stage_ranks[s] for s in schedule.remote_targets[stage]})
+        return tuple(Message(SEND_F, stage, rank, k, here, rank) for rank in ranks)
+    return tuple(
+        Message(SEND_B, stage, source, k, here, schedule.stage_ranks[source])
+        for source in schedule.remote_sources[stage]
+    )
+
+
+def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]:
+    """For each RECV in the row of ``rank`` the messages that it is the first to want."""
+    seen: set[Message] = set()
+    found: dict[Action, tuple[Message, ...]] = {}
+    for action in schedule.actions(rank):
+        if action.operation is RECV_F or action.operation is RECV_B:
+            fresh = tuple(m for m in read(action, schedule) if m not in seen)
+            seen.update(fresh)
+            found[action] = fresh
+    return found
+
+
+def read(action: Action, schedule: Schedule) -> tuple[Message, ...]:
+    """All messages that the stage of a RECV reads, in the order of the stages they come from."""
+    stage, operation, microbatch, _ = action
+    here, k, ranks = schedule.stage_ranks[stage], microbatch or 0, schedule.stage_ranks
+    if operation is RECV_F:
+        return tuple(
+            Message(SEND_F, source, here, k, ranks[source], here)
+            for source in schedule.remote_sources[stage]
+        )
+    return tuple(
+        Message(SEND_B, target, stage, k, ranks[target], here)
+        for target in schedule.remote_targets[stage]
+    )

@@ -1,0 +1,313 @@
+"""How long a schedule takes, and what it holds, when each action has a given cost.
+
+Every rank has four lanes. ``compute`` follows the row, one action after another. Sends, gathers and
+reductions start when the row comes to them, in a lane of their own, one after another, and hold up
+only what needs their result. A receive is over when it has been posted and the payload is there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.errors import ScheduleError
+from meshwright.schedule.actions import (
+    COMPUTE,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    Action,
+    B,
+    F,
+    I,
+    Operation,
+    Schedule,
+    W,
+    dependencies,
+)
+from meshwright.schedule.drawing import draw
+from meshwright.schedule.messages import parts_of
+from meshwright.timeline import Event, Timeline
+
+__all__ = ["Costs", "Simulation", "simulate"]
+
+PerStage = float | Sequence[float]
+"""One value for all stages, or one for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds and sizes of the actions of one microbatch, for each stage."""
+
+    forward: PerStage = 1.0
+    input: PerStage = 1.0
+    """Input half of the backward; a whole backward takes this and `weight`."""
+    weight: PerStage = 1.0
+    transfer: PerStage = 0.0
+    """From a send to the end of its receive, by the stage that sends."""
+    gather: PerStage = 0.0
+    reduce: PerStage = 0.0
+    activation: PerStage = 1.0
+    """What a stage holds of a microbatch from its forward to its W or B, in any unit."""
+    parameters: PerStage = 0.0
+    """What a stage holds while it is gathered, in the same unit."""
+    boundary_bytes: int = 0
+    """Size of one message."""
+
+    @classmethod
+    def shared(
+        cls, chunks: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0
+    ) -> Costs:
+        """Costs of a rank's whole share, of which each of its ``chunks`` stages has a part."""
+        return cls(
+            forward=forward / chunks,
+            input=input / chunks,
+            weight=weight / chunks,
+            activation=1.0 / chunks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What came of it. Ranks count as in the schedule; times are in the unit of the costs."""
+
+    makespan: float
+    """From the start to the end of the last action."""
+    compute: tuple[float, ...]
+    """For each rank, how long it computes."""
+    peaks: tuple[float, ...]
+    """For each rank, the most that it holds of activations and gathered parameters."""
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
+    """Every action with its lane; empty unless asked for."""
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each rank, how long it does not compute."""
+        return tuple(self.makespan - busy for busy in self.compute)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all ranks' time in which nothing is computed."""
+        whole = self.makespan * len(self.compute)
+        return sum(self.bubbles) / whole if whole else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, events: bool = True) -> Simulation:
+    """Run ``schedule``, of compute actions or lowered, in simulated time.
+
+    Without its transfers, communication is free. Raises `ScheduleError` when it would wait for
+    ever. Without ``events`` no timeline is made, which takes a tenth of the memory.
+    """
+    return _Machine(schedule, costs or Costs(), events=events).run()
+
+
+_COLUMN = {F: 0, I: 1, B: 1, W: 2, SEND_F: 3, SEND_B: 4, RECV_F: 5, RECV_B: 6, UNSHARD: 7}
+_COLUMNS = 8
+_LANES = ("compute", "transfer", "gather", "reduce")
+_UNKNOWN = -1.0
+
+
+class _Lane:
+    """When a lane is free, by rank."""
+
+    __slots__ = ("free",)
+
+    def __init__(self, ranks: int) -> None:
+        self.free = [0.0] * ranks
+
+    def take(self, rank: int, ready: float, seconds: float) -> tuple[float, float]:
+        """Start and end of what is ready at ``ready``."""
+        start = max(self.free[rank], ready)
+        self.free[rank] = end = start + seconds
+        return start, end
+
+
+class _Machine:
+    """All ranks on their way. ``_ends[stage * 8 + column][microbatch]`` is when a result is there.
+
+    Costs and needs are looked up once for each stage and operation, not once for each microbatch:
+    the rule `dependencies` is the same for all.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, *, events: bool) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        ranks, stages = schedule.ranks, schedule.stages
+        self._microbatches = schedule.microbatches
+        blank = array("d", [_UNKNOWN]) * max(1, self._microbatches)
+        self._ends = [blank[:] for _ in range(stages * _COLUMNS)]
+        self._lanes = {name: _Lane(ranks) for name in _LANES}
+        self._position = [0] * ranks
+        self._part = [0] * ranks
+        self._compute = [0.0] * ranks
+        self._held = [0.0] * ranks
+        self._peaks = [0.0] * ranks
+        self._waiting: dict[tuple[int, int], list[int]] = {}
+        self._needs: dict[tuple[int, Operation], tuple[int, ...]] = {}
+        self._events: list[Event] | None = [] if events else None
+        present = {a.operation for row in schedule.rows for a in row if a is not None}
+        self._has_transfers = bool(present & {RECV_F, RECV_B})
+        self._has_gathers = UNSHARD in present
+        self._seconds = self._seconds_of_all()
+
+    def run(self) -> Simulation:
+        """Bring every rank to its end."""
+        ready = list(range(self._schedule.ranks))
+        while ready:
+            ready.extend(self._advance(ready.pop()))
+        rows = self._schedule.rows
+        stuck = {r: at for r, at in enumerate(self._position) if at < len(rows[r])}
+        if stuck:
+            raise ScheduleError(f"the schedule never ends:\n{draw(self._schedule, stuck)}")
+        return Simulation(
+            makespan=max((end for lane in self._lanes.values() for end in lane.free), default=0.0),
+            compute=tuple(self._compute),
+            peaks=tuple(self._peaks),
+            timeline=Timeline(self._events or ()),
+        )
+
+    def _seconds_of_all(self) -> list[float]:
+        """By stage and column: how long it takes. A whole backward is read as two halves."""
+        costs = self._costs
+        found: list[float] = []
+        for stage in range(self._schedule.stages):
+            transfer = _at(costs.transfer, stage)
+            found += [
+                _at(costs.forward, stage),
+                _at(costs.input, stage),
+                _at(costs.weight, stage),
+                transfer,
+                transfer,
+                0.0,
+                0.0,
+                _at(costs.gather, stage),
+            ]
+        return found
+
+    # ------------------------------------------------------------------- one rank
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run a rank until it waits or ends; the ranks that its results wake."""
+        row, woken = self._schedule.rows[rank], list[int]()
+        position, part_at = self._position[rank], self._part[rank]
+        clock = self._lanes["compute"]
+        while position < len(row):
+            action = row[position]
+            if action is None:
+                position += 1
+                continue
+            if action.operation not in COMPUTE:
+                self._post(rank, action, clock.free[rank], woken)
+                position += 1
+                continue
+            parts = parts_of(action)
+            while part_at < len(parts):
+                start = self._start(rank, parts[part_at], clock.free[rank])
+                if start < 0:
+                    self._position[rank], self._part[rank] = position, part_at
+                    return woken
+                self._run_part(rank, parts[part_at], start, woken)
+                part_at += 1
+            part_at = 0
+            position += 1
+        self._position[rank], self._part[rank] = position, 0
+        return woken
+
+    def _start(self, rank: int, part: Action, free: float) -> float:
+        """When ``part`` can start; negative when a result is not known yet, then it is awaited."""
+        stage, operation, k, _ = part
+        needs = self._needs.get((stage, operation))
+        if needs is None:
+            needs = self._needs[stage, operation] = tuple(self._columns(part))
+        start, ends = free, self._ends
+        for column in needs:
+            at = k if column % _COLUMNS != 7 else 0
+            end = ends[column][at or 0]
+            if end < 0:
+                self._waiting.setdefault((column, at or 0), []).append(rank)
+                return _UNKNOWN
+            if end > start:
+                start = end
+        return start
+
+    def _columns(self, part: Action) -> Iterator[int]:
+        """Where the results that ``part`` needs are noted; what the schedule lacks is left out."""
+        for need in dependencies(part, self._schedule):
+            if need.operation in (RECV_F, RECV_B):
+                if self._has_transfers:
+                    yield need.stage * _COLUMNS + _COLUMN[need.operation]
+                    for send in dependencies(need, self._schedule):
+                        yield send.stage * _COLUMNS + _COLUMN[send.operation]
+            elif need.operation is not UNSHARD or self._has_gathers:
+                yield need.stage * _COLUMNS + _COLUMN[need.operation]
+
+    def _run_part(self, rank: int, part: Action, start: float, woken: list[int]) -> None:
+        stage, operation, k, _ = part
+        seconds = self._seconds[stage * _COLUMNS + _COLUMN[operation]]
+        if operation is B:
+            seconds += self._seconds[stage * _COLUMNS + 2]
+        end = start + seconds
+        self._lanes["compute"].free[rank] = end
+        self._compute[rank] += seconds
+        if operation is F:
+            self._hold(rank, _at(self._costs.activation, stage))
+        elif operation is W or operation is B:
+            self._hold(rank, -_at(self._costs.activation, stage))
+        self._note(stage * _COLUMNS + _COLUMN[operation], k or 0, end, woken)
+        if self._events is not None:
+            self._events.append(self._event(rank, part, "compute", start, end))
+
+    def _post(self, rank: int, action: Action, now: float, woken: list[int]) -> None:
+        """What does not hold up the row."""
+        stage, operation, k, _ = action
+        if operation is RESHARD:
+            self._hold(rank, -_at(self._costs.parameters, stage))
+            return
+        if operation is RECV_F or operation is RECV_B:
+            self._note(stage * _COLUMNS + _COLUMN[operation], k or 0, now, woken)
+            return
+        if operation is REDUCE_GRAD:
+            lane, seconds = "reduce", _at(self._costs.reduce, stage)
+        elif operation is UNSHARD:
+            lane, seconds = "gather", _at(self._costs.gather, stage)
+            self._hold(rank, _at(self._costs.parameters, stage))
+        else:
+            lane, seconds = "transfer", _at(self._costs.transfer, stage)
+            # The first part of an overlap has its result before the row comes to the send.
+            made = 0 if operation is SEND_F else 1
+            now = self._ends[stage * _COLUMNS + made][k or 0]
+        start, end = self._lanes[lane].take(rank, now, seconds)
+        if operation is not REDUCE_GRAD:
+            self._note(stage * _COLUMNS + _COLUMN[operation], k or 0, end, woken)
+        if self._events is not None:
+            self._events.append(self._event(rank, action, lane, start, end))
+
+    def _note(self, column: int, at: int, end: float, woken: list[int]) -> None:
+        self._ends[column][at] = end
+        if self._waiting:
+            woken += self._waiting.pop((column, at), ())
+
+    def _hold(self, rank: int, size: float) -> None:
+        self._held[rank] += size
+        if self._held[rank] > self._peaks[rank]:
+            self._peaks[rank] = self._held[rank]
+
+    def _event(self, rank: int, action: Action, lane: str, start: float, end: float) -> Event:
+        return Event(
+            name=str(action),
+            lane=lane,
+            rank=rank,
+            start=start,
+            end=end,
+            bytes=self._costs.boundary_bytes if lane == "transfer" else 0,
+            category=str(action.operation),
+        )
+
+
+def _at(value: PerStage, stage: int) -> float:
+    return float(value) if isinstance(value, int | float) else float(value[stage])

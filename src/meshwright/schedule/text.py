@@ -1,0 +1,138 @@
+"""Schedules as CSV: one line a rank, one cell a time slot, an empty cell where a rank is idle.
+
+::
+
+    # meshwright schedule 1: name=1f1b microbatches=2 stage_ranks=0,1 edges=0-1
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+Files of torch's pipelining have no first line; what it says is then read off the actions.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+from meshwright.errors import ScheduleError
+from meshwright.schedule.actions import Action, Schedule
+from meshwright.schedule.messages import parts_of
+
+__all__ = ["dump_csv", "load_csv", "parse_csv", "to_csv"]
+
+VERSION = 1
+_HEADER = re.compile(
+    r"# meshwright schedule (\d+): name=(\S+) microbatches=(\d+) stage_ranks=([\d,]+)"
+    r" edges=([\d,-]*)"
+)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """``schedule`` as text that `parse_csv` reads to an equal value."""
+    edges = ",".join(f"{source}-{target}" for source, target in schedule.edges)
+    ranks = ",".join(map(str, schedule.stage_ranks))
+    name = re.sub(r"\s+", "-", schedule.name) or "unnamed"
+    file = io.StringIO()
+    file.write(
+        f"# meshwright schedule {VERSION}: name={name} microbatches={schedule.microbatches} "
+        f"stage_ranks={ranks} edges={edges}\n"
+    )
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerows(["" if a is None else str(a) for a in row] for row in schedule.rows)
+    return file.getvalue()
+
+
+def dump_csv(schedule: Schedule, target: str | Path | TextIO) -> None:
+    """Write ``schedule`` to a path or to an open text file."""
+    if isinstance(target, str | Path):
+        with open(target, "w", encoding="utf-8", newline="") as file:
+            file.write(to_csv(schedule))
+    else:
+        target.write(to_csv(schedule))
+
+
+def load_csv(source: str | Path | TextIO, *, stage_ranks: Iterable[int] | None = None) -> Schedule:
+    """Read a schedule from a path or from an open text file; see `parse_csv`."""
+    if isinstance(source, str | Path):
+        with open(source, encoding="utf-8", newline="") as file:
+            return parse_csv(file.read(), str(source), stage_ranks=stage_ranks)
+    return parse_csv(source.read(), getattr(source, "name", "CSV"), stage_ranks=stage_ranks)
+
+
+def parse_csv(
+    text: str, source: str = "CSV", *, stage_ranks: Iterable[int] | None = None
+) -> Schedule:
+    """The schedule in ``text``, which messages call ``source``.
+
+    ``stage_ranks`` overrides what the first line, or else the actions, say. Raises ``ValueError``
+    naming row, column and text of what is no action.
+    """
+    lines = text.splitlines(keepends=True)
+    header = None
+    if lines and lines[0].startswith("#"):
+        header = _HEADER.fullmatch(lines[0].rstrip("\r\n"))
+        if header is None or int(header[1]) != VERSION:
+            raise ValueError(
+                f"{source}, row 1: expected '# meshwright schedule {VERSION}: name=.. "
+                f"microbatches=.. stage_ranks=.. edges=..', found {lines[0].strip()!r}"
+            )
+        lines = lines[1:]
+    first = 1 if header is None else 2
+    try:
+        cells = list(csv.reader(lines, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{source}: not a CSV file: {error}") from error
+    rows = [
+        [_action(cell, source, first + row, column) for column, cell in enumerate(line, 1)]
+        for row, line in enumerate(cells)
+    ]
+    if not rows:
+        raise ValueError(f"{source}: expected one row a rank, found none")
+    if header is None:
+        return _inferred(rows, source, stage_ranks)
+    ranks = tuple(stage_ranks or _numbers(header[4], source))
+    edges = [_numbers(edge, source, "-") for edge in header[5].split(",") if edge]
+    if any(len(edge) != 2 for edge in edges):
+        raise ValueError(f"{source}, row 1: expected edges such as 0-1,1-2, found {header[5]!r}")
+    return Schedule.of(header[2], rows, ranks, int(header[3]), ((s, t) for s, t in edges))
+
+
+def _numbers(text: str, source: str, separator: str = ",") -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(separator))
+    except ValueError as error:
+        raise ValueError(f"{source}, row 1: expected numbers, found {text!r}") from error
+
+
+def _action(cell: str, source: str, row: int, column: int) -> Action | None:
+    text = cell.strip()
+    if not text:
+        return None
+    try:
+        return Action.parse(text)
+    except RuntimeError as error:
+        raise ValueError(f"{source}, row {row}, column {column}: {error}") from error
+
+
+def _inferred(
+    rows: list[list[Action | None]], source: str, stage_ranks: Iterable[int] | None
+) -> Schedule:
+    holders: dict[int, int] = {}
+    last = -1
+    for rank, row in enumerate(rows):
+        for part in (part for a in row if a is not None for part in parts_of(a)):
+            if holders.setdefault(part.stage, rank) != rank:
+                raise ScheduleError(
+                    f"{source}: stage {part.stage} is on rank {holders[part.stage]} and, by "
+                    f"{part}, on rank {rank}"
+                )
+            last = max(last, -1 if part.microbatch is None else part.microbatch)
+    missing = sorted(set(range(max(holders, default=-1) + 1)) - set(holders))
+    if missing or not holders:
+        raise ScheduleError(f"{source}: there are no actions of stages {missing or 'at all'}")
+    ranks = tuple(stage_ranks or (holders[stage] for stage in sorted(holders)))
+    return Schedule.of("csv", rows, ranks, last + 1)
