@@ -1,0 +1,314 @@
+"""The backward pass of one stage and microbatch: whole, or its input half and its weight half.
+
+The input half runs autograd towards the inputs only, and keeps the gradients that arrive at those
+nodes where parameters join the path. The weight half computes from them what the parameters'
+branches receive, and hands all of it to autograd in one pass, so that each parameter's gradient is
+accumulated once: hooks on parameters fire once, and in this half only.
+
+::
+
+    loss <- matmul <- norm <- matmul <- input        the path: input half
+              |        |        |
+            weight   scale    weight                 the branches: weight half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshwright.pipelining.weight_rules import set_needs, weight_gradients
+
+__all__ = ["Junction", "stage_backward", "stage_backward_input", "stage_backward_weight"]
+
+Node = Any  # torch has no public type with the attributes of a node
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class Junction:
+    """A node on the path that has branches to parameters, or the start of a branch of its own."""
+
+    node: Node
+    edges: tuple[int, ...]
+    """Which of its next functions are branches."""
+    gradients: tuple[torch.Tensor | None, ...] = ()
+    """What arrived at the node in the input half; empty until then."""
+
+
+def stage_backward(
+    stage_output: object,
+    output_grads: object,
+    input_values: Iterable[object],
+    outputs_with_grads_idxs: Sequence[int] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Run the whole backward of a stage.
+
+    ``stage_output`` and ``output_grads`` are matching nested sequences and mappings; where there is
+    no gradient (None) for an output but others have one, nothing is started from it. A scalar loss
+    needs none. ``outputs_with_grads_idxs`` is accepted and not needed. Returns the gradients of
+    ``input_values``, None for those without one, and clears their ``.grad``.
+    """
+    tensors, gradients = _starts(stage_output, output_grads)
+    if tensors:
+        torch.autograd.backward(tensors, gradients)
+    found: list[torch.Tensor | None] = []
+    for value in input_values:
+        if isinstance(value, torch.Tensor) and (value.is_leaf or value.retains_grad):
+            found.append(value.grad)
+            value.grad = None
+        else:
+            found.append(None)
+    return tuple(found)
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: object,
+    output_grads: object,
+    input_values: Sequence[object],
+    weights: Iterable[torch.Tensor],
+) -> tuple[tuple[torch.Tensor | None, ...], list[Junction]]:
+    """Run the input half of a stage's backward.
+
+    Returns the gradients of ``input_values`` (also left in their ``.grad``), None for those without
+    one, and what `stage_backward_weight` needs. No gradient of ``weights`` is computed, and the
+    graph of the forward stays alive until that is gone.
+    """
+    tensors, gradients = _starts(stage_outputs_or_loss, output_grads)
+    inputs = [v for v in input_values if isinstance(v, torch.Tensor) and v.requires_grad]
+    graph = _Graph([v for v in weights if v.requires_grad], inputs)
+    junctions = graph.junctions(tensor.grad_fn for tensor in tensors)
+    on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if graph.is_on_path(tensor.grad_fn):
+            on_path.append((tensor, gradient))
+        elif graph.has_weights(tensor.grad_fn):
+            junctions.append(_root(tensor, gradient))
+    found: dict[int, torch.Tensor | None] = {}
+    if on_path and inputs:
+        found = _run_path(on_path, inputs, junctions)
+    results: list[torch.Tensor | None] = []
+    for value in input_values:
+        gradient = found.get(id(value))
+        results.append(gradient)
+        if isinstance(value, torch.Tensor) and gradient is not None:
+            value.grad = gradient if value.grad is None else value.grad + gradient
+    return tuple(results), junctions
+
+
+def stage_backward_weight(
+    weights: Iterable[torch.Tensor], param_groups: list[Junction], retain_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """Run the weight half after `stage_backward_input`, whose junctions ``param_groups`` are.
+
+    Gradients are accumulated as by a whole backward. Returns the ``.grad`` of ``weights``. Unless
+    ``retain_graph``, ``param_groups`` is emptied, and with it the forward's memory is given back.
+    """
+    starts: list[GradientEdge] = []
+    gradients: list[torch.Tensor] = []
+
+    def collect() -> None:
+        for junction in param_groups:
+            for edge, gradient in _branches(junction):
+                if gradient is not None:
+                    starts.append(edge)
+                    gradients.append(gradient)
+            if not retain_graph:
+                junction.gradients = ()
+
+    with torch.no_grad():
+        _inside_backward(collect)
+    if not retain_graph:
+        param_groups.clear()
+    if starts:
+        torch.autograd.backward(starts, gradients, retain_graph=retain_graph)
+    return tuple(weight.grad for weight in weights)
+
+
+# ------------------------------------------------------------------------------ private
+
+
+def _starts(
+    outputs: object, gradients: object
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The outputs from which a backward starts, with their gradients (None for a scalar)."""
+    tensors: list[torch.Tensor] = []
+    found: list[torch.Tensor | None] = []
+    for output, gradient in _pairs(outputs, gradients):
+        if not output.requires_grad or (gradient is None and gradients is not None):
+            continue
+        tensors.append(output)
+        found.append(gradient)
+    return tensors, found
+
+
+def _pairs(
+    outputs: object, gradients: object
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Tensors among nested ``outputs``, each with its gradient among ``gradients``."""
+    if isinstance(outputs, torch.Tensor):
+        if isinstance(gradients, list | tuple) and len(gradients) == 1:
+            gradients = gradients[0]
+        if gradients is not None and not isinstance(gradients, torch.Tensor):
+            raise TypeError(
+                f"expected a tensor or None as the gradient of an output of shape "
+                f"{tuple(outputs.shape)}, found {type(gradients).__name__}"
+            )
+        yield outputs, gradients
+    elif isinstance(outputs, list | tuple):
+        if gradients is None:
+            given: Sequence[object] = [None] * len(outputs)
+        elif isinstance(gradients, list | tuple) and len(gradients) == len(outputs):
+            given = gradients
+        else:
+            size = len(gradients) if isinstance(gradients, list | tuple) else 1
+            raise ValueError(f"expected a gradient for each of {len(outputs)} outputs, got {size}")
+        for output, gradient in zip(outputs, given, strict=True):
+            yield from _pairs(output, gradient)
+    elif isinstance(outputs, dict):
+        given_by = gradients if isinstance(gradients, dict) else {}
+        for name, output in outputs.items():
+            yield from _pairs(output, given_by.get(name))
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What each node of a backward graph leads to."""
+
+    weights: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    _reach: dict[Node, int] = field(default_factory=dict)
+
+    _INPUT, _WEIGHT = 1, 2
+
+    def junctions(self, roots: Iterable[Node]) -> list[Junction]:
+        """Search the graph behind ``roots``: the nodes on the path with branches to weights."""
+        for tensors, flag in ((self.weights, self._WEIGHT), (self.inputs, self._INPUT)):
+            for tensor in tensors:
+                self._reach[get_gradient_edge(tensor).node] = flag
+        found: list[Junction] = []
+        for root in roots:
+            if root is not None:
+                self._search(root, found)
+        return found
+
+    def is_on_path(self, node: Node) -> bool:
+        """Whether ``node`` leads to an input."""
+        return bool(self._reach.get(node, 0) & self._INPUT)
+
+    def has_weights(self, node: Node) -> bool:
+        """Whether ``node`` leads to a weight."""
+        return bool(self._reach.get(node, 0) & self._WEIGHT)
+
+    def _search(self, root: Node, found: list[Junction]) -> None:
+        reach = self._reach
+        stack: list[tuple[Node, tuple[tuple[Node, int], ...], int]] = []
+        if root not in reach:
+            reach[root] = 0
+            stack.append((root, root.next_functions, 0))
+        while stack:
+            node, edges, at = stack.pop()
+            while at < len(edges):
+                following = edges[at][0]
+                at += 1
+                if following is not None and following not in reach:
+                    reach[following] = 0
+                    stack.append((node, edges, at))
+                    stack.append((following, following.next_functions, 0))
+                    break
+            else:
+                self._close(node, edges, found)
+
+    def _close(
+        self, node: Node, edges: tuple[tuple[Node, int], ...], found: list[Junction]
+    ) -> None:
+        """All that ``node`` leads to has been seen."""
+        reach = self._reach
+        flags = 0
+        for following, _ in edges:
+            if following is not None:
+                flags |= reach[following]
+        reach[node] |= flags
+        if flags == self._INPUT | self._WEIGHT:
+            branches = tuple(
+                number
+                for number, (following, _) in enumerate(edges)
+                if following is not None and reach[following] == self._WEIGHT
+            )
+            if branches:
+                found.append(Junction(node, branches))
+
+
+def _root(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Junction:
+    """The start of a branch that no input leads to: an output made of parameters alone."""
+    start = torch.ones_like(tensor) if gradient is None else gradient
+    return Junction(get_gradient_edge(tensor), (), (start,))
+
+
+def _run_path(
+    starts: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    inputs: Sequence[torch.Tensor],
+    junctions: Iterable[Junction],
+) -> dict[int, torch.Tensor | None]:
+    """Run autograd to ``inputs``; the gradients by the identity of the input."""
+    handles = []
+    needs: list[tuple[Node, tuple[bool, ...]]] = []
+    for junction in junctions:
+        if not junction.edges:
+            continue
+        handles.append(junction.node.register_prehook(_keep_in(junction)))
+        if isinstance(junction.node, torch.autograd.function.BackwardCFunction):
+            branches = frozenset(junction.edges)
+            needs.append((junction.node, junction.node.needs_input_grad))
+            set_needs(junction.node, lambda edge, b=branches: edge not in b)
+    try:
+        found = torch.autograd.grad(
+            [tensor for tensor, _ in starts],
+            inputs,
+            [gradient for _, gradient in starts],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+        for node, before in needs:
+            node.needs_input_grad = before
+    return {id(tensor): gradient for tensor, gradient in zip(inputs, found, strict=True)}
+
+
+def _keep_in(junction: Junction) -> Callable[[Gradients], None]:
+    def keep(gradients: Gradients) -> None:
+        junction.gradients = gradients
+
+    return keep
+
+
+def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor | None]]:
+    """Where the branches of ``junction`` begin, and the gradient that each receives."""
+    if not junction.edges:
+        yield junction.node, junction.gradients[0]
+        return
+    if all(gradient is None for gradient in junction.gradients):
+        return
+    node = junction.node
+    found = weight_gradients(node, junction.gradients, junction.edges)
+    for edge, gradient in zip(junction.edges, found, strict=True):
+        yield GradientEdge(*node.next_functions[edge]), gradient
+
+
+def _inside_backward(collect: Callable[[], None]) -> None:
+    """Call ``collect`` from within a backward pass of autograd.
+
+    What checkpointed parts compute again, they then compute once and not for each saved tensor.
+    """
+    start = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        end = start.clone()
+    end.register_hook(lambda _: collect())
+    # Without `inputs`: those would tell nodes that run meanwhile what not to compute.
+    end.backward()

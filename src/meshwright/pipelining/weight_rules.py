@@ -1,0 +1,156 @@
+"""The weight half of one autograd node: gradients of what leads to parameters, and only those.
+
+A node that mixes activations with parameters computes, when autograd runs it, what the edges in
+use need; but autograd cannot be told to stop at the activations. So the usual nodes have a rule
+here, which takes what the forward has saved. Any other node is run as a whole: right, and as costly
+as both halves. Functions written in Python are run with ``needs_input_grad`` set to the half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+__all__ = ["set_needs", "weight_gradients"]
+
+Gradients = Sequence[torch.Tensor | None]
+Node = Any  # torch has no public type with the attributes of a node
+Found = Sequence[torch.Tensor | None] | None
+
+
+def weight_gradients(node: Node, gradients: Gradients, edges: Sequence[int]) -> list[Any]:
+    """What ``node`` sends along ``edges`` (indices of ``next_functions``), in that order.
+
+    ``gradients`` are those of the node's outputs, None for outputs that have none.
+    """
+    rule = RULES.get(node.name())
+    gradient = gradients[0]
+    if rule is not None and len(gradients) == 1 and gradient is not None:
+        found = rule(node, gradient, edges)
+        if found is not None:
+            return [
+                _fitted(value, node.next_functions[edge])
+                for value, edge in zip(found, edges, strict=True)
+            ]
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        needs = node.needs_input_grad
+        set_needs(node, lambda edge: edge in edges)
+        try:
+            whole = node.apply(*gradients)
+        finally:
+            node.needs_input_grad = needs
+    else:
+        whole = node(*gradients)
+    listed = (whole,) if isinstance(whole, torch.Tensor) else whole
+    return [_fitted(listed[edge], node.next_functions[edge]) for edge in edges]
+
+
+def set_needs(node: Node, wanted: Callable[[int], bool]) -> None:
+    """Let a Python function compute gradients of those needed inputs that are ``wanted`` only."""
+    node.needs_input_grad = tuple(
+        needed and wanted(edge) for edge, needed in enumerate(node.needs_input_grad)
+    )
+
+
+def _fitted(value: torch.Tensor | None, edge: tuple[Node, int]) -> torch.Tensor | None:
+    """``value`` in the shape and dtype that the receiving node expects, as autograd itself does."""
+    if value is None or edge[0] is None:
+        return None
+    expected = edge[0]._input_metadata[edge[1]]
+    if value.shape != expected.shape:
+        value = value.sum_to_size(expected.shape)
+    return value.to(expected.dtype)
+
+
+def _addmm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if 1 in edges or gradient.is_complex():
+        return None
+    found = []
+    for edge in edges:
+        if edge == 0:
+            found.append(_times(gradient, node._saved_beta))
+        else:
+            right = _right(gradient, node._saved_mat1, node._saved_mat2_sym_strides)
+            found.append(_times(right, node._saved_alpha))
+    return found
+
+
+def _mm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if tuple(edges) != (1,) or gradient.is_complex():
+        return None
+    return [_right(gradient, node._saved_self, node._saved_mat2_sym_strides)]
+
+
+def _right(gradient: torch.Tensor, left: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The gradient of the right factor of a product, laid out as the factor is."""
+    if strides[0] == 1:
+        return (gradient.t() @ left).t()
+    return left.t() @ gradient
+
+
+def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
+    return value if factor == 1 else value * factor
+
+
+def _layer_norm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if 0 in edges:
+        return None
+    found = torch.ops.aten.native_layer_norm_backward(
+        gradient,
+        node._saved_input,
+        node._saved_normalized_shape,
+        node._saved_result1,
+        node._saved_result2,
+        node._saved_weight,
+        node._saved_bias,
+        [False, 1 in edges, 2 in edges],
+    )
+    return [found[edge] for edge in edges]
+
+
+def _multiply(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if gradient.is_complex():
+        return None
+    return [gradient * (node._saved_self if edge else node._saved_other) for edge in edges]
+
+
+def _add(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if gradient.is_complex():
+        return None
+    return [_times(gradient, node._saved_alpha if edge else 1) for edge in edges]
+
+
+def _convolution(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
+    if 0 in edges:
+        return None
+    found = torch.ops.aten.convolution_backward(
+        gradient,
+        node._saved_input,
+        node._saved_weight,
+        node._saved_bias_sym_sizes_opt,
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+        [False, 1 in edges, 2 in edges],
+    )
+    return [found[edge] for edge in edges]
+
+
+RULES: Mapping[str, Callable[[Node, torch.Tensor, Sequence[int]], Found]] = MappingProxyType(
+    {
+        "AddmmBackward0": _addmm,
+        "MmBackward0": _mm,
+        "NativeLayerNormBackward0": _layer_norm,
+        "MulBackward0": _multiply,
+        "AddBackward0": _add,
+        "ConvolutionBackward0": _convolution,
+    }
+)
+"""By the name of the node. A rule reads each saved tensor once, as checkpoints demand, and returns
+None for what it does not cover."""
