@@ -8,12 +8,14 @@
     ├── CommunicationError (RuntimeError)
     │   ├── CollectiveMismatchError         ranks issued different operations at one place
     │   ├── CollectiveTimeoutError (TimeoutError)   a wait passed its bound; names who is missing
-    │   └── RankFailedError                 another rank failed first; names it
+    │   ├── RankFailedError                 another rank failed first; names it
+    │   └── PipelinePeerError               another rank's stage failed; names it and its action
     ├── CheckpointError (RuntimeError)
     │   ├── CheckpointDamagedError          bytes differ from those written; names file and tensor
     │   ├── CheckpointMismatchError         the checkpoint belongs to another model or plan
     │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
     ├── ScheduleError (AssertionError)      an order of actions is incomplete or cannot end; shows it
+    ├── PipeliningShapeError (RuntimeError) a value of a pipeline is not what its stage was told
     ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
     ├── NonFiniteError (ArithmeticError)    a loss or gradient is not finite; rank and parameter
     ├── LaunchError (RuntimeError)          the ranks could not be started, or one of them failed
@@ -38,6 +40,8 @@ __all__ = [
     "MeshwrightError",
     "NonFiniteError",
     "ParityError",
+    "PipelinePeerError",
+    "PipeliningShapeError",
     "PlanError",
     "RankFailedError",
     "ScheduleError",
@@ -91,6 +95,10 @@ class RankFailedError(CommunicationError):
         super().__init__(message)
 
 
+class PipelinePeerError(CommunicationError):
+    """A stage of another rank failed in this step of the pipeline."""
+
+
 class CheckpointError(MeshwrightError, RuntimeError):
     """A checkpoint cannot be used."""
 
@@ -109,6 +117,10 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 class ScheduleError(MeshwrightError, AssertionError):
     """A schedule is incomplete, out of order, or would never end. The message draws it."""
+
+
+class PipeliningShapeError(MeshwrightError, RuntimeError):
+    """A value that enters or leaves a stage has another shape, stride or dtype than expected."""
 
 
 class ParityError(MeshwrightError, RuntimeError):

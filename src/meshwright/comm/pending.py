@@ -153,11 +153,14 @@ class Pending:
         """Whether a wait would return at once."""
         return all(work.is_completed() for work in self._works)
 
-    def wait(self, timeout: float | None = None) -> torch.Tensor | None:
+    def wait(
+        self, timeout: float | None = None, *, watch: Callable[[], None] | None = None
+    ) -> torch.Tensor | None:
         """Wait until the operation has ended on this rank, and return its tensor.
 
-        ``timeout`` is in seconds; the communicator's own bound when None. On CUDA the current
-        stream waits, not the host.
+        ``timeout`` is in seconds; the communicator's own bound when None. ``watch`` is called now
+        and then while a CPU waits: what it raises ends the wait, and the operation goes on. On
+        CUDA the current stream waits, not the host.
 
         Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
         bound, `CollectiveMismatchError` when the peers issued something else, all naming ranks.
@@ -169,7 +172,7 @@ class Pending:
                     try:
                         work.wait(SLICE)
                     except RuntimeError as error:
-                        self._wait_on(work, error, timeout)
+                        self._wait_on(work, error, timeout, watch)
             else:
                 for work in works:
                     work.wait()
@@ -197,16 +200,24 @@ class Pending:
             raise InternalError(f"{self.describe()} is observed without a start")
         PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
 
-    def _wait_on(self, work: Work, error: RuntimeError, timeout: float | None) -> None:
+    def _wait_on(
+        self,
+        work: Work,
+        error: RuntimeError,
+        timeout: float | None,
+        watch: Callable[[], None] | None,
+    ) -> None:
         """Go on after one slice has passed or the work has failed."""
         monitor = PROCESS.monitor
         if monitor is None:
             bound = self.communicator.timeout if timeout is None else timeout
-            self._wait_alone(work, error, bound)
+            self._wait_alone(work, error, bound, watch)
             return
-        watch = Watch(monitor, self, timeout)
+        peers = Watch(monitor, self, timeout)
         while not work.is_completed():
-            watch.look()
+            if watch is not None:
+                watch()
+            peers.look()
             try:
                 work.wait(SLICE)
                 return
@@ -215,12 +226,22 @@ class Pending:
         try:
             work.wait(SLICE)
         except RuntimeError as final:
-            watch.explain(final)
+            if watch is not None:
+                watch()
+            peers.explain(final)
 
-    def _wait_alone(self, work: Work, error: RuntimeError, bound: float) -> None:
+    def _wait_alone(
+        self,
+        work: Work,
+        error: RuntimeError,
+        bound: float,
+        watch: Callable[[], None] | None,
+    ) -> None:
         """The bounded wait of a process whose groups were made without `connect`."""
         until = time.monotonic() + bound
         while not work.is_completed():
+            if watch is not None:
+                watch()
             if time.monotonic() > until:
                 raise RuntimeError(f"{self.describe()} has not ended after {bound:g} s") from error
             try:

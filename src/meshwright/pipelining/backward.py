@@ -14,7 +14,7 @@ accumulated once: hooks on parameters fire once, and in this half only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +151,7 @@ def _pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Tensors among nested ``outputs``, each with its gradient among ``gradients``."""
     if isinstance(outputs, torch.Tensor):
-        if isinstance(gradients, list | tuple) and len(gradients) == 1:
+        if isinstance(gradients, Sequence) and len(gradients) == 1:
             gradients = gradients[0]
         if gradients is not None and not isinstance(gradients, torch.Tensor):
             raise TypeError(
@@ -159,18 +159,18 @@ def _pairs(
                 f"{tuple(outputs.shape)}, found {type(gradients).__name__}"
             )
         yield outputs, gradients
-    elif isinstance(outputs, list | tuple):
+    elif isinstance(outputs, Sequence):
         if gradients is None:
             given: Sequence[object] = [None] * len(outputs)
-        elif isinstance(gradients, list | tuple) and len(gradients) == len(outputs):
+        elif isinstance(gradients, Sequence) and len(gradients) == len(outputs):
             given = gradients
         else:
-            size = len(gradients) if isinstance(gradients, list | tuple) else 1
+            size = len(gradients) if isinstance(gradients, Sequence) else 1
             raise ValueError(f"expected a gradient for each of {len(outputs)} outputs, got {size}")
         for output, gradient in zip(outputs, given, strict=True):
             yield from _pairs(output, gradient)
-    elif isinstance(outputs, dict):
-        given_by = gradients if isinstance(gradients, dict) else {}
+    elif isinstance(outputs, Mapping):
+        given_by = gradients if isinstance(gradients, Mapping) else {}
         for name, output in outputs.items():
             yield from _pairs(output, given_by.get(name))
 
@@ -309,6 +309,10 @@ def _inside_backward(collect: Callable[[], None]) -> None:
     start = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         end = start.clone()
-    end.register_hook(lambda _: collect())
+
+    def run(_: torch.Tensor) -> None:
+        collect()
+
+    end.register_hook(run)
     # Without `inputs`: those would tell nodes that run meanwhile what not to compute.
     end.backward()

@@ -1,0 +1,50 @@
+"""Where each argument of a stage comes from: the batch, or an output of an earlier stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Source", "StageEdges", "adjacent", "edges_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one argument comes from."""
+
+    stage: int | None
+    """The stage that makes it; None for the batch."""
+    output: int | str | None = None
+    """Which of the stage's outputs, or which argument of the batch (a position or a keyword).
+
+    None: all outputs of the stage, in order, as so many arguments.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StageEdges:
+    """The arguments of one stage, in the order of its ``forward``."""
+
+    args: tuple[Source, ...] = ()
+    kwargs: tuple[tuple[str, Source], ...] = field(default=())
+    """By keyword. Keywords of the batch that no stage names go to any stage that is given them."""
+
+    def sources(self) -> Iterator[int]:
+        """The stages it reads from, with repetitions."""
+        for source in (*self.args, *(source for _, source in self.kwargs)):
+            if source.stage is not None:
+                yield source.stage
+
+
+def adjacent(stage: int) -> StageEdges:
+    """A stage of a plain chain: all outputs of the one before are its positional arguments."""
+    return StageEdges() if stage == 0 else StageEdges((Source(stage - 1),))
+
+
+def edges_of(stages: tuple[StageEdges, ...]) -> tuple[tuple[int, int], ...]:
+    """(source stage, target stage) of every value that crosses stages, sorted."""
+    return tuple(
+        sorted(
+            {(source, target) for target, edges in enumerate(stages) for source in edges.sources()}
+        )
+    )

@@ -1,0 +1,219 @@
+"""What a value that crosses stages looks like: shapes, strides, dtypes, and plain constants.
+
+A signature describes all outputs of a stage for one microbatch. Ranks send it as JSON, at most once
+for each signature, and know it by its id from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+from meshwright.errors import PipeliningShapeError
+
+__all__ = ["Signature", "TensorMeta", "Values", "differences", "digest", "signature_of"]
+
+Constant = bool | int | float | str | torch.dtype | None
+CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
+
+
+@dataclass(slots=True)
+class Values:
+    """Nested values as a flat list, with what is needed to nest them again."""
+
+    leaves: list[Any]
+    spec: TreeSpec | None = None
+    """None: the values are the leaves, as one tuple."""
+
+    @classmethod
+    def of(cls, values: tuple[Any, ...]) -> Values:
+        """The flat form of ``values``; nothing is nested in the usual case."""
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return cls(list(values))
+        leaves, spec = tree_flatten(values)
+        return cls(leaves, spec)
+
+    def nested(self) -> tuple[Any, ...]:
+        """The values as they were."""
+        if self.spec is None:
+            return tuple(self.leaves)
+        return tree_unflatten(self.leaves, self.spec)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The leaves that are tensors."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What is known of a tensor without its elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """What ``tensor`` is."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def describes(self, tensor: object) -> bool:
+        """Whether ``tensor`` has this shape, stride and dtype."""
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+        )
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What all leaves of a value are, and how they are nested."""
+
+    leaves: tuple[TensorMeta | Constant, ...]
+    spec: TreeSpec | None = None
+
+    def to_bytes(self) -> bytes:
+        """This as JSON; equal signatures give equal bytes."""
+        document = {
+            "spec": None if self.spec is None else json.loads(treespec_dumps(self.spec)),
+            "leaves": [_to_json(leaf) for leaf in self.leaves],
+        }
+        return json.dumps(document, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> Signature:
+        """The signature that `to_bytes` wrote."""
+        document = json.loads(payload)
+        spec = document["spec"]
+        return cls(
+            tuple(_from_json(leaf) for leaf in document["leaves"]),
+            None if spec is None else treespec_loads(json.dumps(spec)),
+        )
+
+    def describes(self, values: Values) -> bool:
+        """Whether ``values`` are as described, constants included."""
+        if len(values.leaves) != len(self.leaves) or values.spec != self.spec:
+            return False
+        for meta, leaf in zip(self.leaves, values.leaves, strict=True):
+            if isinstance(meta, TensorMeta):
+                if not meta.describes(leaf):
+                    return False
+            elif type(leaf) is not type(meta) or leaf != meta:
+                return False
+        return True
+
+    def values(self, tensors: Iterable[torch.Tensor]) -> Values:
+        """Values with ``tensors`` where this has tensors, and its constants elsewhere."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
+        return Values(leaves, self.spec)
+
+    def tensors(self) -> list[TensorMeta]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+
+
+def signature_of(values: Values, where: str) -> Signature:
+    """What ``values`` are. ``where`` names them in messages.
+
+    Raises ``PipeliningShapeError`` for leaves that are neither tensors nor plain constants.
+    """
+    leaves: list[TensorMeta | Constant] = []
+    for number, leaf in enumerate(values.leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(TensorMeta.of(leaf))
+        elif isinstance(leaf, CONSTANTS):
+            leaves.append(leaf)
+        else:
+            raise PipeliningShapeError(
+                f"{where}, leaf {number}, is of type {type(leaf).__name__}; expected a tensor, "
+                "None, bool, int, float, str or dtype: only those go from stage to stage"
+            )
+    return Signature(tuple(leaves), values.spec)
+
+
+def digest(*parts: object) -> int:
+    """A positive number of 62 bits, the same for the same parts in every process."""
+    text = json.dumps([part.decode() if isinstance(part, bytes) else part for part in parts])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def differences(expected: Signature, actual: Values, where: str) -> str:
+    """All ways in which ``actual`` differs from ``expected``, as one text; empty when in none."""
+    if len(actual.leaves) != len(expected.leaves):
+        return (
+            f"{where} has a shape mismatch: expected {len(expected.leaves)} values actual "
+            f"{len(actual.leaves)}"
+        )
+    found: list[str] = []
+    for number, (meta, leaf) in enumerate(zip(expected.leaves, actual.leaves, strict=True)):
+        name = where if len(expected.leaves) == 1 else f"{where}, value {number},"
+        found += _leaf_differences(meta, leaf, name)
+    if not found and actual.spec != expected.spec:
+        found.append(
+            f"{where} is nested differently: expected {expected.spec} actual {actual.spec}"
+        )
+    return "; ".join(found)
+
+
+def _leaf_differences(meta: TensorMeta | Constant, leaf: object, name: str) -> list[str]:
+    if not isinstance(meta, TensorMeta):
+        if type(leaf) is type(meta) and leaf == meta:
+            return []
+        return [f"{name} has another value: expected {meta!r} actual {_brief(leaf)}"]
+    if not isinstance(leaf, torch.Tensor):
+        return [f"{name} is no tensor: expected shape {list(meta.shape)} actual {_brief(leaf)}"]
+    found = []
+    for what, want, got in (
+        ("shape", list(meta.shape), list(leaf.shape)),
+        ("stride", meta.stride, leaf.stride()),
+        ("dtype", meta.dtype, leaf.dtype),
+    ):
+        if want != got and not (what == "stride" and list(meta.shape) != list(leaf.shape)):
+            found.append(f"{name} has a {what} mismatch: expected {want} actual {got}")
+    return found
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value)[:60]
+
+
+def _to_json(leaf: TensorMeta | Constant) -> object:
+    if isinstance(leaf, TensorMeta):
+        return [
+            list(leaf.shape),
+            list(leaf.stride),
+            str(leaf.dtype).removeprefix("torch."),
+            leaf.requires_grad,
+        ]
+    if isinstance(leaf, torch.dtype):
+        return {"dtype": str(leaf).removeprefix("torch.")}
+    return {"value": leaf}
+
+
+def _from_json(leaf: Sequence[Any] | dict[str, Any]) -> TensorMeta | Constant:
+    if isinstance(leaf, dict):
+        return getattr(torch, leaf["dtype"]) if "dtype" in leaf else leaf["value"]
+    shape, stride, dtype, requires_grad = leaf
+    return TensorMeta(tuple(shape), tuple(stride), getattr(torch, dtype), requires_grad)
