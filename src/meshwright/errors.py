@@ -14,7 +14,7 @@
     │   ├── CheckpointDamagedError          bytes differ from those written; names file and tensor
     │   ├── CheckpointMismatchError         the checkpoint belongs to another model or plan
     │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
-    ├── ScheduleError (AssertionError)      an order of actions is incomplete or cannot end; shows it
+    ├── ScheduleError (AssertionError)      an order of actions is incomplete or never ends
     ├── PipeliningShapeError (RuntimeError) a value of a pipeline is not what its stage was told
     ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
     ├── NonFiniteError (ArithmeticError)    a loss or gradient is not finite; rank and parameter

@@ -437,6 +437,10 @@ class Communicator:
             self._labelled.next_label = ""
         return pending
 
+    def number(self, what: str) -> int:
+        """How often this has been asked for ``what`` before: equal on ranks that ask alike."""
+        return self._next(f"numbered {what}", -1)
+
     def _next(self, kind: str, peer: int | None) -> int:
         # A transfer concerns two ranks only: numbered with the collectives it would shift theirs.
         key = kind if peer is None or kind == "broadcast" else f"{kind}:{peer}"

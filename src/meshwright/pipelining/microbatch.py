@@ -1,66 +1,304 @@
-"""Cutting a batch into microbatches, and putting their outputs together again."""
+"""Cutting a batch into microbatches, and putting their outputs together again.
+
+Every tensor is cut along dim 0 unless a spec says otherwise; what is no tensor goes to every
+microbatch as it is. Sizes are those of `torch.tensor_split`: they differ by one at most.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshwright.errors import PipeliningShapeError
 
-__all__ = ["TensorChunkSpec", "chunk_weights", "merge_chunks", "split_args_kwargs_into_chunks"]
+__all__ = [
+    "CustomReducer",
+    "LossReducer",
+    "Replicated",
+    "TensorChunkSpec",
+    "chunk_weights",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+    "sum_reducer",
+]
 
 
 @dataclass(frozen=True)
 class TensorChunkSpec:
-    """Cut a tensor along ``split_dim``."""
+    """Cut a tensor along dim ``split_dim``, and join its chunks along it."""
 
     split_dim: int
 
     def __str__(self) -> str:
         return f"TensorChunkSpec({self.split_dim})"
 
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
+        """The specs of positional arguments, from their dims."""
+        return tree_map(TensorChunkSpec, chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
+        """The specs of keyword arguments, from their dims."""
+        return tree_map(TensorChunkSpec, chunk_dims)
+
+
+class Replicated:
+    """Give a value whole to every microbatch. The class or an instance serves as a spec."""
+
+
+class CustomReducer:
+    """Fold the chunks of an output into one value, from ``init_value`` on."""
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:  # noqa: ANN401
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+class LossReducer(CustomReducer):
+    """A reducer of losses."""
+
+
+sum_reducer = LossReducer(torch.tensor(0.0), torch.add)
+"""Adds the losses of all microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One leaf of the arguments, with its name in messages and how it is cut."""
+
+    name: str
+    value: Any
+    dim: int | None
+    """None: every microbatch gets the whole."""
+    is_declared: bool
+
 
 def split_args_kwargs_into_chunks(
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
+    kwargs: dict[str, Any] | None,
     chunks: int,
-    args_chunk_spec: Any = None,
-    kwargs_chunk_spec: Any = None,
+    args_chunk_spec: object = None,
+    kwargs_chunk_spec: object = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Cut along dim 0."""
-    leaves, spec = tree_flatten((args, dict(kwargs or {})))
-    rows: list[list[Any]] = [[] for _ in range(chunks)]
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    """Cut arguments into ``chunks`` microbatches.
+
+    A spec is one for each argument: a `TensorChunkSpec`, `Replicated`, or a tree of them as the
+    argument is. Raises ``ValueError`` for a spec of another length or kind, and for a batch with
+    fewer rows than microbatches; `PipeliningShapeError` for tensors whose dim 0 differs where no
+    spec says how they are cut.
+    """
+    named = kwargs or {}
+    specs = _listed(args_chunk_spec, len(args))
+    leaves: list[_Leaf] = []
+    for number, (value, spec) in enumerate(zip(args, specs, strict=True)):
+        leaves += _leaves(f"argument {number}", value, spec)
+    named_specs = _named(kwargs_chunk_spec, named)
+    for name, value in named.items():
+        leaves += _leaves(f"argument {name!r}", value, named_specs.get(name))
+    _check_sizes(leaves, chunks)
+    rows = [list(row) for row in zip(*(_cut(leaf, chunks) for leaf in leaves), strict=True)]
+    _, tree = tree_flatten((args, named), is_leaf=_is_block_mask)
+    both = [tree_unflatten(row, tree) for row in rows or [[] for _ in range(chunks)]]
+    return [positional for positional, _ in both], [keywords for _, keywords in both]
+
+
+def _listed(specs: object, count: int) -> Sequence[object]:
+    if specs is None:
+        return [None] * count
+    if not isinstance(specs, Sequence):
+        raise ValueError(f"Unsupported chunk spec: {specs}; expected one for each argument")
+    if len(specs) != count:
+        raise ValueError(
+            f"args_chunk_spec has {len(specs)} entries for {count} positional arguments"
+        )
+    return specs
+
+
+def _named(specs: object, given: Mapping[str, object]) -> Mapping[str, object]:
+    if specs is None:
+        return {}
+    if not isinstance(specs, Mapping):
+        raise ValueError(f"Unsupported chunk spec: {specs}; expected one for each keyword")
+    missing = [name for name in given if name not in specs]
+    if missing or len(specs) != len(given):
+        raise ValueError(
+            f"kwargs_chunk_spec has the {len(specs)} keys {list(specs)} for the {len(given)} "
+            f"keyword arguments {list(given)}"
+        )
+    return specs
+
+
+def _leaves(name: str, value: object, spec: object) -> list[_Leaf]:
+    """The leaves of one argument with the part of ``spec`` that is meant for each."""
+    flat, tree = tree_flatten(value, is_leaf=_is_block_mask)
+    if _is_spec(spec):
+        specs: Sequence[object] = [spec] * len(flat)
+    else:
+        specs, spec_tree = tree_flatten(spec, is_leaf=_is_spec)
+        if spec_tree != tree:
+            raise ValueError(
+                f"Unsupported chunk spec: {spec} for {name}, which is nested as {tree}"
+            )
+    names = [name] if len(flat) == 1 else [f"{name}, leaf {n}" for n in range(len(flat))]
+    return [_leaf(n, v, s) for n, v, s in zip(names, flat, specs, strict=True)]
+
+
+def _is_spec(spec: object) -> bool:
+    return spec is None or isinstance(spec, TensorChunkSpec | Replicated) or spec is Replicated
+
+
+def _leaf(name: str, value: object, spec: object) -> _Leaf:
+    is_cut = _is_block_mask(value) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    if spec is Replicated or isinstance(spec, Replicated) or not is_cut:
+        return _Leaf(name, value, None, is_declared=True)
+    if isinstance(spec, TensorChunkSpec):
+        if _is_block_mask(value) and spec.split_dim != 0:
+            raise AssertionError("BlockMask only supports split_dim=0")
+        return _Leaf(name, value, spec.split_dim, is_declared=True)
+    if spec is None:
+        return _Leaf(name, value, 0, is_declared=False)
+    raise ValueError(f"Unsupported chunk spec: {spec} for {name}")
+
+
+def _check_sizes(leaves: Sequence[_Leaf], chunks: int) -> None:
+    tensors = [leaf for leaf in leaves if leaf.dim is not None and not _is_block_mask(leaf.value)]
+    for leaf in tensors:
+        size = leaf.value.shape[leaf.dim]
+        if size < chunks:
+            raise ValueError(
+                f"{leaf.name} has {size} rows along dim {leaf.dim}, which cannot be cut into "
+                f"{chunks} microbatches: give a larger batch or use fewer microbatches"
+            )
+    sizes: dict[int, str] = {}
+    for leaf in tensors:
+        if not leaf.is_declared:
+            sizes.setdefault(leaf.value.shape[0], leaf.name)
     if len(sizes) > 1:
-        raise PipeliningShapeError(f"arguments have a shape mismatch: dim 0 is {sorted(sizes)}")
-    if sizes and min(sizes) < chunks:
-        raise ValueError(f"a batch of {min(sizes)} cannot be cut into {chunks} microbatches")
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            parts = torch.tensor_split(leaf, chunks)
-        else:
-            parts = [leaf] * chunks
-        for row, part in zip(rows, parts, strict=True):
-            row.append(part)
-    both = [tree_unflatten(row, spec) for row in rows]
-    return [a for a, _ in both], [k for _, k in both]
+        (first, name), (second, other) = list(sizes.items())[:2]
+        raise PipeliningShapeError(
+            "the arguments have a shape mismatch: expected the batch along dim 0 of every tensor, "
+            f"found {first} rows in {name} and {second} in {other}; say by args_chunk_spec or "
+            "kwargs_chunk_spec how they are cut (TensorChunkSpec) or that they are not (Replicated)"
+        )
+
+
+def _cut(leaf: _Leaf, chunks: int) -> Sequence[Any]:
+    if leaf.dim is None:
+        return [leaf.value] * chunks
+    if _is_block_mask(leaf.value):
+        return _cut_block_mask(leaf.value, chunks)
+    parts = torch.tensor_split(leaf.value, chunks, dim=leaf.dim)
+    if leaf.value.is_leaf and leaf.value.requires_grad:
+        for part in parts:
+            part.retain_grad()
+    return parts
+
+
+def _is_block_mask(value: object) -> bool:
+    """Whether ``value`` is flex attention's mask, told by its name: that module is slow to load."""
+    kind = type(value)
+    return kind.__name__ == "BlockMask" and kind.__module__.startswith("torch.nn.attention")
+
+
+def _cut_block_mask(mask: Any, chunks: int) -> list[Any]:  # noqa: ANN401
+    """Cut flex attention's mask along its batch; one of batch 1 serves every microbatch."""
+    batch = mask.kv_num_blocks.shape[0]
+    if batch == 1:
+        return [mask] * chunks
+    if batch < chunks:
+        raise AssertionError("Block mask has fewer batch size than the number of chunks. ")
+    found: list[Any] = []
+    start = 0
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    for part in torch.tensor_split(mask.kv_num_blocks, chunks):
+        stop = start + part.shape[0]
+        cut = [getattr(mask, name) for name in names]
+        rows = [None if tensor is None else tensor[start:stop] for tensor in cut]
+        found.append(
+            type(mask).from_kv_blocks(
+                *rows,
+                BLOCK_SIZE=mask.BLOCK_SIZE,
+                mask_mod=_moved(mask.mask_mod, start),
+                seq_lengths=mask.seq_lengths,
+            )
+        )
+        start = stop
+    return found
+
+
+def _moved(mask_mod: Callable[..., Any], start: int) -> Callable[..., Any]:
+    def moved(batch: Any, head: Any, query: Any, key: Any) -> Any:  # noqa: ANN401
+        return mask_mod(batch + start, head, query, key)
+
+    return moved
 
 
 def chunk_weights(targets: Sequence[Any]) -> list[float]:
-    """Each microbatch's share of the batch."""
-    sizes = [t.shape[0] if isinstance(t, torch.Tensor) and t.dim() else 1 for t in targets]
+    """Each microbatch's share of the batch, by the rows of its first tensor."""
+    sizes = []
+    for target in targets:
+        leaves = tree_flatten(target)[0]
+        rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        sizes.append(rows[0] if rows else 1)
     return [size / sum(sizes) for size in sizes]
 
 
-def merge_chunks(chunks: Sequence[Any], chunk_spec: Any) -> Any:
-    """Concatenate along dim 0."""
+def merge_chunks(chunks: Sequence[Any], chunk_spec: object = None) -> Any:  # noqa: ANN401
+    """Put the outputs of microbatches together: the inverse of cutting.
+
+    ``chunk_spec`` is a tree as an output is, or one spec for all its leaves: None and
+    `TensorChunkSpec` join along a dim, a `CustomReducer` folds, anything else must be equal in all.
+    Raises ``ValueError`` for outputs that differ in structure or do not fit the spec.
+    """
     flat = [tree_flatten(chunk) for chunk in chunks]
-    merged = [
-        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
-        for parts in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return tree_unflatten(merged, flat[0][1])
+    if not flat:
+        return None
+    leaves, tree = flat[0]
+    for other in flat[1:]:
+        if other[1] != tree:
+            raise ValueError(f"Chunk {other[1]} did not match chunk spec {tree}")
+    if chunk_spec is None or isinstance(chunk_spec, TensorChunkSpec | CustomReducer):
+        specs: Sequence[object] = [chunk_spec] * len(leaves)
+    else:
+        specs, spec_tree = tree_flatten(chunk_spec, is_leaf=_is_merge_spec)
+        if spec_tree != tree:
+            raise ValueError(f"Chunk {tree} did not match chunk spec {chunk_spec}")
+    columns = zip(*(found for found, _ in flat), strict=True)
+    merged = [_merge(list(column), spec) for column, spec in zip(columns, specs, strict=True)]
+    return tree_unflatten(merged, tree)
+
+
+def _is_merge_spec(spec: object) -> bool:
+    return _is_spec(spec) or isinstance(spec, CustomReducer)
+
+
+def _merge(parts: list[Any], spec: object) -> Any:  # noqa: ANN401
+    if isinstance(spec, CustomReducer):
+        value = spec.init_value
+        for part in parts:
+            value = spec.reduce_fn(value, part)
+        return value
+    is_joined = spec is None or isinstance(spec, TensorChunkSpec)
+    if is_joined and isinstance(parts[0], torch.Tensor) and parts[0].dim():
+        kinds = {type(part) for part in parts}
+        placements = {getattr(part, "placements", None) for part in parts}
+        if len(kinds) > 1 or len(placements) > 1:
+            raise AssertionError(
+                f"expected microbatches of one kind of tensor with equal placements, found "
+                f"{sorted(kind.__name__ for kind in kinds)} with {placements}"
+            )
+        return torch.cat(parts, dim=spec.split_dim if isinstance(spec, TensorChunkSpec) else 0)
+    first = parts[0]
+    for number, part in enumerate(parts):
+        same = torch.equal(part, first) if isinstance(first, torch.Tensor) else part == first
+        if not same and not (is_joined and isinstance(first, torch.Tensor)):
+            raise ValueError(
+                f"Chunk {number} did not match chunk spec {spec}: expected {first!r} as in chunk "
+                f"0, found {part!r}"
+            )
+    return torch.stack(parts) if is_joined and isinstance(first, torch.Tensor) else first

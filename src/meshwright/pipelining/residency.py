@@ -16,13 +16,11 @@ from torch import nn
 from meshwright import comm
 from meshwright.comm import Communicator, Pending
 
-__all__ = ["NO_RESIDENCY", "Residency", "find_residency"]
+__all__ = ["Residency", "Several", "find_residency"]
 
-FOREIGN_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
-FOREIGN_FSDP = (
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"),
-)
+FOREIGN_REPLICA = "DistributedDataParallel"
+FOREIGN_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+"""Names of torch's classes: they are recognised and not imported."""
 
 
 @runtime_checkable
@@ -54,7 +52,7 @@ class Residency(Protocol):
         ...
 
 
-class _Several:
+class Several:
     """Some residencies as one; none at all for a plain stage."""
 
     def __init__(self, parts: Sequence[Residency]) -> None:
@@ -92,9 +90,6 @@ class _Several:
         """Wait for the sums."""
         for part in self._parts:
             part.finish()
-
-
-NO_RESIDENCY = _Several(())
 
 
 class _ForeignReplica:
@@ -145,30 +140,31 @@ class _ForeignReplica:
         setattr(self._module, "require_backward_grad_sync", self._before)  # noqa: B010
 
 
-def find_residency(module: nn.Module) -> _Several:
+def find_residency(module: nn.Module) -> Several:
     """All of ``module`` that is spread or copied over ranks, outermost parts only.
 
     Raises ``TypeError`` for torch's fully sharded modules, whose own hooks cannot be driven.
     """
     found: list[Residency] = []
     _collect(module, "", found)
-    return _Several(found)
+    return Several(found)
 
 
 def _collect(module: nn.Module, name: str, found: list[Residency]) -> None:
-    paths = {(kind.__module__, kind.__qualname__) for kind in type(module).__mro__}
-    for path in FOREIGN_FSDP:
-        if path in paths:
+    kinds = type(module).__mro__
+    foreign = {kind.__name__ for kind in kinds if kind.__module__.startswith("torch.")}
+    for kind in FOREIGN_SHARDED:
+        if kind in foreign:
             raise TypeError(
                 f"module {name or type(module).__name__!r} of a pipeline stage is sharded by "
-                f"torch's {path[1]}, which cannot be driven by a schedule without wrong gradients; "
+                f"torch's {kind}, which cannot be driven by a schedule without wrong gradients; "
                 "use meshwright.fully_shard or meshwright.FullyShardedDataParallel"
             )
     offer = getattr(module, "pipeline_residency", None)
     if offer is not None:
         found.append(offer())
         return
-    if FOREIGN_DDP in paths:
+    if FOREIGN_REPLICA in foreign:
         found.append(_ForeignReplica(module))
         return
     for child_name, child in module.named_children():

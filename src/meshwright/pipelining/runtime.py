@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
-from meshwright.pipelining.metadata import Signature, Values, digest, signature_of
+from meshwright.pipelining.metadata import Values, digest, signature_of
 from meshwright.pipelining.residency import Residency
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.transfers import Memory, Transfers
@@ -112,6 +112,8 @@ class Runtime:
             self._notices.withdraw(self._noticed)
             self._noticed = ""
         step = _Step(self, batch, training=training)
+        for residency in self._residencies.values():
+            residency.begin()
         try:
             for action in self._rows[training]:
                 step.action = action
@@ -123,10 +125,11 @@ class Runtime:
         except BaseException as error:
             self._failed(step, error)
             raise
+        finally:
+            for residency in self._residencies.values():
+                residency.finish()
         self._memory = step.memory
         self.steps += 1
-        for residency in self._residencies.values():
-            residency.finish()
 
     def disagreement(self, rank: int) -> str:
         """How the schedule of ``rank`` differs from that of this rank."""
@@ -310,6 +313,7 @@ class _Step:
         known = self.memory.outputs.get((index, ids[k]))
         if known is not None:
             stage.expected[k] = known
+        self.runtime._residencies[index].wait_unshard()
         args = self.batch.args[k] if stage.takes_batch else ()
         kwargs = self.batch.kwargs[k] if self.batch.kwargs else {}
         result = stage.forward_one_chunk(k, args, kwargs)
@@ -323,7 +327,7 @@ class _Step:
         if stage.is_last:
             self._lose(k, result)
 
-    def _lose(self, microbatch: int, output: Any) -> None:
+    def _lose(self, microbatch: int, output: object) -> None:
         loss_fn, targets = self.runtime._loss_fn, self.batch.targets
         if loss_fn is None or targets is None:
             return
@@ -354,6 +358,7 @@ class _Step:
                 self._arrived.add(message)
                 gradients = self.transfers.take_gradients(message)
                 stage.put_gradients(k, message.stage, gradients)
+        self.runtime._residencies[index].wait_unshard()
         stage.backward_one_chunk(
             k,
             loss=self._losses.pop(k, None) if stage.is_last else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright import comm
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import edges_of
 from meshwright.pipelining.metadata import TensorMeta, Values
@@ -23,7 +21,7 @@ from meshwright.pipelining.microbatch import (
 )
 from meshwright.pipelining.residency import find_residency
 from meshwright.pipelining.runtime import Microbatches, Runtime
-from meshwright.pipelining.stage import PipelineStage, as_outputs
+from meshwright.pipelining.stage import PipelineStage
 from meshwright.schedule import builders
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.checks import check, check_lowered
@@ -45,8 +43,6 @@ __all__ = [
     "get_schedule_class",
 ]
 
-_NUMBERS = itertools.count()
-
 
 class PipelineSchedule:
     """Runs the stages of this rank, step by step, in the order of a schedule.
@@ -64,7 +60,7 @@ class PipelineSchedule:
         loss_fn: Callable[..., Any] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
-        output_merge_spec: Any = None,
+        output_merge_spec: object = None,
         scale_grads: bool = True,
     ) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
@@ -82,11 +78,12 @@ class PipelineSchedule:
 
     def _compute(self) -> Schedule:
         """The compute actions of all ranks."""
-        if self.builder is None:
+        builder = type(self).builder
+        if builder is None:
             raise TypeError(f"{type(self).__name__} has no schedule of its own; load one from CSV")
         ranks, stages = self._first.group_size, self._first.num_stages
         edges = edges_of(self._first.all_edges)
-        return type(self).builder(ranks, self._n_microbatches, stages // ranks, edges)
+        return builder(ranks, self._n_microbatches, stages // ranks, edges)
 
     def _use(self, compute: Schedule, lowered: Schedule | None = None) -> None:
         """Take ``compute`` as the order to run, checked, with transfers added."""
@@ -113,7 +110,7 @@ class PipelineSchedule:
             communicator,
             self._loss_fn,
             residencies,
-            f"schedule {next(_NUMBERS)}",
+            f"schedule {communicator.number('schedule')}",
         )
 
     # -------------------------------------------------------------------------- steps
@@ -121,12 +118,12 @@ class PipelineSchedule:
     def step(
         self,
         *args: Any,
-        target: Any = None,
+        target: object = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # noqa: ANN401
         """Run one step on the whole batch and return the merged output on the last stage's rank.
 
         The first stage's rank gives ``args``, the last stage's ``target``; any rank may give
@@ -143,12 +140,12 @@ class PipelineSchedule:
     def eval(
         self,
         *args: Any,
-        target: Any = None,
+        target: object = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # noqa: ANN401
         """Run the forwards only; gradients stay as they are. A loss needs a ``target``."""
         with torch.no_grad():
             return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
@@ -158,11 +155,11 @@ class PipelineSchedule:
         training: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        target: Any,
+        target: object,
         losses: list[Any] | None,
         return_outputs: bool,
         loss_kwargs: Mapping[str, Any] | None,
-    ) -> Any:
+    ) -> Any:  # noqa: ANN401
         batch = self._split(args, kwargs, target, loss_kwargs)
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses must be a list but got a {type(losses)}")
@@ -184,7 +181,7 @@ class PipelineSchedule:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        target: Any,
+        target: object,
         loss_kwargs: Mapping[str, Any] | None,
     ) -> Microbatches:
         count = self._n_microbatches
@@ -243,7 +240,7 @@ class PipelineScheduleSingle(PipelineSchedule):
         loss_fn: Callable[..., Any] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
-        output_merge_spec: Any = None,
+        output_merge_spec: object = None,
         scale_grads: bool = True,
     ) -> None:
         super().__init__(
@@ -271,7 +268,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         loss_fn: Callable[..., Any] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
-        output_merge_spec: Any = None,
+        output_merge_spec: object = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,

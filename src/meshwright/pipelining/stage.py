@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -54,7 +53,7 @@ class _Halfway:
     junctions: list[Junction] | None = None
     runner: DwRunner | None = None
     """What the user's ``dw_builder`` gave."""
-    whole: tuple[list[object], list[object] | None, list[object]] | None = None
+    whole: tuple[list[object], list[torch.Tensor | None] | None, list[object]] | None = None
     """Outputs, gradients and inputs of a first stage, whose first half is empty."""
 
 
@@ -85,13 +84,13 @@ class PipelineStage:
         stage_index: int,
         num_stages: int,
         device: torch.device,
-        input_args: Any = None,
-        output_args: Any = None,
-        output_grads: Any = None,
-        input_grads: Any = None,
-        group: dist.ProcessGroup | None = None,
+        input_args: object = None,
+        output_args: object = None,
+        output_grads: object = None,
+        input_grads: object = None,
+        group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
         dw_builder: Callable[[], DwRunner] | None = None,
-        get_mesh: Callable[..., Any] | None = None,
+        get_mesh: Callable[..., object] | None = None,
         *,
         edges: Sequence[StageEdges] | None = None,
     ) -> None:
@@ -183,7 +182,7 @@ class PipelineStage:
         """The gradients that go to stage ``source``, after the backward."""
         return self._input_gradients[microbatch][source]
 
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+    def set_local_fwd_input(self, prev_stage_outputs: object, mb_index: int) -> None:
         """Take the outputs of the stage before, which is on this rank, by reference."""
         if self.is_first:
             raise AssertionError("can't set fwd input if this stage is first")
@@ -197,7 +196,7 @@ class PipelineStage:
             raise AssertionError("can't get bwd output if this stage is first")
         return tuple(self.take_gradients(mb_index, self.stage_index - 1))
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: object, mb_index: int) -> None:
         """Take the gradients of the stage behind, which is on this rank, by reference."""
         if self.is_last:
             raise AssertionError("can't set bwd input if this stage is last")
@@ -219,7 +218,7 @@ class PipelineStage:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None,
         save_forward_output: bool = True,
-    ) -> Any:
+    ) -> object:
         """Run the module on one microbatch and keep what its backward needs.
 
         ``args`` are the batch's, used by the stage that takes them; the rest has come to the inbox.
@@ -279,7 +278,7 @@ class PipelineStage:
         nested: Mapping[int, tuple[Any, ...]],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Any:
+    ) -> Any:  # noqa: ANN401
         if source.stage is None:
             if isinstance(source.output, str):
                 return kwargs[source.output]
@@ -344,13 +343,13 @@ class PipelineStage:
 
     def _starts(
         self, microbatch: int, loss: torch.Tensor | None
-    ) -> tuple[list[object], list[object] | None]:
+    ) -> tuple[list[object], list[torch.Tensor | None] | None]:
         """What the backward starts from, with gradients; None for those of a loss."""
         values = self._values.pop(microbatch)
         if loss is not None:
             return [loss], None
         arrived = self._inbox(microbatch).gradients
-        summed: list[object] = [None] * len(values.leaves)
+        summed: list[torch.Tensor | None] = [None] * len(values.leaves)
         for target in sorted(arrived):
             for number, gradient in enumerate(arrived[target]):
                 if gradient is not None:
@@ -363,7 +362,7 @@ class PipelineStage:
         self,
         microbatch: int,
         outputs: list[object],
-        gradients: list[object] | None,
+        gradients: list[torch.Tensor | None] | None,
         inputs: list[object],
         full_backward: bool,
     ) -> None:
@@ -380,7 +379,7 @@ class PipelineStage:
         self,
         microbatch: int,
         outputs: list[object],
-        gradients: list[object] | None,
+        gradients: list[torch.Tensor | None] | None,
         inputs: list[object],
     ) -> None:
         if not self._reads.get(microbatch):
@@ -454,7 +453,7 @@ class PipelineStage:
                 parameter.grad.div_(grad_scale_factor)
 
 
-def _fresh(leaf: Any, has_backward: bool) -> Any:
+def _fresh(leaf: object, has_backward: bool) -> object:
     """A leaf of the graph of this stage for what another stage has made."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -470,13 +469,13 @@ def _tensors(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
     return tree_leaves((list(given), dict(named)))
 
 
-def _declared(values: Any, where: str) -> Signature | None:
+def _declared(values: object, where: str) -> Signature | None:
     if values is None:
         return None
     return signature_of(Values.of(as_outputs(values)), where)
 
 
-def _shapes(values: Any) -> str:
+def _shapes(values: object) -> str:
     """Arguments for messages: the shapes and dtypes of tensors, the types of the rest."""
     if isinstance(values, Mapping):
         return "{" + ", ".join(f"{k}: {_shapes(v)}" for k, v in values.items()) + "}"

@@ -32,7 +32,7 @@ from meshwright.pipelining.metadata import (
 from meshwright.schedule.actions import SEND_F, Schedule
 from meshwright.schedule.messages import Message
 
-__all__ = ["Edge", "Memory", "Transfers"]
+__all__ = ["Edge", "Ids", "Memory", "Transfers"]
 
 _HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK, _PAYLOAD = range(6)
 

@@ -264,15 +264,6 @@ class _Rendezvous:
             posted = target.posted.get(number)
             if not posted:
                 return False
-            if posted[0] != message:
-                raise ScheduleError(
-                    f"rank {number} sends {_text(message)} where rank {message.target_rank} has "
-                    f"posted the receive of {_text(posted[0])}\n"
-                    + draw(
-                        self._schedule,
-                        {number: rank.position, message.target_rank: target.position},
-                    )
-                )
             posted.popleft()
             target.here.add(rank.unsent.popleft())
         rank.unsent = None

@@ -118,20 +118,22 @@ def _add_residency(
         for part in parts_of(action):
             uses.setdefault(part.stage, deque()).append(index)
     there: set[int] = set()
+    before_this: set[int] = set()
+    """What is there while the action before this one runs."""
     for index, action in enumerate(row):
         stages = {part.stage for part in parts_of(action)}
-        earlier = {part.stage for part in parts_of(row[index - 1])} if index else set()
         for stage in sorted(stages - there):
-            early = index - 1 if index else index
             if len(there) >= max(limit, len(stages)):
                 farthest = max(sorted(there - stages), key=lambda s: uses[s][0])
                 there.remove(farthest)
-                early = index if farthest in earlier else early
-                before[early].append(Action(farthest, RESHARD))
+                before[index].append(Action(farthest, RESHARD))
             there.add(stage)
+            early = index - 1 if index and len(before_this) < limit else index
+            before_this.add(stage)
             before[early].append(Action(stage, UNSHARD))
         for part in parts_of(action):
             uses[part.stage].popleft()
+        before_this = set(there)
         for stage in sorted(stages):
             if not uses[stage]:
                 there.remove(stage)
@@ -168,11 +170,10 @@ class _Posts:
         for pair in self._sequences:
             self._keep_order(pair)
         self._unblock()
-        number = {
-            self._carrier[message]: turn
-            for sequence in self._sequences.values()
-            for turn, message in enumerate(sequence)
-        }
+        number: dict[Action, int] = {}
+        for sequence in self._sequences.values():
+            for turn, message in enumerate(sequence):
+                number.setdefault(self._carrier[message], turn)
         return [
             sorted(
                 ((position, recv) for recv, position in where.items()),

@@ -6,6 +6,7 @@ goes from each reader to the stage that made the value, which sums them in the o
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from meshwright.schedule.actions import (
@@ -79,14 +80,29 @@ def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
 
 
 def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]:
-    """For each RECV in the row of ``rank`` the messages that it is the first to want."""
+    """For each RECV in the row of ``rank`` the messages whose receives are posted with it.
+
+    Those are the messages that its stage reads and, before them, whatever the same sender sends
+    earlier: between two ranks receives are posted in the order of the sends, tags or not.
+    """
+    incoming: dict[int, deque[Message]] = {}
+    for sender in range(schedule.ranks):
+        for action in schedule.actions(sender):
+            if action.operation is SEND_F or action.operation is SEND_B:
+                for message in sent(action, schedule):
+                    if message.target_rank == rank:
+                        incoming.setdefault(sender, deque()).append(message)
     seen: set[Message] = set()
     found: dict[Action, tuple[Message, ...]] = {}
     for action in schedule.actions(rank):
         if action.operation is RECV_F or action.operation is RECV_B:
-            fresh = tuple(m for m in read(action, schedule) if m not in seen)
-            seen.update(fresh)
-            found[action] = fresh
+            posted: list[Message] = []
+            for message in read(action, schedule):
+                coming = incoming.get(message.source_rank, deque())
+                while message not in seen and coming:
+                    seen.add(coming[0])
+                    posted.append(coming.popleft())
+            found[action] = tuple(posted)
     return found
 
 
