@@ -159,7 +159,7 @@ def _pairs(
                 f"{tuple(outputs.shape)}, found {type(gradients).__name__}"
             )
         yield outputs, gradients
-    elif isinstance(outputs, Sequence):
+    elif isinstance(outputs, Sequence) and not isinstance(outputs, str | bytes):
         if gradients is None:
             given: Sequence[object] = [None] * len(outputs)
         elif isinstance(gradients, Sequence) and len(gradients) == len(outputs):

@@ -238,8 +238,6 @@ class _Step:
         for stage in runtime.stages.values():
             stage.clear_runtime_states()
             stage.has_backward = training
-        for stage in sorted(runtime.stages):
-            self._announce(stage)
 
     def _watch(self) -> None:
         error = self.runtime.peer_error(self.number)
@@ -292,12 +290,6 @@ class _Step:
                 for leaf in leaves
             ]
         )
-
-    def _announce(self, stage: int) -> None:
-        schedule = self.schedule
-        ranks = sorted({schedule.stage_ranks[t] for t in schedule.remote_targets[stage]})
-        if ranks:
-            self.transfers.announce(stage, ranks)
 
     # ------------------------------------------------------------------------ compute
 

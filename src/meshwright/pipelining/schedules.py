@@ -23,7 +23,7 @@ from meshwright.pipelining.residency import find_residency
 from meshwright.pipelining.runtime import Microbatches, Runtime
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.schedule import builders
-from meshwright.schedule.actions import Schedule
+from meshwright.schedule.actions import F, Schedule
 from meshwright.schedule.checks import check, check_lowered
 from meshwright.schedule.lowering import forward_part, lower
 from meshwright.schedule.text import load_csv
@@ -94,7 +94,8 @@ class PipelineSchedule:
                 f"{type(self).__name__} puts stages {list(mine)} on rank {communicator.rank}, but "
                 f"got stages {sorted(self._stages)}"
             )
-        check(compute, ranks=communicator.size, forward_only=self._loss_fn is None)
+        has_backward = any(a.operation is not F for a in compute.actions(communicator.rank))
+        check(compute, ranks=communicator.size, forward_only=not has_backward)
         residencies = {i: find_residency(s.submod) for i, s in self._stages.items()}
         if lowered is None:
             lowered = lower(compute)

@@ -171,14 +171,6 @@ class Transfers:
                 self._send(torch.tensor(ids), rank, _IDS, stage, stage, 0)
         return ids
 
-    def announce(self, stage: int, ranks: Iterable[int]) -> bool:
-        """Send the headers of ``stage`` if its ids are known by now; whether they are."""
-        if self._ids(stage, wait=False) is None:
-            return False
-        for rank in ranks:
-            self._announce(stage, rank)
-        return True
-
     # ------------------------------------------------------------------------ sending
 
     def send_outputs(self, message: Message, values: Values) -> None:
