@@ -31,8 +31,11 @@ if TYPE_CHECKING:
         MeshwrightError,
         NonFiniteError,
         ParityError,
+        PipelinePeerError,
+        PipeliningShapeError,
         PlanError,
         RankFailedError,
+        ScheduleError,
     )
     from meshwright.fsdp import FullyShardedDataParallel
     from meshwright.gradients import clip_grad_norm_
@@ -57,9 +60,12 @@ __all__ = [
     "MeshwrightError",
     "NonFiniteError",
     "ParityError",
+    "PipelinePeerError",
+    "PipeliningShapeError",
     "Plan",
     "PlanError",
     "RankFailedError",
+    "ScheduleError",
     "__version__",
     "clip_grad_norm_",
     "flat_groups",

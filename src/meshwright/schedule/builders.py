@@ -54,7 +54,7 @@ class Builder(Protocol):
 
 
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
-    """For each stage its rank: round and round (``loop``) or to and fro (``v``).
+    """For each stage its rank: round and round (``loop``) or back and forth (``v``).
 
     Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
     """
