@@ -316,3 +316,37 @@ def test_verify_tells_sound_from_damaged(
 def test_doctor_looks_without_measuring(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-measure"]) == 0
     assert "torch" in capsys.readouterr().out
+
+
+def test_simulate_draws_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "zbv.csv"
+    command = ["simulate", "zbv", "--ranks", "2", "--microbatches", "4", "--write", str(file)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "rank 1: 1F0 2F0 1F1 2F1 2I0" in out
+    assert "rank 0: computes 12, idles 0.5, holds the activations of at most 2 micro" in out
+    assert "in all 12.5, 4.0% of it idle" in out
+    assert file.read_text().startswith("# meshwright schedule 1: name=zbv microbatches=4")
+
+
+def test_simulate_reads_files_of_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "given.csv"
+    file.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    assert main(["simulate", str(file), "--forward", "2", "--transfer", "0.5"]) == 0
+    assert "idles" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["zbx"], "unknown schedule 'zbx'; known: gpipe"),
+        (["1f1b", "--microbatches", "2"], "Number of microbatches (2) must be greater"),
+        (["loopedbfs", "--stages", "6"], "--stages: expected a multiple of the 4 ranks, found 6"),
+        (["none.csv"], "none.csv"),
+    ],
+)
+def test_simulate_refuses(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright train``, ``meshwright doctor``, ``meshwright checkpoint verify``.
+"""The command line: ``meshwright train``, ``doctor``, ``simulate``, ``checkpoint verify``.
 
 Exit status: 0 when done, 1 when a run or a check failed, 2 when a command or a configuration is
 wrong (before any process starts), 128 plus the signal's number when a signal ended the run.
@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -27,13 +27,19 @@ from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.launch import is_launched, launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
-from meshwright.errors import MeshwrightError, PlanError, RankFailedError
+from meshwright.errors import MeshwrightError, PlanError, RankFailedError, ScheduleError
 from meshwright.recipes.config import TrainConfig, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
 from meshwright.recipes.run_folder import require_folder, require_start
 from meshwright.recipes.text import open_text
+from meshwright.schedule.actions import Schedule
+from meshwright.schedule.builders import build
+from meshwright.schedule.drawing import draw
+from meshwright.schedule.lowering import lower
+from meshwright.schedule.simulate import Costs, simulate
+from meshwright.schedule.text import dump_csv, load_csv
 from meshwright.settings import nearest
 
 __all__ = ["main"]
@@ -76,6 +82,28 @@ class _VerifyCommand:
 
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint: a folder such as checkpoints/step_00000300."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SimulateCommand:
+    """Draw a pipeline schedule and say how long it idles and what it holds, without running it."""
+
+    schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCHEDULE")]
+    """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv, dualpipev, or a CSV file."""
+    ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 4
+    stages: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Number of stages; 0 means as many for each rank as the schedule is made for."""
+    microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    forward: float = 1.0
+    """Time of one microbatch's forward through a rank's whole share."""
+    input: float = 1.0
+    """The same of the input half of the backward."""
+    weight: float = 1.0
+    """The same of the weight half."""
+    transfer: float = 0.0
+    """Time of one message between ranks."""
+    write: Annotated[str, tyro.conf.arg(metavar="FILE.csv")] = ""
+    """Write the schedule with its transfers to a CSV file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,6 +240,43 @@ def _summary(outcome: Outcome) -> list[str]:
 # --------------------------------------------------------------------------- the other commands
 
 
+def _simulate(words: list[str]) -> int:
+    command = _parse(_SimulateCommand, "simulate", words)
+    try:
+        compute = _schedule_of(command)
+        lowered = lower(compute)
+    except (ValueError, OSError, ScheduleError) as error:
+        raise PlanError(str(error)) from error
+    share = len(compute.stages_of(0))
+    costs = replace(
+        Costs.shared(share, command.forward, command.input, command.weight),
+        transfer=command.transfer,
+    )
+    found = simulate(lowered, costs, events=False)
+    print(draw(compute))
+    print()
+    for rank, (busy, idle) in enumerate(zip(found.compute, found.bubbles, strict=True)):
+        print(
+            f"rank {rank}: computes {busy:g}, idles {idle:g}, holds the activations of at most "
+            f"{found.peaks[rank]:g} microbatches"
+        )
+    print(f"in all {found.makespan:g}, {found.bubble_fraction:.1%} of it idle")
+    if command.write:
+        dump_csv(lowered, command.write)
+    return 0
+
+
+def _schedule_of(command: _SimulateCommand) -> Schedule:
+    if command.schedule.endswith(".csv"):
+        return load_csv(command.schedule)
+    if command.stages % max(1, command.ranks):
+        raise ValueError(
+            f"--stages: expected a multiple of the {command.ranks} ranks, found {command.stages}"
+        )
+    chunks = command.stages // max(1, command.ranks) or None
+    return build(command.schedule, command.ranks, command.microbatches, chunks)
+
+
 def _doctor(words: list[str]) -> int:
     command = _parse(_DoctorCommand, "doctor", words)
     findings = examine(measure_collectives=command.measure)
@@ -233,12 +298,14 @@ def _verify(words: list[str]) -> int:
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "doctor": _doctor,
+    "simulate": _simulate,
     "checkpoint verify": _verify,
 }
 
 _ABOUT = {
     "train": _TrainCommand,
     "doctor": _DoctorCommand,
+    "simulate": _SimulateCommand,
     "checkpoint verify": _VerifyCommand,
 }
 
