@@ -18,6 +18,8 @@ from meshwright.comm import Communicator, Pending
 
 __all__ = ["Residency", "Several", "find_residency"]
 
+OURS = ("meshwright.data_parallel", "meshwright.fsdp")
+"""Packages whose modules must offer themselves: their own hooks would reduce each microbatch."""
 FOREIGN_REPLICA = "DistributedDataParallel"
 FOREIGN_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 """Names of torch's classes: they are recognised and not imported."""
@@ -164,6 +166,12 @@ def _collect(module: nn.Module, name: str, found: list[Residency]) -> None:
     if offer is not None:
         found.append(offer())
         return
+    if any(kind.__module__.startswith(OURS) for kind in kinds):
+        raise TypeError(
+            f"module {name or type(module).__name__!r} of a pipeline stage is a "
+            f"{type(module).__name__}, which schedules cannot drive yet; use plain modules, or "
+            "torch's DistributedDataParallel, whose gradients are averaged once a step"
+        )
     if FOREIGN_REPLICA in foreign:
         found.append(_ForeignReplica(module))
         return
