@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gradients
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
+from meshwright.data_parallel.alignment import NOTES
 from meshwright.data_parallel.slots import GradientSlot, plan_buckets
 from meshwright.testing import Ranks
 
@@ -175,7 +176,7 @@ def body_collectives() -> None:
         loss(ours, share).backward()
     assert [(c.kind, c.axis, c.shape) for c in recorder.collectives] == [
         *[("all_reduce", "replicate", (9,))] * 4,
-        ("all_reduce", "replicate", (4 * 3 + 4 + 4,)),
+        ("all_reduce", "replicate", (4 * 3 + 4 + 4 + NOTES,)),
     ]
 
 

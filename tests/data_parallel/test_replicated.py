@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import replicate
+from meshwright.data_parallel.alignment import NOTES
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
@@ -324,7 +325,10 @@ def body_collectives() -> None:
         ("all_reduce", "reduce bucket 0"),
         ("all_reduce", "reduce bucket 1"),
     ]
-    assert [c.shape for c in recorder.collectives[-2:]] == [(4 + 4 + 2,), (4 + 16 + 2,)]
+    assert [c.shape for c in recorder.collectives[-2:]] == [
+        (4 + 4 + 2,),
+        (4 + 16 + 2 + NOTES,),
+    ]
     with observe(again := Recorder()), torch.no_grad():
         model(torch.randn(3, 4))
     assert again.kinds() == [("broadcast", "broadcast buffers")]

@@ -184,7 +184,11 @@ def _dropout() -> nn.Module:
 
 def _batch_norm() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, CLASSES)
+        # Without a bias, whose gradient in front of BatchNorm would be rounding and nothing else.
+        nn.Linear(FEATURES, 4, bias=False),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.Linear(4, CLASSES),
     )
 
 

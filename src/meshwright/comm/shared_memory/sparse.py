@@ -41,6 +41,8 @@ def sum_sparse(tensor: torch.Tensor, group: Gathering) -> None:
     group.allgather([places], [indices.t().contiguous()]).wait()
     parts = [values.new_empty((count, *values.shape[1:])) for count in counts.tolist()]
     group.allgather([parts], [values]).wait()
-    summed = torch.sparse_coo_tensor(torch.cat(places).t(), torch.cat(parts), tensor.shape)
+    summed = torch.sparse_coo_tensor(
+        torch.cat(places).t(), torch.cat(parts), tensor.shape, check_invariants=False
+    )
     # Not on a detached tensor: that would have indices and values of its own.
     tensor.copy_(summed.coalesce())
