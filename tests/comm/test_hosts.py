@@ -231,7 +231,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_ranks_of_a_forkserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "start.py"
-    script.write_text(FORKSERVER % RANK.strip().replace("\n", "\n    "))
+    script.write_text(FORKSERVER % RANK.strip())
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
     ended = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=180
