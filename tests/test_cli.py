@@ -112,7 +112,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "expected a command: train, doctor, checkpoint verify"),
+        ([], "expected a command: train, doctor, simulate, checkpoint verify"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
         (["train"], "CONFIG.toml"),
