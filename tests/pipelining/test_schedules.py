@@ -301,7 +301,7 @@ def body_alone() -> None:
     schedule = ScheduleGPipe(stage, 4)
     args = (x,) if world.rank == 0 else ()
     out = schedule.step(*args)
-    for attempt in range(2):
+    for _ in range(2):
         if world.rank == 0:
             with pytest.raises(PipeliningShapeError, match="shape mismatch"):
                 schedule.step(torch.randn(257, 8, dtype=torch.float64))
@@ -319,7 +319,6 @@ def body_alone() -> None:
         again = schedule.step(*args)
         if out is not None:
             torch.testing.assert_close(again, out)
-        assert attempt in (0, 1)
 
 
 @pytest.mark.backends("shm", "gloo")

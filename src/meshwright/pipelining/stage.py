@@ -53,8 +53,8 @@ class _Halfway:
     junctions: list[Junction] | None = None
     runner: DwRunner | None = None
     """What the user's ``dw_builder`` gave."""
-    whole: tuple[list[object], list[torch.Tensor | None] | None, list[object]] | None = None
-    """Outputs, gradients and inputs of a first stage, whose first half is empty."""
+    whole: tuple[list[object], list[torch.Tensor | None] | None] | None = None
+    """Outputs and gradients of a first stage, whose first half is empty."""
 
 
 @dataclass(slots=True)
@@ -71,8 +71,10 @@ class PipelineStage:
     ``submodule`` is called as it is, hooks included. ``input_args`` and ``output_args`` declare
     (with one microbatch's tensors, or a single one) what it takes and gives; what is not declared
     is learned from the first microbatch. ``dw_builder`` is called after the backward of each
-    microbatch and returns what computes its weight gradients. ``edges`` say for every stage
-    where its arguments come from; by default they are all outputs of the stage before.
+    microbatch and returns what computes its weight gradients. Gradients look as the values they
+    belong to, so ``output_grads`` and ``input_grads`` are accepted and not needed; ``get_mesh`` is
+    only kept. ``edges`` say for every stage where its arguments come from; by default they are all
+    outputs of the stage before.
 
     Raises ``ValueError`` for an index outside the stages, ``RuntimeError`` for a group with more
     ranks than stages.
@@ -332,7 +334,7 @@ class PipelineStage:
         what = "stage backward" if full_backward else "stage backward input"
         try:
             if full_backward or self.dw_builder is not None:
-                self._run_whole(bwd_chunk_id, outputs, gradients, inputs, full_backward)
+                self._run_whole(bwd_chunk_id, outputs, gradients, full_backward)
             else:
                 self._run_input_half(bwd_chunk_id, outputs, gradients, inputs)
         except Exception as error:
@@ -363,7 +365,6 @@ class PipelineStage:
         microbatch: int,
         outputs: list[object],
         gradients: list[torch.Tensor | None] | None,
-        inputs: list[object],
         full_backward: bool,
     ) -> None:
         stage_backward(outputs, gradients, ())
@@ -383,7 +384,7 @@ class PipelineStage:
         inputs: list[object],
     ) -> None:
         if not self._reads.get(microbatch):
-            self._halfway[microbatch] = _Halfway(whole=(outputs, gradients, inputs))
+            self._halfway[microbatch] = _Halfway(whole=(outputs, gradients))
             return
         _, junctions = stage_backward_input(outputs, gradients, inputs, self.submod.parameters())
         self._halfway[microbatch] = _Halfway(junctions=junctions)
@@ -417,7 +418,7 @@ class PipelineStage:
             if half.runner is not None:
                 half.runner()
             elif half.whole is not None:
-                outputs, gradients, _ = half.whole
+                outputs, gradients = half.whole
                 stage_backward(outputs, gradients, ())
             elif half.junctions is not None:
                 stage_backward_weight(self.submod.parameters(), half.junctions)
