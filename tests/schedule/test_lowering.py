@@ -123,6 +123,12 @@ def test_an_order_that_cannot_end_is_refused() -> None:
         simulate(crossed)
 
 
+def test_what_nobody_reads_is_refused() -> None:
+    schedule = Schedule.of("unread", rows(["0F0 0B0", "1B0"]), [0, 1], 1)
+    with pytest.raises(ScheduleError, match="rank 1 has no action that reads what 0SEND_F0"):
+        lower(schedule)
+
+
 def test_communication_in_a_compute_schedule_is_refused() -> None:
     lowered = lower(build("gpipe", 2, 2))
     with pytest.raises(ValueError, match="Expected compute-only schedule but found communication"):

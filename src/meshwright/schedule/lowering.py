@@ -163,47 +163,24 @@ class _Posts:
                     self._position[rank][recv] = max(0, index - 1)
                     for message in read(recv, schedule):
                         self._carrier.setdefault(message, recv)
-        self._sequences = self._order_of_messages()
 
     def place(self) -> list[list[tuple[int, Action]]]:
         """For each rank its RECVs with their positions, in the order in which they are posted."""
-        for pair in self._sequences:
-            self._keep_order(pair)
         self._unblock()
-        number: dict[Action, int] = {}
-        for sequence in self._sequences.values():
-            for turn, message in enumerate(sequence):
-                number.setdefault(self._carrier[message], turn)
         return [
-            sorted(
-                ((position, recv) for recv, position in where.items()),
-                key=lambda item: (item[0], number.get(item[1], 0)),
-            )
+            sorted(((at, recv) for recv, at in where.items()), key=lambda item: item[0])
             for where in self._position
         ]
 
-    def _order_of_messages(self) -> dict[tuple[int, int], list[Message]]:
-        """For each ordered pair of ranks its messages in the order of sending."""
-        pairs: dict[tuple[int, int], list[Message]] = {}
-        for message in (
-            m for row in self._compute for action in row for m in self._sent_by(action)
-        ):
-            if message not in self._carrier:
-                raise ScheduleError(f"{MALFORMED}: nobody reads {message}")
-            pairs.setdefault((message.source_rank, message.target_rank), []).append(message)
-        return pairs
-
     def _sent_by(self, action: Action) -> Iterator[Message]:
         for send in produced(action, self._schedule):
-            yield from sent(send, self._schedule)
-
-    def _keep_order(self, pair: tuple[int, int]) -> None:
-        """Post no receive later than one whose message comes after it between the same ranks."""
-        where = self._position[pair[1]]
-        bound = len(self._compute[pair[1]])
-        for message in reversed(self._sequences[pair]):
-            recv = self._carrier[message]
-            bound = where[recv] = min(where[recv], bound)
+            for message in sent(send, self._schedule):
+                if message not in self._carrier:
+                    raise ScheduleError(
+                        f"{MALFORMED}: rank {message.target_rank} has no action that reads what "
+                        f"{send} sends it"
+                    )
+                yield message
 
     def _unblock(self) -> None:
         """Run all rows with sends that wait for their receive; post earlier what must be."""
@@ -218,7 +195,6 @@ class _Posts:
             place = places[blocked.target_rank]
             now = place.index - 1 if place.unsent else place.index
             self._position[blocked.target_rank][self._carrier[blocked]] = max(0, now)
-            self._keep_order((blocked.source_rank, blocked.target_rank))
         for rank, place in enumerate(places):
             if place.index < len(self._compute[rank]):
                 waiting = self._compute[rank][place.index]
