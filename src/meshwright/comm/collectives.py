@@ -153,13 +153,12 @@ class Communicator:
         self._check_share(output, tensor, "all_gather")
 
         def launch() -> Launched:
-            if self.backend == "gloo" and not lookup.is_replaced("all_gather"):
+            if self.backend == "gloo" and lookup.replacement("all_gather") is None:
                 works = gloo.all_gather(output, tensor, self.group, self.ranks)
                 if works is not None:
                     return works, None
-            call = lookup.current("all_gather")
-            work = call(output.view(-1), tensor.view(-1), group=self.group, async_op=async_op)
-            return _works(work), None
+            line, mine = output.view(-1), tensor.view(-1)
+            return _works(lookup.all_gather(line, mine, self.group, async_op=async_op)), None
 
         return self._issue("all_gather", output, label, launch)
 
@@ -203,14 +202,12 @@ class Communicator:
         self._check_share(tensor, output, "reduce_scatter")
 
         def launch() -> Launched:
-            if self.backend == "gloo" and not lookup.is_replaced("reduce_scatter"):
+            if self.backend == "gloo" and lookup.replacement("reduce_scatter") is None:
                 launched = gloo.reduce_scatter(output, tensor, self.group, reduction)
                 if launched is not None:
                     return launched
-            call = lookup.current("reduce_scatter")
-            work = call(
-                output.view(-1), tensor.view(-1), op=op, group=self.group, async_op=async_op
-            )
+            line, mine = output.view(-1), tensor.view(-1)
+            work = lookup.reduce_scatter(line, mine, self.group, op=op, async_op=async_op)
             return _works(work), None
 
         return self._issue(
@@ -456,8 +453,9 @@ class Communicator:
         return self.ranks[rank]
 
     def _check(self, *tensors: torch.Tensor) -> None:
+        kind = self.device.type
         for tensor in tensors:
-            if tensor.device.type != self.device.type:
+            if tensor.device.type != kind:
                 raise ValueError(
                     f"axis {self.axis} communicates on {self.device}, found a tensor on "
                     f"{tensor.device}: move it there first"

@@ -7,6 +7,10 @@ is kept only to notice a replacement.
 torch 2.13 spells two operations anew (``all_gather_single``, ``reduce_scatter_single``) and warns
 on each call of the old name, which is the only name before. A replaced spelling wins, then the
 spelling that this torch prefers.
+
+Where nothing is replaced, the two operations of sharded training go to the process group at once:
+of what a call costs before anything is sent, the checks of c10d's own functions are the larger
+part, and the door has made its own.
 """
 
 from __future__ import annotations
@@ -15,9 +19,18 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["SPELLINGS", "checks_in_detail", "current", "is_replaced"]
+__all__ = [
+    "SPELLINGS",
+    "all_gather",
+    "checks_in_detail",
+    "current",
+    "reduce_scatter",
+    "replacement",
+]
 
 SPELLINGS = MappingProxyType(
     {
@@ -45,22 +58,64 @@ _AT_IMPORT = MappingProxyType(
 )
 
 
-def is_replaced(kind: str) -> bool:
-    """Whether somebody has put another function in the place of ``kind`` since the import."""
-    return any(getattr(dist, name, None) is not _AT_IMPORT.get(name) for name in SPELLINGS[kind])
+def replacement(kind: str) -> Callable[..., Any] | None:
+    """The function that somebody has put in the place of ``kind`` since the import, if any."""
+    for name in SPELLINGS[kind]:
+        function = getattr(dist, name, None)
+        if function is not None and function is not _AT_IMPORT.get(name):
+            return function
+    return None
 
 
 def current(kind: str) -> Callable[..., Any]:
     """The function that ``kind`` must call now: a replaced spelling first, then torch's own."""
-    names = SPELLINGS[kind]
-    for name in names:
-        function = getattr(dist, name, None)
-        if function is not None and function is not _AT_IMPORT.get(name):
-            return function
-    for name in names:
+    function = replacement(kind)
+    if function is not None:
+        return function
+    for name in SPELLINGS[kind]:
         if name in _AT_IMPORT:
             return _AT_IMPORT[name]
-    raise AttributeError(f"torch.distributed has none of {', '.join(names)}")
+    raise AttributeError(f"torch.distributed has none of {', '.join(SPELLINGS[kind])}")
+
+
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> Any:  # noqa: ANN401 - c10d's work, or None
+    """Gather equal 1-D shares into ``output``."""
+    replaced = replacement("all_gather")
+    if replaced is not None or tensor.is_complex():
+        call = replaced or current("all_gather")
+        return call(output, tensor, group=group, async_op=async_op)
+    options = c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return _waited(group._allgather_base(output, tensor, options), async_op=async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    op: dist.ReduceOp.RedOpType,
+    async_op: bool,
+) -> Any:  # noqa: ANN401 - c10d's work, or None
+    """Reduce 1-D ``tensor`` over the ranks, and keep this rank's share in ``output``."""
+    replaced = replacement("reduce_scatter")
+    if replaced is not None or tensor.is_complex():
+        call = replaced or current("reduce_scatter")
+        return call(output, tensor, op=op, group=group, async_op=async_op)
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = op  # pyrefly: ignore[bad-assignment]
+    options.asyncOp = async_op
+    return _waited(group._reduce_scatter_base(output, tensor, options), async_op=async_op)
+
+
+def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
+    """What is left to wait for of ``work``: nothing of a synchronous call."""
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
 
 
 def checks_in_detail() -> bool:

@@ -261,7 +261,6 @@ class FlatBuffer:
                 mine = place
             self._pending.append(shard.all_gather(line, mine, label=label))
 
-    @torch.no_grad()
     def finish_gather(self) -> None:
         """Wait for the whole line."""
         if not self._pending:

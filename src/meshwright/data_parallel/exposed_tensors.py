@@ -124,7 +124,6 @@ class ExposedTensors:
             for entry in self.entries(group)
         )
 
-    @torch.no_grad()
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:

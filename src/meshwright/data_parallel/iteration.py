@@ -198,6 +198,7 @@ class Iteration:
         unit.reduce()
         self.in_flight.append(unit)
 
+    @torch.no_grad()
     def end_backward(self) -> None:
         """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
 

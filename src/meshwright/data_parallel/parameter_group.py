@@ -209,7 +209,6 @@ class ParameterGroup:
         """Whether autograd has left gradients on the whole parameters."""
         return any(slot.full.grad is not None for slot in self.slots)
 
-    @torch.no_grad()
     def accumulate(self) -> None:
         """Move the gradients that autograd has left on the parameters to the buffer."""
         gradients = [slot.full.grad for slot in self.slots]
@@ -224,7 +223,6 @@ class ParameterGroup:
                 used[index] = True
                 slot.full.grad = None
 
-    @torch.no_grad()
     def reduce(self, label: str, settings: UnitSettings) -> None:
         """Start the sum over the ranks of what the buffer holds (zeros when it holds nothing)."""
         buffer, axes = self.buffer, self.axes
@@ -310,7 +308,6 @@ class ParameterGroup:
             ]
         return found
 
-    @torch.no_grad()
     def reduce_further(self, label: str, settings: UnitSettings) -> None:
         """Start the second sum, over ``replicate``, when the first has ended."""
         self._wait()
@@ -326,7 +323,6 @@ class ParameterGroup:
         else:
             self.partial = reduced
 
-    @torch.no_grad()
     def finish_reduce(self, settings: UnitSettings) -> None:
         """Wait, and add this rank's part of the mean to ``mean``, unless it is partial still."""
         self._wait()
