@@ -188,13 +188,14 @@ class Iteration:
         if unit.is_reducing:
             unit.finish_reduce()
             self.in_flight.remove(unit)
-        unit.accumulate()
         for other in self.in_flight:
             other.reduce_further()
         asked = self.most_in_flight
         most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
         while len(self.in_flight) >= most:
             self.in_flight.pop(0).finish_reduce()
+        # Not before: its line and that of a reduction that has ended are not there together.
+        unit.accumulate()
         unit.reduce()
         self.in_flight.append(unit)
 
