@@ -25,6 +25,7 @@ NAMES = {
     "fully_shard",
     "init_device_mesh",
     "parallelize",
+    "pipeline",
     "replicate",
 }
 # Started from a command, or by pytest: these may need what the library does not.

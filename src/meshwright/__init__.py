@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.fsdp import FullyShardedDataParallel
     from meshwright.gradients import clip_grad_norm_
     from meshwright.mesh import init_device_mesh
+    from meshwright.pipelining import pipeline
     from meshwright.plan import Plan
 
 __version__ = "0.1.0"
@@ -72,6 +73,7 @@ __all__ = [
     "fully_shard",
     "init_device_mesh",
     "parallelize",
+    "pipeline",
     "replicate",
 ]
 
@@ -85,6 +87,7 @@ _HOME = MappingProxyType(
         "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",
         "parallelize": "composition",
+        "pipeline": "pipelining",
         "replicate": "data_parallel",
     }
 )

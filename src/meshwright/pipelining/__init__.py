@@ -1,9 +1,15 @@
 """Pipelines: stages of a model on different ranks, run in the order of any schedule.
 
-Bottom-up: `edges` (where a stage's arguments come from), `metadata` (what values look like),
-`microbatch` (cutting and merging), `weight_rules` and `backward` (the two halves of a backward),
-`residency` (parameters that are spread or copied over ranks), `stage`, `transfers` (what ranks tell
-each other in a step), `runtime` (the one interpreter), `schedules` (the classes that users call).
+Bottom-up: `edges` (where a stage's arguments come from), `ties` (parameters that several stages
+hold), `metadata` (what values look like), `microbatch` (cutting and merging), `weight_rules` and
+`backward` (the two halves of a backward), `residency` (parameters that are spread or copied over
+ranks), `stage`, `transfers` (what ranks tell each other in a step), `runtime` (the one
+interpreter), `schedules` (the classes that users call).
+
+From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),
+`stage_module` (the graph of a stage), `placement` (what runs in which stage), `splitting` (the
+graphs and edges of all stages), `tracing` (from a module to a graph), `traced_stage`, `pipe`
+(`pipeline` and `build_stage`).
 """
 
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
@@ -13,10 +19,23 @@ from meshwright.pipelining.backward import (
     stage_backward_weight,
 )
 from meshwright.pipelining.edges import Source, StageEdges
+from meshwright.pipelining.front import (
+    LossWrapper,
+    PipeSequential,
+    TrivialLossWrapper,
+    stages_by_name,
+)
 from meshwright.pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
+)
+from meshwright.pipelining.pipe import (
+    MultiUseParameterConfig,
+    Pipe,
+    PipeInfo,
+    build_stage,
+    pipeline,
 )
 from meshwright.pipelining.residency import Residency
 from meshwright.pipelining.schedules import (
@@ -33,11 +52,18 @@ from meshwright.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
+from meshwright.pipelining.split_points import SplitPoint, annotate_split_points, pipe_split
 from meshwright.pipelining.stage import PipelineStage
+from meshwright.pipelining.ties import Tie
 
 PipeliningMetadataError = PipeliningShapeError
 
 __all__ = [
+    "LossWrapper",
+    "MultiUseParameterConfig",
+    "Pipe",
+    "PipeInfo",
+    "PipeSequential",
     "PipelinePeerError",
     "PipelineSchedule",
     "PipelineScheduleMulti",
@@ -55,12 +81,20 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "Source",
+    "SplitPoint",
     "StageEdges",
     "TensorChunkSpec",
+    "Tie",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "build_stage",
     "get_schedule_class",
     "merge_chunks",
+    "pipe_split",
+    "pipeline",
     "split_args_kwargs_into_chunks",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
+    "stages_by_name",
 ]

@@ -198,6 +198,8 @@ class PipelineSchedule:
             )
             if not kwargs:
                 kwarg_mbs = []
+        for stage in self._stages.values():
+            stage.check_microbatches(arg_mbs, kwarg_mbs)
         targets = None
         if target is not None:
             chunks, _ = split_args_kwargs_into_chunks((target,), {}, count)

@@ -29,6 +29,7 @@ from meshwright.pipelining.backward import (
 )
 from meshwright.pipelining.edges import Source, StageEdges, adjacent
 from meshwright.pipelining.metadata import Signature, Values, differences, signature_of
+from meshwright.pipelining.ties import Tie
 
 __all__ = ["PipelineStage", "as_outputs"]
 
@@ -74,7 +75,7 @@ class PipelineStage:
     microbatch and returns what computes its weight gradients. Gradients look as the values they
     belong to, so ``output_grads`` and ``input_grads`` are accepted and not needed; ``get_mesh`` is
     only kept. ``edges`` say for every stage where its arguments come from; by default they are all
-    outputs of the stage before.
+    outputs of the stage before. ``ties``, equal on all ranks, name parameters that several hold.
 
     Raises ``ValueError`` for an index outside the stages, ``RuntimeError`` for a group with more
     ranks than stages.
@@ -95,6 +96,7 @@ class PipelineStage:
         get_mesh: Callable[..., object] | None = None,
         *,
         edges: Sequence[StageEdges] | None = None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise ValueError(f"Stage index {stage_index} is out of range of {num_stages}")
@@ -116,6 +118,8 @@ class PipelineStage:
         self.all_edges = tuple(edges or map(adjacent, range(num_stages)))
         """The arguments of every stage of the model."""
         self.edges = self.all_edges[stage_index]
+        self.ties = tuple(ties)
+        """Parameters that several stages of the model hold."""
         self.takes_batch = self.is_first or any(s.stage is None for s in self.edges.args)
         """Whether it reads positional arguments of the batch."""
         self.takes_any_keyword = edges is None
@@ -163,6 +167,11 @@ class PipelineStage:
         ):
             kept.clear()
         self.output_chunks.clear()
+
+    def check_microbatches(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raise for arguments of the batch that this stage cannot take, before anything runs."""
 
     # ------------------------------------------------------------------------ inboxes
 

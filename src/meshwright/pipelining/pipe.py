@@ -1,0 +1,333 @@
+"""`pipeline`: a model, cut into stages by tracing it; the model itself is left as it is."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.edges import Source, StageEdges
+from meshwright.pipelining.split_points import SplitPoint, marked
+from meshwright.pipelining.splitting import Argument, Cut, Expected, Traced, cut
+from meshwright.pipelining.stage import as_outputs
+from meshwright.pipelining.ties import Tie
+from meshwright.pipelining.traced_stage import TracedStage, mismatches
+from meshwright.pipelining.tracing import SplitPolicy, export, traced
+
+__all__ = ["MultiUseParameterConfig", "Pipe", "PipeInfo", "build_stage", "pipeline"]
+
+_PREFIX = "submod_"
+
+
+class MultiUseParameterConfig(Enum):
+    """What becomes of a parameter that several stages use: as in torch, only copies are made."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+@dataclass
+class PipeInfo:
+    """What `build_stage` needs to know of a `Pipe`, without its parameters."""
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool
+    edges: tuple[StageEdges, ...] = ()
+    """Where the arguments of each stage come from."""
+    ties: tuple[Tie, ...] = ()
+    """Parameters that several stages hold."""
+    arguments: tuple[Argument, ...] = ()
+    """The arguments of the model, as it was traced."""
+    outputs: tuple[tuple[Expected | None, ...], ...] = ()
+    """What each stage gives, leaf by leaf."""
+
+
+class _SplitGraph(fx.GraphModule):
+    """The graph of calls of stages."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        raise RuntimeError(
+            "To run pipeline locally, invoke the Pipe object directly, not `split_gm`"
+        )
+
+
+class _Detached(fx.Interpreter):
+    """Runs stage by stage, with leaves of their own as inputs."""
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Run one stage."""
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
+        return super().call_module(target, args, kwargs)
+
+
+def _detached(value: Any) -> Any:  # noqa: ANN401
+    if not isinstance(value, torch.Tensor) or not value.requires_grad or value.is_leaf:
+        return value
+    return value.detach().requires_grad_()
+
+
+class Pipe(nn.Module):
+    """A model as stages. Called, it runs all of them on this process.
+
+    Attributes: ``split_gm`` (the stages as its children ``submod_0``, ...), ``executor``,
+    ``num_stages``, ``has_loss_and_backward``, ``loss_spec``, and ``replicated_params``: for each
+    parameter that several stages hold, its name in each of them. Every stage but the first has a
+    copy of its own; all other parameters and buffers are those of the model that was traced.
+    """
+
+    def __init__(
+        self,
+        split_gm: fx.GraphModule,
+        num_stages: int,
+        has_loss_and_backward: bool,
+        loss_spec: object,
+    ) -> None:
+        super().__init__()
+        self.split_gm = split_gm
+        self.executor = _Detached(split_gm)
+        self.num_stages = num_stages
+        self.has_loss_and_backward = has_loss_and_backward
+        self.loss_spec = loss_spec
+        facts = split_gm.meta.get("facts")
+        self._facts: _Facts = facts if isinstance(facts, _Facts) else _Facts()
+        self.replicated_params: list[dict[str, str]] = [
+            {f"{_PREFIX}{stage}": name for stage, name in tie.names} for tie in self._facts.ties
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run all stages here, each on detached inputs. Returns a tuple of the model's outputs.
+
+        Raises `PipeliningShapeError` for constants that differ from those of the trace.
+        """
+        given: list[Any] = []
+        for argument in _ordered(self._facts.arguments):
+            if isinstance(argument.key, int):
+                if argument.key >= len(args):
+                    raise TypeError(f"the model was traced with an argument {argument.name!r}")
+                given.append(args[argument.key])
+            else:
+                default = argument.leaves[0] if argument.has_default else None
+                given.append(kwargs.get(argument.key, default))
+            if argument.has_default:
+                problems = mismatches(argument.leaves[0], given[-1], f"argument {argument.name!r}")
+                if problems:
+                    raise PipeliningShapeError(problems[0])
+        return as_outputs(self.executor.run(*given))
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of one stage. Raises ``ValueError`` for an index outside the stages."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise ValueError(f"Invalid stage index {stage_idx}!")
+        return self.split_gm.get_submodule(f"{_PREFIX}{stage_idx}")
+
+    def info(self) -> PipeInfo:
+        """What `build_stage` needs; it does not keep this object."""
+        graph = fx.Graph()
+        result = graph.graph_copy(self.split_gm.graph, {})
+        graph.output(result)
+        facts = self._facts
+        return PipeInfo(
+            graph,
+            self.num_stages,
+            self.has_loss_and_backward,
+            facts.edges,
+            facts.ties,
+            facts.arguments,
+            facts.outputs,
+        )
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device,
+        group: Any = None,  # noqa: ANN401
+    ) -> TracedStage:
+        """The stage ``stage_index`` on ``device``, to be given to a schedule."""
+        module = self.get_stage_module(stage_index)
+        return build_stage(module, stage_index, self.info(), device, group)
+
+    def print_readable(self) -> None:
+        """Print the code of all stages."""
+        self.split_gm.print_readable()
+
+    @classmethod
+    def _from_traced(
+        cls,
+        mod: nn.Module,
+        exported_program: ExportedProgram,
+        multi_use_param_spec: object = None,
+        output_loss_value_spec: object = None,
+        split_policy: SplitPolicy | None = None,
+    ) -> Self:
+        """A pipe of a model that has been exported. Parameters of several stages are copied."""
+        found = traced(mod, exported_program, split_policy)
+        stages = cut(found)
+        split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
+        split_gm.meta["facts"] = _Facts(stages.edges, stages.ties, found.arguments, stages.outputs)
+        has_loss = output_loss_value_spec is not None
+        return cls(split_gm, len(stages.stages), has_loss, output_loss_value_spec)
+
+    @classmethod
+    def from_tracing(
+        cls,
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: SplitPolicy | None = None,
+    ) -> Self:
+        """A pipe of a model, traced with one microbatch."""
+        program = export(mod, example_args, example_kwargs)
+        return cls._from_traced(mod, program, split_policy=split_policy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a split graph knows of its stages."""
+
+    edges: tuple[StageEdges, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    outputs: tuple[tuple[Expected | None, ...], ...] = ()
+
+
+def _rooted(stages: Cut) -> dict[str, Any]:
+    return {f"{_PREFIX}{index}": module for index, module in enumerate(stages.stages)}
+
+
+def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
+    """Arguments as a signature has them: those that may be left out come last."""
+    return sorted(arguments, key=lambda argument: argument.has_default)
+
+
+def _calls(found: Traced, stages: Cut) -> fx.Graph:
+    """The graph that calls stage after stage."""
+    graph = fx.Graph()
+    batch: dict[int | str | None, fx.Node] = {}
+    for argument in _ordered(found.arguments):
+        default = argument.leaves if argument.has_default else ()
+        batch[argument.key] = graph.placeholder(argument.name, None, *default)
+    results: list[fx.Node] = []
+    taken: dict[Source, fx.Node] = {}
+
+    def value(source: Source) -> fx.Node:
+        if source.stage is None:
+            return batch[source.output]
+        if source not in taken:
+            where = (results[source.stage], source.output)
+            taken[source] = graph.call_function(operator.getitem, where)
+        return taken[source]
+
+    for index, edges in enumerate(stages.edges):
+        args = tuple(value(source) for source in edges.args)
+        kwargs: dict[str, fx.node.Argument] = {name: value(source) for name, source in edges.kwargs}
+        results.append(graph.call_module(f"{_PREFIX}{index}", args, kwargs))
+    graph.output(results[-1])
+    return graph
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device,
+    group: Any = None,  # noqa: ANN401
+) -> TracedStage:
+    """A stage from a module of a `Pipe`, wrapped or not, on ``device``.
+
+    Raises ``ValueError`` for an index outside the stages, `PipeliningShapeError` for an info of
+    another pipe.
+    """
+    calls = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
+    if len(calls) != pipe_info.num_stages:
+        raise PipeliningShapeError(
+            f"Number of submodules in pipe graph {len(calls)} does not match number of stages "
+            f"{pipe_info.num_stages}"
+        )
+    if not 0 <= stage_index < pipe_info.num_stages:
+        raise ValueError(f"Stage index {stage_index} is out of range of {pipe_info.num_stages}")
+    return TracedStage(
+        _moved(stage_module, torch.device(device)),
+        stage_index,
+        torch.device(device),
+        group,
+        pipe_info.edges,
+        pipe_info.arguments,
+        pipe_info.outputs[stage_index],
+        pipe_info.ties,
+    )
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    *,
+    dynamic_shapes: Any = None,  # noqa: ANN401
+) -> Pipe:
+    """Trace ``module`` with one microbatch, and cut it into stages.
+
+    It is cut where its forward calls `pipe_split`, and besides before or after the modules that
+    ``split_spec`` names, or where ``split_policy`` puts markers. Parameters and buffers of the
+    stages keep their names and are those of ``module``, apart from copies for further stages of
+    what several use. ``dynamic_shapes`` is torch.export's: sizes that may differ from those of the
+    microbatch.
+
+    Raises ``ValueError`` for both ways at once, ``AttributeError`` for modules that do not exist,
+    ``RuntimeError`` when the model cannot be traced, with the module, the line and another way.
+    """
+    if split_spec is not None and split_policy is not None:
+        raise ValueError(
+            "Cannot specify both `split_spec` and `split_policy`. Please use only one of them."
+        )
+    with marked(module, split_spec) if split_spec else nullcontext():
+        program = export(module, mb_args, mb_kwargs, dynamic_shapes)
+    return Pipe._from_traced(module, program, split_policy=split_policy)
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """``module`` on ``device``, graphs included; a copy where it was elsewhere."""
+    held = [*module.parameters(), *module.buffers()]
+    if all(tensor.device == device or tensor.is_meta for tensor in held):
+        elsewhere = [g for g in _graphs(module) if any(_devices(g, device))]
+        if not elsewhere:
+            return module
+    moved = copy.deepcopy(module)
+    if not any(tensor.is_meta for tensor in held):
+        moved.to(device)
+    for graph_module in _graphs(moved):
+        for node in list(_devices(graph_module, device)):
+            node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _on(a, device))
+        graph_module.recompile()
+    return moved
+
+
+def _graphs(module: nn.Module) -> list[fx.GraphModule]:
+    return [child for child in module.modules() if isinstance(child, fx.GraphModule)]
+
+
+def _devices(module: fx.GraphModule, device: torch.device) -> list[fx.Node]:
+    """Nodes that name another device than ``device``."""
+    found: list[fx.Node] = []
+    for node in module.graph.nodes:
+        named: list[Any] = []
+        fx.node.map_aggregate((node.args, node.kwargs), named.append)
+        if any(isinstance(value, torch.device) and value.type != device.type for value in named):
+            found.append(node)
+    return found
+
+
+def _on(value: Any, device: torch.device) -> Any:  # noqa: ANN401
+    return device if isinstance(value, torch.device) else value

@@ -1,0 +1,154 @@
+"""A stage that was cut out of a traced model: a graph, and parameters under their first names.
+
+A graph has the mode of the model when it was traced. The operators that differ between training and
+evaluation are known here, so that `train` and `eval` switch them. What the model decides in Python
+while it is traced stays decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+__all__ = ["Nesting", "StageModule", "follow_mode", "nested"]
+
+_MODE_ARGUMENTS: Mapping[str, str] = {
+    "aten::dropout": "train",
+    "aten::dropout_": "train",
+    "aten::alpha_dropout": "train",
+    "aten::alpha_dropout_": "train",
+    "aten::feature_dropout": "train",
+    "aten::feature_dropout_": "train",
+    "aten::feature_alpha_dropout": "train",
+    "aten::feature_alpha_dropout_": "train",
+    "aten::rrelu": "training",
+    "aten::rrelu_": "training",
+    "aten::batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::lstm": "train",
+    "aten::gru": "train",
+    "aten::rnn_tanh": "train",
+    "aten::rnn_relu": "train",
+    "aten::scaled_dot_product_attention": "dropout_p",
+}
+"""By operator, the argument that says in which mode it runs."""
+_COUNTER = "num_batches_tracked"
+_NEEDS_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
+
+
+class Nesting:
+    """How the model nests its outputs. It never changes, and copies of a stage share it."""
+
+    def __init__(self, spec: TreeSpec) -> None:
+        self.spec = spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def nested(nesting: Nesting, leaves: list[Any]) -> Any:  # noqa: ANN401
+    """The model's output from its leaves."""
+    return tree_unflatten(leaves, nesting.spec)
+
+
+class StageModule(fx.GraphModule):
+    """The graph of one stage.
+
+    ``meta["transient"]`` names the buffers that are not part of the state, ``meta["modes"]`` the
+    arguments that follow the mode, ``meta["training"]`` the mode in which the model was traced.
+    """
+
+    def keep(
+        self,
+        transient: tuple[str, ...],
+        modes: Mapping[str, tuple[str, Any, Any]],
+        *,
+        is_training: bool,
+    ) -> None:
+        """Note what the trace knows besides the graph."""
+        self.meta.update(transient=transient, modes=modes, training=is_training)
+        self._mark_transient()
+        nn.Module.train(self, is_training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        copied = super().__deepcopy__(memo)
+        if isinstance(copied, StageModule):
+            copied._mark_transient()
+            nn.Module.train(copied, self.training)
+        return copied
+
+    def _mark_transient(self) -> None:
+        """Keep buffers out of the state."""
+        for name in self.meta.get("transient", ()):
+            path, _, leaf = name.rpartition(".")
+            self.get_submodule(path)._non_persistent_buffers_set.add(leaf)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training or back.
+
+        Raises ``RuntimeError`` when a model that was traced in evaluation shall train: what
+        training would have done is not in its graph.
+        """
+        super().train(mode)
+        traced, modes = self.meta.get("training", True), self.meta.get("modes", {})
+        if mode and not traced:
+            super().train(False)
+            raise RuntimeError(
+                "this stage was traced in evaluation mode and cannot train: call train() on the "
+                "model before pipeline()"
+            )
+        if modes and mode is not self.meta.get("mode", traced):
+            self.meta["mode"] = mode
+            for node in self.graph.nodes:
+                if node.name in modes:
+                    name, value, neutral = modes[node.name]
+                    node.update_kwarg(name, value if mode else neutral)
+            self.recompile()
+        return self
+
+
+def follow_mode(node: fx.Node, *, is_training: bool) -> tuple[str, Any, Any] | None:
+    """Which keyword of a traced ``node`` follows the mode, with its values in both.
+
+    None where none does, or where the model has fixed it. The node gets that argument by keyword.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not is_training:
+        return None
+    operator = target._schema.name
+    if operator == "aten::add_" and _is_counter(node.args[0]):
+        return _by_keyword(node, "other", 0)
+    name = _MODE_ARGUMENTS.get(operator)
+    if name is None:
+        return None
+    names = [argument.name for argument in target._schema.arguments]
+    if operator in _NEEDS_STATISTICS and _argument(node, names, "running_mean") is None:
+        return None
+    value = _argument(node, names, name)
+    if not value:
+        return None
+    return _by_keyword(node, name, 0.0 if name == "dropout_p" else False)
+
+
+def _is_counter(node: object) -> bool:
+    return isinstance(node, fx.Node) and str(node.target).endswith(_COUNTER)
+
+
+def _argument(node: fx.Node, names: list[str], name: str) -> Any:  # noqa: ANN401
+    position = names.index(name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+def _by_keyword(node: fx.Node, name: str, neutral: object) -> tuple[str, Any, Any]:
+    """Give ``name`` and what follows it to ``node`` by keyword."""
+    target = node.target
+    names = [argument.name for argument in getattr(target, "_schema").arguments]  # noqa: B009
+    position = names.index(name)
+    moved = dict(zip(names[position:], node.args[position:], strict=False))
+    node.args = node.args[:position]
+    node.kwargs = {**moved, **node.kwargs}
+    return name, node.kwargs[name], neutral

@@ -1,0 +1,201 @@
+"""The upstream test of pipeline stages, on CPU: traced and manual stages at 2 and 4 ranks.
+
+What rank 0 does wrong on purpose it does alone: the other ranks are not in a step then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from meshwright.comm import communicator
+from meshwright.pipelining import (
+    PipelineStage,
+    PipeliningShapeError,
+    ScheduleGPipe,
+    SplitPoint,
+    build_stage,
+    pipe_split,
+    pipeline,
+)
+from meshwright.testing import Ranks
+
+HIDDEN, BATCH, CHUNKS = 512, 256, 4
+CPU = torch.device("cpu")
+
+
+class Example(nn.Module):
+    """Cut in its forward; a constant and a value without gradient are used behind the cut."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(
+            torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5 for _ in range(stages)
+        )
+        self.register_buffer("constant", torch.randn(HIDDEN))
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_positive, constant = x > 0, self.constant.clone()
+        for number, matrix in enumerate(self.matrices):
+            if number:
+                pipe_split()
+            x = torch.relu(torch.mm(x, matrix)) + constant * is_positive
+        return self.linear(x)
+
+
+class Chain(nn.Module):
+    """Cut by a spec."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+            for _ in range(stages)
+        )
+        self.split_spec = {f"layers.{i}": SplitPoint.BEGINNING for i in range(1, stages)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class WithKeyword(Example):
+    """Takes a tensor by keyword, which its first stage uses."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if y is None else x + y)
+
+
+def hook_of(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    return lambda module, inputs, output: tree_map_only(torch.Tensor, change, output)
+
+
+def fail_alone(
+    run: Callable[[torch.Tensor], object], module: nn.Module, x: torch.Tensor, rounds: int
+) -> None:
+    """What rank 0 finds by itself, again and again, each time from a clean state."""
+    if communicator().rank:
+        return
+    for _ in range(rounds):
+        with pytest.raises(PipeliningShapeError, match="shape mismatch"):
+            run(torch.randn(BATCH + 1, HIDDEN))
+        with pytest.raises(PipeliningShapeError, match="dtype mismatch"):
+            run(x.to(torch.int32))
+        handle = module.register_forward_hook(hook_of(torch.flatten))
+        with pytest.raises(PipeliningShapeError, match="shape mismatch"):
+            run(x)
+        handle.remove()
+        handle = module.register_forward_hook(hook_of(torch.Tensor.bfloat16))
+        with pytest.raises(PipeliningShapeError, match="dtype mismatch"):
+            run(x)
+        handle.remove()
+
+
+def body_traced() -> None:
+    """Forward alone, from a spec, from marks in the code, and with a keyword."""
+    world = communicator()
+    for kind in (Example, Chain, WithKeyword):
+        torch.manual_seed(0)
+        model = kind(world.size)
+        x, y = torch.randn(2, BATCH, HIDDEN)
+        more, chunk = ({"y": y}, {"y": y.chunk(CHUNKS)[0]}) if kind is WithKeyword else ({}, None)
+        spec = getattr(model, "split_spec", None)
+        pipe = pipeline(model, mb_args=(x.chunk(CHUNKS)[0],), mb_kwargs=chunk, split_spec=spec)
+        assert pipe.num_stages == world.size
+        if kind is WithKeyword:
+            stage = build_stage(pipe.get_stage_module(world.rank), world.rank, pipe.info(), CPU)
+        else:
+            stage = pipe.build_stage(world.rank, CPU)
+        schedule = ScheduleGPipe(stage, CHUNKS)
+        run = lambda given: schedule.step(given, **more)  # noqa: B023, E731
+        fail_alone(run, stage.submod, x, 1)
+        out = run(x) if world.rank == 0 else schedule.step()
+        if world.rank == world.size - 1:
+            torch.testing.assert_close(out, model(x, **more), atol=1e-3, rtol=5e-2)
+        assert stage.submod.state_dict().keys() <= model.state_dict().keys()
+        fail_alone(run, stage.submod, x, 4 if kind is WithKeyword else 1)
+
+
+def body_refused() -> None:
+    """What a traced stage cannot take is told before anything runs, and names what to do."""
+    world = communicator()
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, HIDDEN)
+    part = x.chunk(CHUNKS)[0]
+    pipe = pipeline(WithKeyword(world.size), (part,), {"y": part})
+    schedule = ScheduleGPipe(pipe.build_stage(world.rank, CPU), CHUNKS)
+    if world.rank == 0:
+        fixed = "microbatch 3, has a shape mismatch.*must be a multiple of it, or .*dynamic_shapes"
+        with pytest.raises(PipeliningShapeError, match=fixed):
+            schedule.step(x[:-1], y=x[:-1])
+        with pytest.raises(PipeliningShapeError, match="stride mismatch"):
+            schedule.step(x, y=x.t().contiguous().t())
+        with pytest.raises(ValueError, match=r"reads the keyword arguments \['y'\]"):
+            schedule.step(x)
+        with pytest.raises(ValueError, match=r"keyword arguments \['z'\] that the model was not"):
+            schedule.step(x, y=x, z=x)
+        with pytest.raises(ValueError, match="expects 1 positional arguments.* got 2"):
+            schedule.step(x, x, y=x)
+    out = schedule.step(*(x,)[: world.rank == 0], **({} if world.rank else {"y": x}))
+    assert (out is None) == (world.rank < world.size - 1)
+
+
+def body_manual() -> None:
+    """Stages of one's own, and weight gradients that the user computes."""
+    world = communicator()
+    torch.manual_seed(0)
+    model = Chain(world.size)
+    x, target = torch.randn(2, BATCH, HIDDEN)
+    module = model.get_submodule(f"layers.{world.rank}")
+    first = x.chunk(CHUNKS)[0]
+    stage = PipelineStage(module, world.rank, world.size, CPU, input_args=first)
+    schedule = ScheduleGPipe(stage, CHUNKS)
+    out = schedule.step(x) if world.rank == 0 else schedule.step()
+    if out is not None:
+        torch.testing.assert_close(out, model(x))
+    fail_alone(schedule.step, module, x, 1)
+    calls: list[int] = []
+    stage = PipelineStage(
+        module,
+        world.rank,
+        world.size,
+        CPU,
+        input_args=first,
+        dw_builder=lambda: lambda: calls.append(1),
+    )
+    schedule = ScheduleGPipe(stage, CHUNKS, loss_fn=nn.MSELoss(reduction="sum"))
+    if world.rank == 0:
+        out = schedule.step(x)
+    else:
+        out = schedule.step(target=target) if world.rank == world.size - 1 else schedule.step()
+    assert len(calls) == CHUNKS
+    if out is not None:
+        torch.testing.assert_close(out, model(x))
+    if world.rank == 0:
+        with pytest.raises(PipeliningShapeError, match="shape mismatch"):
+            schedule.step(torch.randn(BATCH + 1, HIDDEN))
+    fresh = PipelineStage(
+        module, world.rank, world.size, CPU, input_args=first, dw_builder=lambda: lambda: None
+    )
+    with pytest.raises(AssertionError, match="backward_one_chunk"):
+        fresh.backward_weight_one_chunk(bwd_chunk_id=0)
+    fresh = PipelineStage(module, world.rank, world.size, CPU, input_args=first)
+    with pytest.raises(AssertionError, match="dw_builder"):
+        fresh.backward_one_chunk(bwd_chunk_id=0, full_backward=False)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("body", [body_traced, body_manual])
+def test_stages(ranks: Ranks, body: Callable[[], None], size: int) -> None:
+    ranks(size, body)
+
+
+def test_what_a_traced_stage_refuses(ranks: Ranks) -> None:
+    ranks(2, body_refused)
