@@ -72,7 +72,7 @@ def test_a_line_holds_gradients_in_the_order_of_the_shards(
     assert found == [t.numel() for t in tensors]
     line.release()
     assert not line.has_gradient
-    assert line.tensor.untyped_storage().size() == 0
+    assert line._memory.is_free
 
 
 def test_a_gradient_that_fills_a_line_stays_where_it_is() -> None:
@@ -121,7 +121,7 @@ def whole_bytes(units: list[Unit]) -> tuple[int, int]:
 
 
 def is_at_rest(buffer: FlatBuffer) -> bool:
-    return buffer.full.untyped_storage().size() == 0
+    return buffer._whole is None or buffer._whole.is_free
 
 
 class Watcher:
@@ -173,8 +173,8 @@ def body_bounds(way: str) -> None:
             optimizer.zero_grad()
         assert whole_bytes(units) == (0, 0)
         for buffer in (group.buffer for unit in units for group in unit.groups):
-            assert buffer._staging.untyped_storage().size() == 0
-            assert all(line._line.untyped_storage().size() == 0 for line in buffer.gradients)
+            assert buffer._staging.is_free or not buffer._staging.tensor.numel()
+            assert all(line._memory.is_free for line in buffer.gradients)
     # The running unit and the one gathered ahead.
     assert watcher.alive == 2
     # The unit that travels, and the one whose gradients come: a weight, in its own memory or on

@@ -1,4 +1,4 @@
-"""The state of communication in this process: communicators, observers, phases, the monitor.
+"""The state of communication in this process: communicators, observers, phases, the monitor, pages.
 
 This is the only mutable state that the library keeps for a process. Communicators are held weakly
 by their c10d group, so that a destroyed group takes its communicator with it.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.observers import Observer, SpanObserver
+from meshwright.comm.pages import PagePool
 from meshwright.comm.streams import Mark
 from meshwright.timeline import Collective
 
@@ -54,6 +55,8 @@ class ProcessState:
     """The phases that the main thread is in, outermost first."""
     monitor: FailureMonitor | None = None
     """Publishes this rank's failure and answers for it; None before `connect`."""
+    pages: PagePool = field(default_factory=PagePool)
+    """Memory of lines that come and go."""
 
     def tell_issued(self, collective: Collective) -> None:
         """Tell every observer that ``collective`` is about to run."""

@@ -24,17 +24,12 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from meshwright.comm import Communicator, Pending
-from meshwright.data_parallel.gradient_lines import (
-    GradientLine,
-    free,
-    is_free,
-    line_of,
-    restore,
-)
+from meshwright.comm.lines import Line, line_of
+from meshwright.data_parallel.gradient_lines import GradientLine
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer", "is_free"]
+__all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +134,11 @@ class FlatBuffer:
         self._alias = axes.parts == 1 and types.master == types.compute and is_here
         self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
         """Whether what is gathered lies as the tensors do."""
-        self.full = (
-            self.shard if self._alias else line_of(layout.padded_size, types.compute, device)
-        )
-        """The whole line; without storage between `gather` and `release`."""
+        self._whole: Line | None = None
+        if not self._alias:
+            self._whole = line_of(layout.padded_size, types.compute, device)
+        self.full = self.shard if self._whole is None else self._whole.tensor
+        """The whole line; without memory between `gather` and `release`."""
         # `.data` has a version counter of its own: a gather does not look like a change of what
         # autograd has saved.
         self.views = [self._place(index).data for index in range(len(layout.names))]
@@ -155,7 +151,9 @@ class FlatBuffer:
             0 if self.is_direct else self.packed * axes.parts, types.compute, device
         )
         """What is gathered in one piece, before it is copied to where it belongs."""
-        self._copies = None if self.is_direct else self._copies_from(self._staging, self._together)
+        self._copies = (
+            None if self.is_direct else self._copies_from(self._staging.tensor, self._together)
+        )
         self._moves = self._plan_moves()
         self._pending: list[Pending] = []
         self._after: _Copies | None = None
@@ -163,9 +161,8 @@ class FlatBuffer:
         self._kept: tuple[Communicator, torch.Tensor] | None = None
         """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
         self._gathered_version = -1
-        free(self._staging)
-        if not self._alias:
-            free(self.full)
+        self._staging.free()
+        self.release()
 
     # ------------------------------------------------------------------------ parameters
 
@@ -226,9 +223,9 @@ class FlatBuffer:
 
     def gather(self, label: str, custom: CustomCollective | None = None) -> None:
         """Start to bring the whole line together, by ``custom`` where there is one."""
-        if self._alias:
+        if self._whole is None:
             return
-        restore(self.full, self.layout.padded_size)
+        self._whole.restore()
         kept, self._kept = self._kept, None
         if kept is not None and not self.is_stale:
             ranks, mine = kept
@@ -252,7 +249,7 @@ class FlatBuffer:
             )
             return
         if self._copies is not None:
-            restore(self._staging, self._staging.numel())
+            self._staging.restore()
             self._after = self._copies
         for line, place, mine in self._moves:
             # A shard of another dtype or device goes by way of this rank's own part of the line.
@@ -271,7 +268,7 @@ class FlatBuffer:
         copies, self._after = self._after, None
         if copies is not None:
             torch._foreach_copy_(*copies)
-            free(self._staging)
+            self._staging.free()
 
     @torch.no_grad()
     def keep(self, block: Communicator) -> None:
@@ -289,8 +286,8 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Give the memory of the whole line back."""
-        if not self._alias:
-            free(self.full)
+        if self._whole is not None:
+            self._whole.free()
 
     # ------------------------------------------------------------------------- gradients
 
@@ -358,7 +355,8 @@ class FlatBuffer:
         packed = self.packed
         moves: list[_Move] = []
         if packed:
-            moves.append((self._staging, self._staging.view(parts, -1)[part], self.shard[:packed]))
+            line = self._staging.tensor
+            moves.append((line, line.view(parts, -1)[part], self.shard[:packed]))
         for index in range(self._together, len(self._regions)):
             region, start = self._regions[index], self.layout.offsets[index]
             mine = self.shard[start : start + region.shape[1]]

@@ -12,38 +12,14 @@ from typing import TypeAlias
 
 import torch
 
+from meshwright.comm.lines import line_of
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = ["GradientLine", "free", "is_free", "line_of", "restore"]
+__all__ = ["GradientLine"]
 
 _Place: TypeAlias = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
 """Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
-
-
-def line_of(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A line that has memory now."""
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-def free(line: torch.Tensor) -> None:
-    """Give the memory of ``line`` back; its views stay valid for the next `restore`."""
-    storage = line.untyped_storage()
-    if storage.size():
-        storage.resize_(0)
-
-
-def restore(line: torch.Tensor, numel: int) -> None:
-    """Give ``line`` memory for ``numel`` elements, uninitialised."""
-    storage = line.untyped_storage()
-    size = numel * line.element_size()
-    if storage.size() != size:
-        storage.resize_(size)
-
-
-def is_free(line: torch.Tensor) -> bool:
-    """Whether ``line`` has no memory now."""
-    return line.numel() > 0 and line.untyped_storage().size() == 0
 
 
 class GradientLine:
@@ -66,7 +42,8 @@ class GradientLine:
         """Where in a shard its part begins."""
         self.stop = layout.offsets[indices.stop] if indices.stop < count else layout.shard_size
         self.numel = (self.stop - self.start) * layout.parts
-        self._line = line_of(self.numel, dtype, device)
+        self._memory = line_of(self.numel, dtype, device)
+        self._line = self._memory.tensor
         self._rows = self._line.view(layout.parts, -1)
         self._source: torch.Tensor | None = None
         self._slots = (
@@ -81,12 +58,12 @@ class GradientLine:
             layout.dims[i] == 0 and layout.shapes[i][0] % layout.parts == 0 for i in indices
         )
         self._gaps = self._find_gaps()
-        free(self._line)
+        self._memory.free()
 
     @property
     def has_gradient(self) -> bool:
         """Whether it holds something."""
-        return self._source is not None or not is_free(self._line)
+        return self._source is not None or not self._memory.is_free
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -101,7 +78,7 @@ class GradientLine:
         if len(gradients) == 1 and self._is_even and self._may_borrow(gradients[0]):
             self._source = gradients[0].view(-1)  # pyrefly: ignore[missing-attribute]
             return
-        restore(self._line, self.numel)
+        self._memory.restore()
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         present = [gradient for gradient in gradients if gradient is not None]
@@ -119,7 +96,7 @@ class GradientLine:
     def release(self) -> None:
         """Forget the gradients."""
         self._source = None
-        free(self._line)
+        self._memory.free()
 
     def parts(self) -> list[list[torch.Tensor]]:
         """For each of its tensors the places that hold its gradient."""
@@ -158,7 +135,7 @@ class GradientLine:
     def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         if self._source is not None:
             source, self._source = self._source, None
-            restore(self._line, self.numel)
+            self._memory.restore()
             self._line.copy_(source)
         targets, sources = self._pairs(gradients, zeroes=False)
         if targets:
