@@ -13,7 +13,7 @@ Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished
 `parameter_group` and `unit` (parameters that come and go together), `order` and `iteration` (what
 units of one root share), `driver` (hooks), `shard_hooks` and `sharded_join` (as for replicas),
 `exposed_tensors` (DTensors at rest), `shared_parameters`, `sharded_module` and `sharded`
-(`fully_shard`), `optimizer` (the flat view).
+(`fully_shard`), `residency` (what a pipeline's schedule drives), `optimizer` (the flat view).
 """
 
 from __future__ import annotations

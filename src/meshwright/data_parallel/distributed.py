@@ -15,6 +15,7 @@ from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
 from meshwright.data_parallel.replica import Replica, left_out
+from meshwright.data_parallel.residency import ReplicaResidency
 
 __all__ = ["DistributedDataParallel"]
 
@@ -62,6 +63,7 @@ class DistributedDataParallel(nn.Module):
         self.dim = dim
         self.find_unused_parameters = keywords.get("find_unused_parameters", False)
         self._replica = Replica(module, communicator(options.process_group, options.axis), options)
+        self._residency = ReplicaResidency(lambda: self._replica)
         if options.mixed_precision is not None:
             compute_in(module, options.mixed_precision, left_out(module, (), options.ignored_names))
 
@@ -131,6 +133,10 @@ class DistributedDataParallel(nn.Module):
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
         self._replica.reducer.register_hook(state, check_hook(hook))
+
+    def pipeline_residency(self) -> ReplicaResidency:
+        """What a pipeline's schedule drives."""
+        return self._residency
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

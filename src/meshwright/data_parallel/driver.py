@@ -104,6 +104,10 @@ class Driver:
         """Settings that were accepted and change nothing here, with their last values."""
         self.position = -1
         """Where it stands among the units whose forward has ended, at its last forward."""
+        self.residency: object | None = None
+        """What lets a pipeline schedule drive this unit, once that has been asked for."""
+        self.is_driven = False
+        """Whether a schedule gathers, frees and reduces now, so that hooks need not."""
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
         self._uses = 0
@@ -170,6 +174,10 @@ class Driver:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The forward pre-hook: whole parameters are there afterwards."""
+        if self.is_driven:
+            if self.unit is not None:
+                self.unit.wait_unshard()
+            return self._cast_inputs(args, kwargs)
         iteration = self.iteration or self.start(module)
         is_recompute = torch._C._current_graph_task_id() != -1
         following: Driver | None = None
@@ -196,6 +204,8 @@ class Driver:
         dtype = self.cast.outputs
         if dtype is not None:
             output = tree_map(partial(_cast, dtype=dtype), output)
+        if self.is_driven:
+            return output
         iteration = self.iteration or self.start(module)
         if torch._C._current_graph_task_id() != -1:
             return output

@@ -84,14 +84,7 @@ class Iteration:
 
     def begin_forward(self, *, training: bool) -> None:
         """The root's forward begins; an iteration that raised is given up first."""
-        if self.is_in_backward or self.is_in_forward:
-            self.reset()
-        self.is_in_forward = True
-        for exposure in self._exposures:
-            exposure.zero_alike()
-        while self.in_blocks:
-            # Their backward has passed or will not come: what is gathered now is what is held now.
-            self.in_blocks.pop().forget_block()
+        self._begin()
         if self._order:
             self._expected, self._order = self._order, self._expected
             self._order.clear()
@@ -106,6 +99,35 @@ class Iteration:
         self._events.happens(event, asks=is_training is not self._was_training)
         self._was_training = is_training
         self._check.begin(training=training, weights=self._weights() if is_training else 0)
+
+    def _begin(self) -> None:
+        if self.is_in_backward or self.is_in_forward:
+            self.reset()
+        self.is_in_forward = True
+        for exposure in self._exposures:
+            exposure.zero_alike()
+        while self.in_blocks:
+            # Their backward has passed or will not come: what is gathered now is what is held now.
+            self.in_blocks.pop().forget_block()
+
+    def begin_driven(self, what: str, *, training: bool) -> None:
+        """A step in which somebody else gathers, frees and reduces begins; an exception ends it.
+
+        Units are gathered in their own order then, so that no order is recorded. ``what`` is
+        compared over the ranks like a forward pass.
+        """
+        self._begin()
+        self.finished.clear()
+        if self._events is not None:
+            event = Event(what, self._states.digest() if training else 0)
+            self._events.happens(event, asks=training is not self._was_training)
+            self._was_training = training
+
+    def end_driven(self, *, training: bool) -> None:
+        """It has ended: wait for the reductions it has left, and set gradients."""
+        if training and self.drivers[0].is_last_backward:
+            self._settle()
+        self.is_in_forward = False
 
     def record(self, driver: Driver) -> Driver | None:
         """``driver`` runs next; returns the one that came after it the last time, if any."""
@@ -183,17 +205,18 @@ class Iteration:
                 return other
         return None
 
-    def start_reduction(self, unit: Unit) -> None:
+    def start_reduction(self, unit: Unit, *, is_limited: bool = True) -> None:
         """Reduce the gradients of ``unit``, with at most so many reductions under way."""
         if unit.is_reducing:
             unit.finish_reduce()
             self.in_flight.remove(unit)
-        for other in self.in_flight:
-            other.reduce_further()
-        asked = self.most_in_flight
-        most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
-        while len(self.in_flight) >= most:
-            self.in_flight.pop(0).finish_reduce()
+        if is_limited:
+            for other in self.in_flight:
+                other.reduce_further()
+            asked = self.most_in_flight
+            most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
+            while len(self.in_flight) >= most:
+                self.in_flight.pop(0).finish_reduce()
         # Not before: its line and that of a reduction that has ended are not there together.
         unit.accumulate()
         unit.reduce()
@@ -211,6 +234,13 @@ class Iteration:
         if not self.drivers[0].is_last_backward:
             self.is_in_backward = False
             return
+        self._settle()
+        self.is_in_backward = False
+
+    def _settle(self) -> None:
+        """Wait for all reductions and set gradients."""
+        for unit in self.in_flight:
+            unit.reduce_further()
         for unit in self.in_flight:
             unit.finish_reduce()
         self.in_flight.clear()
@@ -219,7 +249,6 @@ class Iteration:
         self.deliver()
         self._has_delivered = self._check is not None and self._has_gradients()
         self.finished.clear()
-        self.is_in_backward = False
 
     @contextlib.contextmanager
     def without_order_check(self) -> Iterator[None]:

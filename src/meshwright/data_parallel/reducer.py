@@ -33,7 +33,7 @@ from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.slots import BucketLayout, GradientSlot, plan_buckets
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
-from meshwright.data_parallel.static_graph import StaticGraph, named_with_modules
+from meshwright.data_parallel.static_graph import StaticGraph, late_gradient
 
 __all__ = ["GradientReducer", "ReductionPhase"]
 
@@ -157,12 +157,22 @@ class GradientReducer:
         """Open a backward pass, unless one is open; must be called from inside it."""
         if self.phase is ReductionPhase.BACKWARD or not self.is_synchronising:
             return
+        self._open()
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _open(self) -> None:
         self.phase = ReductionPhase.BACKWARD
         self._alignment.begin_backward()
         self.found_non_finite = []
         for bucket in self._alone:
             bucket.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def start(self) -> None:
+        """Start to reduce what ``.grad`` holds, outside of a backward pass; `finish` ends it."""
+        if self._static is not None:
+            self._static.skip()
+        self._open()
+        self._launch_rest()
 
     def abandon(self) -> None:
         """Close a backward pass that raised, so that the next one starts clean.
@@ -376,10 +386,14 @@ class GradientReducer:
             )
         self._next += 1
 
-    @torch.no_grad()
-    def _finish(self) -> None:
+    def _launch_rest(self) -> None:
         while self._next < len(self.buckets):
             self._launch_next()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
+        self._launch_rest()
         if self._registered is None:
             for bucket in self.buckets:
                 bucket.finish()
@@ -474,18 +488,11 @@ class GradientReducer:
         return self.communicator.ranks[self.communicator.rank]
 
     def _refuse_late(self, bucket: Reduction, place: int) -> None:
-        name = bucket.layout.slots[place].name
         waiting = [
             slot.name
             for other in self.buckets
             for slot, has_come in zip(other.layout.slots, other.arrived, strict=True)
             if not has_come
         ]
-        raise RuntimeError(
-            f"Expected to mark a variable ready only once. Rank {self._rank}: parameter {name!r} "
-            f"(of {name.rpartition('.')[0] or 'the module itself'}) got another gradient after the "
-            f"first had gone into {bucket.layout.label!r}; no gradient yet: "
-            f"{named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
-            "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
-            "torch.utils.checkpoint, or static_graph=True"
-        )
+        name = bucket.layout.slots[place].name
+        raise late_gradient(name, bucket.layout.label, waiting, rank=self._rank)

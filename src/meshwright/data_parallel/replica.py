@@ -38,6 +38,8 @@ class Replica:
         self.broadcast_buffers = options.broadcast_buffers
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
+        self.is_driven = False
+        """Whether a pipeline schedule says when gradients are reduced and buffers broadcast."""
         skipped = left_out(module, options.ignored, options.ignored_names)
         parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in skipped]
         _check(module, parameters, self.device_ids)
@@ -59,21 +61,28 @@ class Replica:
         # A forward pass inside a backward pass recomputes activations: it begins nothing.
         if torch._C._current_graph_task_id() != -1:
             return None
-        if torch.is_grad_enabled():
-            self.reducer.begin_forward()
-        if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
-            self.synchronise_buffers(0 if self.on_buffers is None else self.on_buffers())
+        if not self.is_driven:
+            self.begin()
         if self.device_ids is None:
             return None
         device = self.device_ids[0]
         return tree_map(partial(_moved, device), (args, kwargs))
+
+    def begin(self) -> None:
+        """What a forward pass begins with, and a pipeline's step: buffers of one rank for all."""
+        if torch.is_grad_enabled():
+            self.reducer.begin_forward()
+        if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
+            self.synchronise_buffers(0 if self.on_buffers is None else self.on_buffers())
 
     def after_forward(self, output: object) -> None:
         """Let the backward pass of ``output`` tell the reducer when it begins.
 
         Without this a rank that uses none of the parameters would never join the reductions.
         """
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if self.is_driven or not torch.is_grad_enabled():
+            return
+        if torch._C._current_graph_task_id() != -1:
             return
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

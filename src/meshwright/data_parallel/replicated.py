@@ -24,6 +24,7 @@ from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import compute_in
 from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions, resolved
 from meshwright.data_parallel.replica import Replica, left_out
+from meshwright.data_parallel.residency import ReplicaResidency
 
 __all__ = [
     "Replicate",
@@ -50,6 +51,7 @@ class ReplicateState:
         self._module = weakref.ref(module)
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
+        self.residency = ReplicaResidency(lambda: self.replica)
 
     @property
     def replica(self) -> Replica:
@@ -151,6 +153,10 @@ class ReplicatedModule(nn.Module):
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
         replicate.state(self).register_hook(state, hook)
+
+    def pipeline_residency(self) -> ReplicaResidency:
+        """What a pipeline's schedule drives."""
+        return replicate.state(self).residency
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise AssertionError(

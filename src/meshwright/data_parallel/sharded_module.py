@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.data_parallel.buffer import CustomCollective
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit
@@ -100,6 +101,10 @@ class FSDPModule(nn.Module):
             throw_on_early_termination=throw_on_early_termination,
             optimizers=optimizers,
         )
+
+    def pipeline_residency(self) -> ShardedResidency:
+        """What a pipeline's schedule drives: this module's unit and all units below it."""
+        return sharded_residency(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions also run over the replicating axis of a 2-D mesh."""

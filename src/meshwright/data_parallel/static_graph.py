@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.comm import Communicator
 
-__all__ = ["StaticGraph", "named_with_modules"]
+__all__ = ["StaticGraph", "late_gradient"]
 
 
 class StaticGraph:
@@ -21,6 +21,11 @@ class StaticGraph:
         self._names = tuple(names)
         self._expected: list[int] | None = None
         self._seen = [0] * len(names)
+        self._is_skipped = False
+
+    def skip(self) -> None:
+        """What is reduced now is of several passes, in which arrivals were not counted."""
+        self._is_skipped = True
 
     def arrived(self, index: int) -> bool:
         """Count an arrival; whether the gradient is complete. In the first pass nobody knows."""
@@ -29,17 +34,20 @@ class StaticGraph:
 
     def deviates(self) -> bool:
         """Whether this pass used something else than the first, as far as it has come."""
+        if self._is_skipped:
+            return False
         return self._expected is not None and self._seen != self._expected
 
     def end(self) -> None:
         """A pass has ended well: the first one is what the others are held against."""
-        if self._expected is None:
+        if self._expected is None and not self._is_skipped:
             self._expected = self._seen
         self.reset()
 
     def reset(self) -> None:
         """Forget the arrivals of this pass."""
         self._seen = [0] * len(self._names)
+        self._is_skipped = False
 
     def differences(self) -> dict[str, list[str]]:
         """Names of parameters with a gradient in only one of the two passes."""
@@ -58,7 +66,7 @@ class StaticGraph:
         for rank, row in zip(communicator.ranks, rows, strict=True):
             for verb, names in json.loads(row).items():
                 if names:
-                    sentences.append(f"rank {rank} {verb} {named_with_modules(names)}")
+                    sentences.append(f"rank {rank} {verb} {_named_with_modules(names)}")
         return RuntimeError(
             "static_graph=True expects every iteration to use the parameters of the first, but "
             f"{'; '.join(sentences)}. Leave static_graph out, or make forward take the same path "
@@ -66,7 +74,19 @@ class StaticGraph:
         )
 
 
-def named_with_modules(names: Sequence[str]) -> str:
+def late_gradient(name: str, bucket: str, waiting: Sequence[str], *, rank: int) -> RuntimeError:
+    """The error for a second gradient of ``name`` in a pass; ``waiting`` have had none so far."""
+    return RuntimeError(
+        f"Expected to mark a variable ready only once. Rank {rank}: parameter {name!r} "
+        f"(of {name.rpartition('.')[0] or 'the module itself'}) got another gradient after the "
+        f"first had gone into {bucket!r}; no gradient yet: "
+        f"{_named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
+        "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
+        "torch.utils.checkpoint, or static_graph=True"
+    )
+
+
+def _named_with_modules(names: Sequence[str]) -> str:
     """The parameters, and the modules that they belong to."""
     modules = sorted({name.rpartition(".")[0] or "the module itself" for name in names})
     return f"parameters {', '.join(names)} (of {', '.join(modules)})"

@@ -4,9 +4,9 @@
 Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
 `checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
 `building` (from module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`,
-`state_dicts`, `unit_wrapper` (one wrapper as a module), `state_dict_types`, `optimizer_exchange`
-(what ranks tell each other), `optimizer_state`, `legacy_optimizer_state`, `wrapper` (the public
-class); `grad_scaler`.
+`state_dicts`, `unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule
+drives), `state_dict_types`, `optimizer_exchange` (what ranks tell each other), `optimizer_state`,
+`legacy_optimizer_state`, `wrapper` (the public class); `grad_scaler`.
 
 Where this differs from torch's class on purpose:
 

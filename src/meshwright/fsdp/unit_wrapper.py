@@ -127,16 +127,16 @@ class UnitWrapper(nn.Module):
         """Gather, run the module, free. `torch.compile` does not trace it."""
         if torch.compiler.is_compiling():
             return _run_untraced(self, args, kwargs)
-        driver, unit = self._driver, self._unit
-        self._prepare(driver)
+        driver = self._driver
+        self.prepare()
         args, kwargs = self._prepare_inputs(args, kwargs)
-        if unit is not None:
-            _take_changes(unit)
         args, kwargs = driver.before_forward(self, args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
         return driver.after_forward(self, args, output)
 
-    def _prepare(self, driver: UnitDriver) -> None:
+    def prepare(self) -> None:
+        """Get ready for a forward pass: root, dtypes, and what was written since."""
+        driver = self._driver
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
             driver.start(self)
@@ -146,6 +146,8 @@ class UnitWrapper(nn.Module):
         if mode.is_mixed:
             is_full = self._use_full_prec_in_eval and not self.training
             mode.enter(_own_modules(self), is_full=is_full)
+        if self._unit is not None:
+            _take_changes(self._unit)
 
     def _check_device(self) -> None:
         """Raise RuntimeError when parameters have been moved to where they cannot be used."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.driver import attach
+from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import join_sharded
 from meshwright.data_parallel.unit import Unit, UnitSettings
@@ -42,6 +43,7 @@ from meshwright.fsdp.options import (
     StateDictType,
     row_of,
 )
+from meshwright.fsdp.residency import WrapperResidency
 from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver
@@ -260,6 +262,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             throw_on_early_termination=throw_on_early_termination,
             optimizers=optimizers,
         )
+
+    def pipeline_residency(self) -> ShardedResidency:
+        """What a pipeline's schedule drives: all wrappers of the root."""
+        return sharded_residency(self, WrapperResidency)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

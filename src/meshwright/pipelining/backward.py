@@ -70,9 +70,12 @@ def stage_backward_input(
     stage_outputs_or_loss: object,
     output_grads: object,
     input_values: Sequence[object],
-    weights: Iterable[torch.Tensor],
+    weights: Iterable[torch.Tensor] | None,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[Junction]]:
     """Run the input half of a stage's backward.
+
+    ``weights`` are the parameters whose gradients wait for the other half; all leaves of the graph
+    but the inputs when None, whatever modules call their parameters.
 
     Returns the gradients of ``input_values`` (also left in their ``.grad``), None for those without
     one, and what `stage_backward_weight` needs. No gradient of ``weights`` is computed, and the
@@ -80,7 +83,8 @@ def stage_backward_input(
     """
     tensors, gradients = _starts(stage_outputs_or_loss, output_grads)
     inputs = [v for v in input_values if isinstance(v, torch.Tensor) and v.requires_grad]
-    graph = _Graph([v for v in weights if v.requires_grad], inputs)
+    wanted = None if weights is None else [v for v in weights if v.requires_grad]
+    graph = _Graph(wanted, inputs)
     junctions = graph.junctions(tensor.grad_fn for tensor in tensors)
     on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -179,7 +183,8 @@ def _pairs(
 class _Graph:
     """What each node of a backward graph leads to."""
 
-    weights: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor] | None
+    """Those whose gradients come later; all leaves that are not inputs when None."""
     inputs: Sequence[torch.Tensor]
     _reach: dict[Node, int] = field(default_factory=dict)
 
@@ -187,7 +192,7 @@ class _Graph:
 
     def junctions(self, roots: Iterable[Node]) -> list[Junction]:
         """Search the graph behind ``roots``: the nodes on the path with branches to weights."""
-        for tensors, flag in ((self.weights, self._WEIGHT), (self.inputs, self._INPUT)):
+        for tensors, flag in ((self.weights or (), self._WEIGHT), (self.inputs, self._INPUT)):
             for tensor in tensors:
                 self._reach[get_gradient_edge(tensor).node] = flag
         found: list[Junction] = []
@@ -229,6 +234,8 @@ class _Graph:
         """All that ``node`` leads to has been seen."""
         reach = self._reach
         flags = 0
+        if not edges and self.weights is None and hasattr(node, "variable"):
+            flags = self._WEIGHT
         for following, _ in edges:
             if following is not None:
                 flags |= reach[following]

@@ -1,8 +1,9 @@
 """Where the parameters and gradients of a stage are: what a schedule drives, and never asks about.
 
 A module whose parameters are spread or copied over ranks offers itself by a method
-``pipeline_residency()``. While a schedule runs, its own hooks neither gather, free nor reduce:
-UNSHARD, RESHARD and REDUCE_GRAD do.
+``pipeline_residency()``; modules that return the same object are driven as one. While a schedule
+runs, hooks of these modules neither gather, free nor reduce: UNSHARD, RESHARD and REDUCE_GRAD do.
+Gradients of microbatches gather whole on each rank until then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from meshwright.comm import Communicator, Pending
 
 __all__ = ["Residency", "Several", "find_residency"]
 
-OURS = ("meshwright.data_parallel", "meshwright.fsdp")
-"""Packages whose modules must offer themselves: their own hooks would reduce each microbatch."""
 FOREIGN_REPLICA = "DistributedDataParallel"
 FOREIGN_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 """Names of torch's classes: they are recognised and not imported."""
@@ -29,8 +28,11 @@ FOREIGN_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 class Residency(Protocol):
     """Parameters that come and go, and gradients that are summed over data-parallel ranks."""
 
-    def begin(self) -> None:
-        """A step begins: hooks of the module leave everything to this until `finish`."""
+    def begin(self, what: str, *, training: bool) -> None:
+        """A step begins: hooks of the module leave everything to this until it ends.
+
+        ``what`` describes the step; data-parallel ranks must run the same.
+        """
         ...
 
     def unshard(self) -> None:
@@ -39,6 +41,10 @@ class Residency(Protocol):
 
     def wait_unshard(self) -> None:
         """Wait for the parameters."""
+        ...
+
+    def accumulate(self) -> None:
+        """A microbatch has left its gradients."""
         ...
 
     def reshard(self) -> None:
@@ -50,7 +56,11 @@ class Residency(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for the sums and set ``.grad``: the step has ended, well or not."""
+        """Wait for the sums and set ``.grad``: the step has ended."""
+        ...
+
+    def drop(self) -> None:
+        """The step has failed on this rank: wait for nobody."""
         ...
 
 
@@ -63,10 +73,10 @@ class Several:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def begin(self) -> None:
+    def begin(self, what: str, *, training: bool) -> None:
         """A step begins."""
         for part in self._parts:
-            part.begin()
+            part.begin(what, training=training)
 
     def unshard(self) -> None:
         """Start to gather the parameters."""
@@ -77,6 +87,11 @@ class Several:
         """Wait for the parameters."""
         for part in self._parts:
             part.wait_unshard()
+
+    def accumulate(self) -> None:
+        """A microbatch has left its gradients."""
+        for part in self._parts:
+            part.accumulate()
 
     def reshard(self) -> None:
         """Give the gathered parameters back."""
@@ -93,6 +108,11 @@ class Several:
         for part in self._parts:
             part.finish()
 
+    def drop(self) -> None:
+        """The step has failed."""
+        for part in self._parts:
+            part.drop()
+
 
 class _ForeignReplica:
     """torch's DistributedDataParallel in a stage: its gradients are averaged once a step."""
@@ -102,11 +122,12 @@ class _ForeignReplica:
         group = getattr(module, "process_group")  # noqa: B009
         self._communicator: Communicator = comm.communicator(group, axis="replicate")
         self._pending: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
-        self._before: bool = True
+        self._is_wanted: bool | None = None
+        """What was set before the step; None between steps."""
 
-    def begin(self) -> None:
+    def begin(self, what: str, *, training: bool) -> None:
         """Keep the module's own reducer from running."""
-        self._before = getattr(self._module, "require_backward_grad_sync")  # noqa: B009
+        self._is_wanted = getattr(self._module, "require_backward_grad_sync")  # noqa: B009
         setattr(self._module, "require_backward_grad_sync", False)  # noqa: B010
 
     def unshard(self) -> None:
@@ -115,11 +136,16 @@ class _ForeignReplica:
     def wait_unshard(self) -> None:
         """The parameters are there."""
 
+    def accumulate(self) -> None:
+        """They are in ``.grad``."""
+
     def reshard(self) -> None:
         """The parameters stay."""
 
     def reduce(self) -> None:
         """Start to average ``.grad`` over the replicas, dtype by dtype."""
+        if not self._is_wanted:
+            return
         grads = [
             p.grad for p in self._module.parameters() if p.requires_grad and p.grad is not None
         ]
@@ -138,42 +164,37 @@ class _ForeignReplica:
             for grad in grads:
                 grad.copy_(flat[at : at + grad.numel()].view(grad.shape))
                 at += grad.numel()
+        self.drop()
+
+    def drop(self) -> None:
+        """Let the module's own reducer run again."""
         self._pending.clear()
-        setattr(self._module, "require_backward_grad_sync", self._before)  # noqa: B010
+        if self._is_wanted is not None:
+            setattr(self._module, "require_backward_grad_sync", self._is_wanted)  # noqa: B010
+            self._is_wanted = None
 
 
 def find_residency(module: nn.Module) -> Several:
-    """All of ``module`` that is spread or copied over ranks, outermost parts only.
+    """All of ``module`` that is spread or copied over ranks, nested parts too.
 
     Raises ``TypeError`` for torch's fully sharded modules, whose own hooks cannot be driven.
     """
-    found: list[Residency] = []
-    _collect(module, "", found)
-    return Several(found)
-
-
-def _collect(module: nn.Module, name: str, found: list[Residency]) -> None:
-    kinds = type(module).__mro__
-    foreign = {kind.__name__ for kind in kinds if kind.__module__.startswith("torch.")}
-    for kind in FOREIGN_SHARDED:
-        if kind in foreign:
-            raise TypeError(
-                f"module {name or type(module).__name__!r} of a pipeline stage is sharded by "
-                f"torch's {kind}, which cannot be driven by a schedule without wrong gradients; "
-                "use meshwright.fully_shard or meshwright.FullyShardedDataParallel"
-            )
-    offer = getattr(module, "pipeline_residency", None)
-    if offer is not None:
-        found.append(offer())
-        return
-    if any(kind.__module__.startswith(OURS) for kind in kinds):
-        raise TypeError(
-            f"module {name or type(module).__name__!r} of a pipeline stage is a "
-            f"{type(module).__name__}, which schedules cannot drive yet; use plain modules, or "
-            "torch's DistributedDataParallel, whose gradients are averaged once a step"
-        )
-    if FOREIGN_REPLICA in foreign:
-        found.append(_ForeignReplica(module))
-        return
-    for child_name, child in module.named_children():
-        _collect(child, f"{name}.{child_name}" if name else child_name, found)
+    found: dict[int, Residency] = {}
+    for name, part in module.named_modules():
+        kinds = type(part).__mro__
+        foreign = {kind.__name__ for kind in kinds if kind.__module__.startswith("torch.")}
+        for kind in FOREIGN_SHARDED:
+            if kind in foreign:
+                raise TypeError(
+                    f"module {name or type(part).__name__!r} of a pipeline stage is sharded by "
+                    f"torch's {kind}, which cannot be driven by a schedule without wrong "
+                    "gradients; use meshwright.fully_shard or meshwright.FullyShardedDataParallel"
+                )
+        offer = getattr(part, "pipeline_residency", None)
+        if offer is not None:
+            residency = offer()
+            found.setdefault(id(residency), residency)
+        elif FOREIGN_REPLICA in foreign:
+            replica = _ForeignReplica(part)
+            found[id(replica)] = replica
+    return Several(list(found.values()))

@@ -13,7 +13,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
 from meshwright.pipelining.metadata import Values, digest, signature_of
-from meshwright.pipelining.residency import Residency
+from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.transfers import Memory, Transfers
 from meshwright.schedule.actions import (
@@ -61,7 +61,7 @@ class Runtime:
         evaluation: Schedule,
         communicator: Communicator,
         loss_fn: Callable[..., Any] | None,
-        residencies: Mapping[int, Residency],
+        residencies: Mapping[int, Several],
         name: str,
     ) -> None:
         """``training`` and ``evaluation`` are lowered, over the same stages."""
@@ -84,6 +84,7 @@ class Runtime:
         self.plan = digest(self._own)
         """What all ranks of the pipeline must agree on, as a number."""
         self._notices.post(f"plan/{self._rank}", self._own)
+        self._what = f"{training.name} with {training.microbatches} microbatches ({self.plan:x})"
         self._handlers: Mapping[Operation, Callable[[_Step, Action], None]] = {
             F: _Step.forward,
             B: _Step.backward,
@@ -112,9 +113,11 @@ class Runtime:
             self._notices.withdraw(self._noticed)
             self._noticed = ""
         step = _Step(self, batch, training=training)
-        for residency in self._residencies.values():
-            residency.begin()
+        what = f"a step of {self._what}" if training else f"an evaluation of {self._what}"
+        residencies = [residency for residency in self._residencies.values() if residency]
         try:
+            for residency in residencies:
+                residency.begin(what, training=training)
             for action in self._rows[training]:
                 step.action = action
                 for part in parts_of(action):
@@ -122,12 +125,13 @@ class Runtime:
                 if step.unposted:
                     step.post_rest()
             step.transfers.finish()
+            for residency in residencies:
+                residency.finish()
         except BaseException as error:
             self._failed(step, error)
+            for residency in residencies:
+                residency.drop()
             raise
-        finally:
-            for residency in self._residencies.values():
-                residency.finish()
         self._memory = step.memory
         self.steps += 1
 
@@ -356,6 +360,8 @@ class _Step:
             loss=self._losses.pop(k, None) if stage.is_last else None,
             full_backward=operation is B,
         )
+        if operation is B:
+            self.runtime._residencies[index].accumulate()
         for source in schedule.sources[index]:
             if source in self.runtime.stages:
                 gradients = stage.take_gradients(k, source)
@@ -363,7 +369,10 @@ class _Step:
 
     def weight(self, action: Action) -> None:
         """W: the weight half."""
+        residency = self.runtime._residencies[action.stage]
+        residency.wait_unshard()
         self.runtime.stages[action.stage].backward_weight_one_chunk(action.microbatch or 0)
+        residency.accumulate()
 
     # ---------------------------------------------------------------------- transfers
 

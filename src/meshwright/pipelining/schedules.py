@@ -48,7 +48,8 @@ class PipelineSchedule:
     """Runs the stages of this rank, step by step, in the order of a schedule.
 
     ``loss_fn(output, target)`` returns one microbatch's loss; without it only forwards run.
-    ``scale_grads`` weighs each loss by its share of the batch, as mean losses need.
+    ``scale_grads`` weighs each loss by its share of the batch, as mean losses need. Of stages that
+    are sharded over ranks at most ``unsharded`` of this rank are gathered at a time.
     """
 
     builder: ClassVar[Callable[..., Schedule] | None] = None
@@ -62,6 +63,8 @@ class PipelineSchedule:
         kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
         output_merge_spec: object = None,
         scale_grads: bool = True,
+        *,
+        unsharded: int = 3,
     ) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
         self._n_microbatches = n_microbatches
@@ -70,6 +73,7 @@ class PipelineSchedule:
         self._kwargs_chunk_spec = kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
+        self._unsharded = unsharded
         self._first = stages[0]
         self._runtime: Runtime | None = None
         self._use(self._compute())
@@ -98,8 +102,8 @@ class PipelineSchedule:
         check(compute, ranks=communicator.size, forward_only=not has_backward)
         residencies = {i: find_residency(s.submod) for i, s in self._stages.items()}
         if lowered is None:
-            lowered = lower(compute)
-        evaluation = lower(forward_part(compute), reduce=False)
+            lowered = lower(compute, unsharded=self._unsharded)
+        evaluation = lower(forward_part(compute), unsharded=self._unsharded, reduce=False)
         check_lowered(lowered)
         check_lowered(evaluation)
         self.schedule = compute
@@ -245,6 +249,8 @@ class PipelineScheduleSingle(PipelineSchedule):
         kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
         output_merge_spec: object = None,
         scale_grads: bool = True,
+        *,
+        unsharded: int = 3,
     ) -> None:
         super().__init__(
             [stage],
@@ -254,6 +260,7 @@ class PipelineScheduleSingle(PipelineSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            unsharded=unsharded,
         )
 
 
@@ -276,6 +283,8 @@ class PipelineScheduleMulti(PipelineSchedule):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         use_full_backward: bool | None = None,
+        *,
+        unsharded: int = 3,
     ) -> None:
         if use_full_backward is not None:
             warnings.warn(
@@ -291,6 +300,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            unsharded=unsharded,
         )
 
 

@@ -395,7 +395,7 @@ class PipelineStage:
         if not self._reads.get(microbatch):
             self._halfway[microbatch] = _Halfway(whole=(outputs, gradients))
             return
-        _, junctions = stage_backward_input(outputs, gradients, inputs, self.submod.parameters())
+        _, junctions = stage_backward_input(outputs, gradients, inputs, None)
         self._halfway[microbatch] = _Halfway(junctions=junctions)
         self._keep_input_gradients(microbatch)
 
@@ -430,7 +430,7 @@ class PipelineStage:
                 outputs, gradients = half.whole
                 stage_backward(outputs, gradients, ())
             elif half.junctions is not None:
-                stage_backward_weight(self.submod.parameters(), half.junctions)
+                stage_backward_weight((), half.junctions)
         except Exception as error:
             raise RuntimeError(
                 f"Failed to run stage backward weight: {self.name} microbatch {bwd_chunk_id}: "

@@ -1,0 +1,176 @@
+"""Replicated and sharded modules as a pipeline's schedule drives them: what `pipelining` asks for.
+
+From ``begin`` to ``finish`` hooks of the modules do nothing of their own: parameters are gathered
+by ``unshard``, gradients of microbatches gather whole on this rank, and ``reduce`` sums them, once.
+What was set by ``no_sync`` or ``set_requires_gradient_sync`` holds for whole steps. The order of
+units needs no check then: all of a stage are gathered together, in an order that all ranks know.
+After a step that has raised on this rank alone, before any backward, the next one goes on with what
+that has gathered, so that the other ranks need not notice. Otherwise it gives up what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from meshwright.data_parallel.driver import Driver, driver_of
+from meshwright.data_parallel.iteration import Iteration
+from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.unit import Unit
+
+__all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
+
+
+class ReplicaResidency:
+    """Of a module that every rank holds whole; ``replica`` may set it up, collectively."""
+
+    def __init__(self, replica: Callable[[], Replica]) -> None:
+        self._replica = replica
+        self._has_begun = False
+        """Whether the next step goes on with one that has raised before any backward."""
+        self._is_reducing = False
+
+    def begin(self, what: str, *, training: bool) -> None:
+        """Get ready for a step. Buffers are those of the first rank, once for each step."""
+        replica = self._replica()
+        if not self._has_begun:
+            replica.begin()
+        self._has_begun = True
+        replica.reducer.is_synchronising = False
+        replica.is_driven = True
+
+    def unshard(self) -> None:
+        """The parameters are there."""
+
+    def wait_unshard(self) -> None:
+        """The parameters are there."""
+
+    def accumulate(self) -> None:
+        """Gradients are in ``.grad``."""
+        self._has_begun = False
+
+    def reshard(self) -> None:
+        """The parameters stay."""
+
+    def reduce(self) -> None:
+        """Start to average all gradients, unless that is switched off."""
+        reducer = self._replica().reducer
+        if reducer.is_wanted:
+            self._is_reducing = True
+            reducer.start()
+
+    def finish(self) -> None:
+        """Wait for the means."""
+        self.drop()
+        self._has_begun = False
+        if self._is_reducing:
+            self._is_reducing = False
+            self._replica().reducer.finish()
+
+    def drop(self) -> None:
+        """Let the module's hooks work again."""
+        self._replica().is_driven = False
+
+
+class ShardedResidency:
+    """Of all units of one root."""
+
+    def __init__(self, module: nn.Module, driver: Driver) -> None:
+        self._module = module
+        self._root = driver
+        self._is_training = False
+        self._begun = ""
+        """The step that the next one may go on with: it has raised before any backward."""
+
+    def begin(self, what: str, *, training: bool) -> None:
+        """Get ready for a step, which is compared with that of the other ranks.
+
+        Raises RuntimeError when the module lies within a root that has run before.
+        """
+        self.prepare(self._module, self._root)
+        iteration = self._iteration
+        if iteration.drivers[0] is not self._root:
+            raise RuntimeError(
+                f"module {self._root.name!r} of a pipeline stage has run as a part of "
+                f"{iteration.drivers[0].name!r} before: give the stage the whole of it, or build "
+                "the pipeline before the first forward"
+            )
+        self._is_training = training
+        if self._begun != what:
+            iteration.begin_driven(what, training=training)
+        self._begun = what
+        for driver in iteration.drivers:
+            driver.is_driven = True
+
+    def prepare(self, module: nn.Module, driver: Driver) -> None:
+        """Set the root up before its first step."""
+        driver.start(module)
+
+    def unshard(self) -> None:
+        """Start to gather all units."""
+        for unit in self._units:
+            unit.unshard()
+
+    def wait_unshard(self) -> None:
+        """Wait for all units."""
+        for unit in self._units:
+            unit.wait_unshard()
+
+    def accumulate(self) -> None:
+        """Add gradients up in the dtype of their reduction, where that is another one."""
+        self._begun = ""
+        for unit in self._units:
+            unit.keep_gradients()
+
+    def reshard(self) -> None:
+        """Free all units."""
+        for unit in self._units:
+            unit.reshard()
+
+    def reduce(self) -> None:
+        """Start to sum the gradients of all units, but for those that are not to be reduced.
+
+        All of them at once: their whole gradients are there in any case.
+        """
+        for unit in reversed(self._units):
+            if unit.settings.synchronise and unit.trainable_groups:
+                self._iteration.start_reduction(unit, is_limited=False)
+
+    def finish(self) -> None:
+        """Wait for the sums and set gradients."""
+        self.drop()
+        self._begun = ""
+        self._iteration.end_driven(training=self._is_training)
+
+    def drop(self) -> None:
+        """Let hooks work again."""
+        if self._root.iteration is not None:
+            for driver in self._root.iteration.drivers:
+                driver.is_driven = False
+
+    @property
+    def _iteration(self) -> Iteration:
+        return self._root.start(self._module)
+
+    @property
+    def _units(self) -> list[Unit]:
+        units = (driver.unit for driver in self._iteration.drivers)
+        return [unit for unit in units if unit is not None]
+
+
+def sharded_residency(
+    module: nn.Module, kind: type[ShardedResidency] = ShardedResidency
+) -> ShardedResidency:
+    """The residency of the root that ``module`` belongs to, which is the outermost that asks."""
+    driver = driver_of(module)
+    if driver is None:
+        raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")
+    found = driver.residency
+    if not isinstance(found, ShardedResidency):
+        found = kind(module, driver)
+        for part in module.modules():
+            inner = driver_of(part)
+            if inner is not None:
+                inner.residency = found
+    return found

@@ -1,0 +1,20 @@
+"""Wrappers as a pipeline's schedule drives them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.data_parallel.driver import Driver
+from meshwright.data_parallel.residency import ShardedResidency
+from meshwright.fsdp.unit_wrapper import wrappers_in
+
+__all__ = ["WrapperResidency"]
+
+
+class WrapperResidency(ShardedResidency):
+    """Of all wrappers of one root."""
+
+    def prepare(self, module: nn.Module, driver: Driver) -> None:
+        """Set the root up, choose dtypes, and take what was written to parameters since."""
+        for wrapper in wrappers_in(module):
+            wrapper.prepare()
