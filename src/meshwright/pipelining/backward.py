@@ -23,8 +23,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.pipelining.weight_rules import set_needs, weight_gradients
 
-__all__ = ["Junction", "stage_backward", "stage_backward_input", "stage_backward_weight"]
+__all__ = [
+    "Junction",
+    "run_backward",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
 
+_ENGINE = torch.autograd.Variable._execution_engine
 Node = Any  # torch has no public type with the attributes of a node
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -64,6 +71,39 @@ def stage_backward(
         else:
             found.append(None)
     return tuple(found)
+
+
+def run_backward(
+    outputs: Sequence[object], gradients: Sequence[torch.Tensor | None] | None
+) -> None:
+    """The whole backward of flat ``outputs``, as by `stage_backward`, without looking inside.
+
+    The engine is called without the checks that `torch.autograd.backward` makes of what it is
+    given, where every output has a gradient of its own shape.
+    """
+    if gradients is not None:
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is None or not isinstance(output, torch.Tensor) or not output.requires_grad:
+                continue
+            if gradient.shape != output.shape:
+                break
+            roots.append(output)
+            seeds.append(gradient)
+        else:
+            if roots:
+                _ENGINE.run_backward(
+                    tuple(roots),
+                    tuple(seeds),
+                    False,
+                    False,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+            return
+    stage_backward(outputs, gradients, ())
 
 
 def stage_backward_input(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Source", "StageEdges", "adjacent", "edges_of"]
+__all__ = ["Source", "StageEdges", "adjacent", "edges_of", "only_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,13 @@ class StageEdges:
 def adjacent(stage: int) -> StageEdges:
     """A stage of a plain chain: all outputs of the one before are its positional arguments."""
     return StageEdges() if stage == 0 else StageEdges((Source(stage - 1),))
+
+
+def only_source(edges: StageEdges) -> int | None:
+    """The stage all of whose outputs are all arguments, if there is one."""
+    if len(edges.args) == 1 and not edges.kwargs and edges.args[0].output is None:
+        return edges.args[0].stage
+    return None
 
 
 def edges_of(stages: tuple[StageEdges, ...]) -> tuple[tuple[int, int], ...]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
@@ -23,7 +24,16 @@ from torch.utils._pytree import (
 
 from meshwright.errors import PipeliningShapeError
 
-__all__ = ["Signature", "TensorMeta", "Values", "differences", "digest", "signature_of"]
+__all__ = [
+    "Signature",
+    "TensorMeta",
+    "Values",
+    "differences",
+    "digest",
+    "shapes",
+    "signature_of",
+    "tensors_in",
+]
 
 Constant = bool | int | float | str | torch.dtype | None
 CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
@@ -40,16 +50,16 @@ class Values:
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Values:
         """The flat form of ``values``; nothing is nested in the usual case."""
+        if len(values) == 1 and isinstance(values[0], torch.Tensor):
+            return cls([values[0]])
         if all(isinstance(value, torch.Tensor) for value in values):
             return cls(list(values))
         leaves, spec = tree_flatten(values)
         return cls(leaves, spec)
 
-    def nested(self) -> tuple[Any, ...]:
-        """The values as they were."""
-        if self.spec is None:
-            return tuple(self.leaves)
-        return tree_unflatten(self.leaves, self.spec)
+    def nested_as(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """``leaves`` as these values were nested."""
+        return tuple(leaves) if self.spec is None else tree_unflatten(leaves, self.spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The leaves that are tensors."""
@@ -90,6 +100,16 @@ class Signature:
 
     leaves: tuple[TensorMeta | Constant, ...]
     spec: TreeSpec | None = None
+    tensors: tuple[TensorMeta, ...] = field(init=False, compare=False, repr=False)
+    """The leaves that are tensors."""
+    wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Which leaves are tensors that require a gradient."""
+
+    def __post_init__(self) -> None:
+        tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
+        object.__setattr__(self, "tensors", tensors)
+        numbers = (n for n, leaf in enumerate(self.leaves) if _requires_grad(leaf))
+        object.__setattr__(self, "wanted", tuple(numbers))
 
     def to_bytes(self) -> bytes:
         """This as JSON; equal signatures give equal bytes."""
@@ -121,15 +141,9 @@ class Signature:
                 return False
         return True
 
-    def values(self, tensors: Iterable[torch.Tensor]) -> Values:
-        """Values with ``tensors`` where this has tensors, and its constants elsewhere."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
-        return Values(leaves, self.spec)
 
-    def tensors(self) -> list[TensorMeta]:
-        """The leaves that are tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, TensorMeta) and leaf.requires_grad
 
 
 def signature_of(values: Values, where: str) -> Signature:
@@ -217,3 +231,26 @@ def _from_json(leaf: Sequence[Any] | dict[str, Any]) -> TensorMeta | Constant:
         return getattr(torch, leaf["dtype"]) if "dtype" in leaf else leaf["value"]
     shape, stride, dtype, requires_grad = leaf
     return TensorMeta(tuple(shape), tuple(stride), getattr(torch, dtype), requires_grad)
+
+
+def shapes(values: object) -> str:
+    """Arguments for messages: the shapes and dtypes of tensors, the types of the rest."""
+    if isinstance(values, Mapping):
+        return "{" + ", ".join(f"{k}: {shapes(v)}" for k, v in values.items()) + "}"
+    if isinstance(values, torch.Tensor):
+        return f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        return "(" + ", ".join(map(shapes, values)) + ")"
+    return type(values).__name__
+
+
+def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """The tensors among arguments, however nested."""
+    if not named:
+        for value in given:
+            if not isinstance(value, torch.Tensor):
+                break
+        else:
+            return list(given)
+    leaves = tree_leaves((list(given), dict(named)))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -21,6 +21,7 @@ __all__ = [
     "Replicated",
     "TensorChunkSpec",
     "chunk_weights",
+    "is_plain",
     "merge_chunks",
     "split_args_kwargs_into_chunks",
     "sum_reducer",
@@ -92,6 +93,14 @@ def split_args_kwargs_into_chunks(
     fewer rows than microbatches; `PipeliningShapeError` for tensors whose dim 0 differs where no
     spec says how they are cut.
     """
+    if (
+        not kwargs
+        and args_chunk_spec is None
+        and kwargs_chunk_spec is None
+        and is_plain(args, chunks)
+    ):
+        columns = [torch.tensor_split(value, chunks) for value in args]
+        return list(zip(*columns, strict=True)), [{} for _ in range(chunks)]
     named = kwargs or {}
     specs = _listed(args_chunk_spec, len(args))
     leaves: list[_Leaf] = []
@@ -105,6 +114,16 @@ def split_args_kwargs_into_chunks(
     _, tree = tree_flatten((args, named), is_leaf=_is_block_mask)
     both = [tree_unflatten(row, tree) for row in rows or [[] for _ in range(chunks)]]
     return [positional for positional, _ in both], [keywords for _, keywords in both]
+
+
+def is_plain(args: tuple[Any, ...], chunks: int) -> bool:
+    """Whether ``args`` are tensors without gradients, equally long, that need no look inside."""
+    sizes = set()
+    for value in args:
+        if type(value) is not torch.Tensor or value.requires_grad or not value.dim():
+            return False
+        sizes.add(value.shape[0])
+    return len(sizes) == 1 and min(sizes) >= chunks
 
 
 def _listed(specs: object, count: int) -> Sequence[object]:
@@ -240,6 +259,9 @@ def _moved(mask_mod: Callable[..., Any], start: int) -> Callable[..., Any]:
 
 def chunk_weights(targets: Sequence[Any]) -> list[float]:
     """Each microbatch's share of the batch, by the rows of its first tensor."""
+    if all(type(target) is torch.Tensor and target.dim() for target in targets):
+        rows = [target.shape[0] for target in targets]
+        return [size / sum(rows) for size in rows]
     sizes = []
     for target in targets:
         leaves = tree_flatten(target)[0]
@@ -255,6 +277,8 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: object = None) -> Any:  # no
     `TensorChunkSpec` join along a dim, a `CustomReducer` folds, anything else must be equal in all.
     Raises ``ValueError`` for outputs that differ in structure or do not fit the spec.
     """
+    if chunk_spec is None and chunks and all(type(c) is torch.Tensor and c.dim() for c in chunks):
+        return torch.cat(list(chunks))
     flat = [tree_flatten(chunk) for chunk in chunks]
     if not flat:
         return None

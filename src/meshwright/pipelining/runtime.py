@@ -13,6 +13,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
 from meshwright.pipelining.metadata import Values, digest, signature_of
+from meshwright.pipelining.program import Entry, Leg, program
 from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.transfers import Memory, Transfers
@@ -24,7 +25,6 @@ from meshwright.schedule.actions import (
     SEND_B,
     SEND_F,
     UNSHARD,
-    Action,
     B,
     F,
     I,
@@ -32,7 +32,6 @@ from meshwright.schedule.actions import (
     Schedule,
     W,
 )
-from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
 __all__ = ["Microbatches", "Runtime"]
 
@@ -49,6 +48,8 @@ class Microbatches:
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)
     """Filled by the last stage, unscaled."""
+    key: object = None
+    """Stands for the shapes, strides and dtypes of all arguments; None: nobody has noted them."""
 
 
 class Runtime:
@@ -74,9 +75,12 @@ class Runtime:
         self._loss_fn = loss_fn
         self._residencies = residencies
         self._rank = communicator.rank
-        self._rows = {mode: tuple(s.actions(self._rank)) for mode, s in self.schedules.items()}
-        self._received = {mode: received(s, self._rank) for mode, s in self.schedules.items()}
+        self._programs = {
+            mode: program(s, self._rank, stages, residencies) for mode, s in self.schedules.items()
+        }
         self._memory = Memory()
+        self._ids: dict[object, tuple[int, ...]] = {}
+        self._weights: dict[object, torch.Tensor] = {}
         self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
         self._notices = Notices(communicator, name)
         self._noticed = ""
@@ -85,19 +89,6 @@ class Runtime:
         """What all ranks of the pipeline must agree on, as a number."""
         self._notices.post(f"plan/{self._rank}", self._own)
         self._what = f"{training.name} with {training.microbatches} microbatches ({self.plan:x})"
-        self._handlers: Mapping[Operation, Callable[[_Step, Action], None]] = {
-            F: _Step.forward,
-            B: _Step.backward,
-            I: _Step.backward,
-            W: _Step.weight,
-            SEND_F: _Step.send_outputs,
-            SEND_B: _Step.send_gradients,
-            RECV_F: _Step.post,
-            RECV_B: _Step.post,
-            UNSHARD: _Step.unshard,
-            RESHARD: _Step.reshard,
-            REDUCE_GRAD: _Step.reduce,
-        }
 
     def run(self, batch: Microbatches, *, training: bool) -> None:
         """Run one step. What the batch is has been checked before.
@@ -118,12 +109,7 @@ class Runtime:
         try:
             for residency in residencies:
                 residency.begin(what, training=training)
-            for action in self._rows[training]:
-                step.action = action
-                for part in parts_of(action):
-                    self._handlers[part.operation](step, part)
-                if step.unposted:
-                    step.post_rest()
+            step.run(self._programs[training])
             step.transfers.finish()
             for residency in residencies:
                 residency.finish()
@@ -156,8 +142,8 @@ class Runtime:
         text = json.dumps(
             {
                 "rank": self._communicator.ranks[self._rank],
-                "stage": step.action.stage,
-                "action": str(step.action),
+                "stage": step.entry.action.stage,
+                "action": str(step.entry.action),
                 "type": _kind(error),
                 "name": type(error).__name__,
                 "text": str(error),
@@ -220,14 +206,14 @@ class _Step:
         self.training = training
         self.number = runtime.steps
         self.schedule = runtime.schedules[training]
-        self.action = runtime._rows[training][0]
+        self.entry = runtime._programs[training][0]
+        """The action that runs, or has failed."""
         self.failure: Exception | None = None
         """Another rank's failure, which has ended this step."""
         self.memory = runtime._memory.copy()
-        self.unposted: list[tuple[Message, ...]] = []
-        self._ids: dict[int, list[int]] = {}
-        self._losses: dict[int, torch.Tensor] = {}
-        self._arrived: set[Message] = set()
+        self._unposted: list[Leg] = []
+        self._ids: dict[int, Sequence[int]] = {}
+        self._losses: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.transfers = Transfers(
             runtime._communicator,
             self.schedule,
@@ -243,6 +229,16 @@ class _Step:
             stage.clear_runtime_states()
             stage.has_backward = training
 
+    def run(self, entries: Sequence[Entry]) -> None:
+        """Go through the row."""
+        for entry in entries:
+            self.entry = entry
+            if entry.waits:
+                self.wait_for(entry)
+            _HANDLERS[entry.operation](self, entry)
+            if self._unposted:
+                self._unposted = self.transfers.post_rest(self._unposted)
+
     def _watch(self) -> None:
         error = self.runtime.peer_error(self.number)
         if error is not None:
@@ -256,32 +252,43 @@ class _Step:
         found = self._ids.get(stage)
         if found is not None:
             return found
-        schedule = self.schedule
         before: list[Sequence[int]] = []
-        for source in schedule.sources[stage]:
+        for source in self.schedule.sources[stage]:
             is_local = source in self.runtime.stages
             ask = self.ids if is_local else self.transfers.incoming
             theirs = ask(source, wait=wait)
             if theirs is None:
                 return None
             before.append(theirs)
-        count = schedule.microbatches
-        found = self._ids[stage] = [
-            digest(
-                stage,
-                self.training,
-                [ids[k] for ids in before],
-                self._given(stage, k),
+        count, cache = self.schedule.microbatches, self.runtime._ids
+        given = self._given(stage)
+        key = (stage, self.training, *before, given)
+        found = cache.get(key)
+        if found is None:
+            texts = self._texts(stage) if given is self.batch.key else given
+            rows = [[ids[k] for ids in before] for k in range(count)]
+            found = tuple(
+                digest(stage, self.training, row, texts[k] if texts else "")
+                for k, row in enumerate(rows)
             )
-            for k in range(count)
-        ]
+            if len(cache) >= _KEPT:
+                cache.clear()
+            cache[key] = found
+        self._ids[stage] = found
         return found
 
-    def _given(self, stage: int, microbatch: int) -> str:
-        """What this rank's own arguments of one microbatch look like."""
+    def _given(self, stage: int) -> Any:  # noqa: ANN401 - anything that can be a key
+        """What this rank's own arguments for ``stage`` look like; empty without any."""
+        if not self.runtime.stages[stage].takes_batch and not self.batch.kwargs:
+            return ()
+        return self._texts(stage) if self.batch.key is None else self.batch.key
+
+    def _texts(self, stage: int) -> tuple[str, ...]:
+        return tuple(self._text(stage, k) for k in range(self.schedule.microbatches))
+
+    def _text(self, stage: int, microbatch: int) -> str:
         values: list[Any] = []
-        here = self.runtime.stages[stage]
-        if here.takes_batch:
+        if self.runtime.stages[stage].takes_batch:
             values.append(self.batch.args[microbatch])
         if self.batch.kwargs:
             values.append(self.batch.kwargs[microbatch])
@@ -297,31 +304,37 @@ class _Step:
 
     # ------------------------------------------------------------------------ compute
 
-    def forward(self, action: Action) -> None:
-        """F: wait for what the stage reads, run it, hand over to stages of this rank."""
-        index, _, k, _ = action
-        k = k or 0
-        stage, schedule = self.runtime.stages[index], self.schedule
-        if schedule.remote_sources[index]:
-            for message in read(action._replace(operation=RECV_F), schedule):
-                self._receive_outputs(message)
+    def wait_for(self, entry: Entry) -> None:
+        """Wait for what a compute action reads, and for the stage's parameters."""
+        is_forward = entry.operation is F
+        for leg in entry.reads:
+            _, source, _, k, _, _ = leg.message
+            if is_forward:
+                values = self.transfers.take_outputs(leg)
+                for stage in leg.readers:
+                    stage.put_outputs(k, source, values)
+            else:
+                entry.stage.put_gradients(k, source, self.transfers.take_gradients(leg))
+        if entry.residency is not None:
+            entry.residency.wait_unshard()
+
+    def forward(self, entry: Entry) -> None:
+        """F: run the stage, hand over to stages of this rank."""
+        index, k, stage, batch = entry.index, entry.microbatch, entry.stage, self.batch
         ids = self.ids(index, wait=True) or ()
         known = self.memory.outputs.get((index, ids[k]))
         if known is not None:
             stage.expected[k] = known
-        self.runtime._residencies[index].wait_unshard()
-        args = self.batch.args[k] if stage.takes_batch else ()
-        kwargs = self.batch.kwargs[k] if self.batch.kwargs else {}
-        result = stage.forward_one_chunk(k, args, kwargs)
+        args = batch.args[k] if stage.takes_batch else ()
+        result = stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
+        if stage.is_last:
+            self._lose(k, result)
         values = stage.take_outputs(k)
         if known is None and not stage.is_last:
             where = f"{stage.name} output of microbatch {k}"
             self.memory.outputs[index, ids[k]] = signature_of(values, where)
-        for target in schedule.targets[index]:
-            if target in self.runtime.stages:
-                self.runtime.stages[target].put_outputs(k, index, values)
-        if stage.is_last:
-            self._lose(k, result)
+        for target in entry.targets:
+            target.put_outputs(k, index, values)
 
     def _lose(self, microbatch: int, output: object) -> None:
         loss_fn, targets = self.runtime._loss_fn, self.batch.targets
@@ -332,89 +345,91 @@ class _Step:
         if self.training:
             start = loss[0] if isinstance(loss, tuple) else loss
             weight = self.batch.weights[microbatch] if self.batch.weights else 1.0
-            self._losses[microbatch] = start if weight == 1.0 else start * weight
+            seed = self._seed(start, weight)
+            if seed is None and weight != 1.0:
+                start = start * weight
+            self._losses[microbatch] = start, seed
 
-    def _receive_outputs(self, message: Message) -> None:
-        if message in self._arrived:
-            return
-        self._arrived.add(message)
-        values = self.transfers.take_outputs(message)
-        for target in self.schedule.targets[message.stage]:
-            if target in self.runtime.stages:
-                stage = self.runtime.stages[target]
-                stage.put_outputs(message.microbatch, message.stage, values)
+    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | None:
+        """The gradient with which the backward of ``loss`` starts; None where it must tell."""
+        if type(loss) is not torch.Tensor or loss.dim() or not loss.is_floating_point():
+            return None
+        key = (weight, loss.dtype, loss.device)
+        found = self.runtime._weights.get(key)
+        if found is None:
+            found = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+            if len(self.runtime._weights) >= _KEPT:
+                self.runtime._weights.clear()
+            self.runtime._weights[key] = found
+        return found
 
-    def backward(self, action: Action) -> None:
-        """B or I: wait for the gradients of what the stage has made, run it, hand over."""
-        index, operation, k, _ = action
-        k = k or 0
-        stage, schedule = self.runtime.stages[index], self.schedule
-        if schedule.remote_targets[index]:
-            for message in read(action._replace(operation=RECV_B), schedule):
-                self._arrived.add(message)
-                gradients = self.transfers.take_gradients(message)
-                stage.put_gradients(k, message.stage, gradients)
-        self.runtime._residencies[index].wait_unshard()
-        stage.backward_one_chunk(
-            k,
-            loss=self._losses.pop(k, None) if stage.is_last else None,
-            full_backward=operation is B,
-        )
-        if operation is B:
-            self.runtime._residencies[index].accumulate()
-        for source in schedule.sources[index]:
-            if source in self.runtime.stages:
-                gradients = stage.take_gradients(k, source)
-                self.runtime.stages[source].put_gradients(k, index, gradients)
+    def backward(self, entry: Entry) -> None:
+        """B or I: run it, hand over."""
+        k, stage = entry.microbatch, entry.stage
+        loss, seed = self._losses.pop(k, _NO_LOSS) if stage.is_last else _NO_LOSS
+        stage.backward_one_chunk(k, loss, entry.operation is B, seed=seed)
+        if entry.residency is not None and entry.operation is B:
+            entry.residency.accumulate()
+        for source in entry.sources:
+            gradients = stage.take_gradients(k, source.stage_index)
+            source.put_gradients(k, entry.index, gradients)
 
-    def weight(self, action: Action) -> None:
+    def weight(self, entry: Entry) -> None:
         """W: the weight half."""
-        residency = self.runtime._residencies[action.stage]
-        residency.wait_unshard()
-        self.runtime.stages[action.stage].backward_weight_one_chunk(action.microbatch or 0)
-        residency.accumulate()
+        entry.stage.backward_weight_one_chunk(entry.microbatch)
+        if entry.residency is not None:
+            entry.residency.accumulate()
 
     # ---------------------------------------------------------------------- transfers
 
-    def send_outputs(self, action: Action) -> None:
+    def send_outputs(self, entry: Entry) -> None:
         """SEND_F."""
-        values = self.runtime.stages[action.stage].take_outputs(action.microbatch or 0)
-        for message in sent(action, self.schedule):
-            self.transfers.send_outputs(message, values)
+        values = entry.stage.take_outputs(entry.microbatch)
+        for leg in entry.sends:
+            self.transfers.send_outputs(leg, values)
 
-    def send_gradients(self, action: Action) -> None:
+    def send_gradients(self, entry: Entry) -> None:
         """SEND_B."""
-        stage = self.runtime.stages[action.stage]
-        for message in sent(action, self.schedule):
-            gradients = stage.take_gradients(message.microbatch, message.target)
-            self.transfers.send_gradients(message, gradients)
+        for leg in entry.sends:
+            gradients = entry.stage.take_gradients(entry.microbatch, leg.message.target)
+            self.transfers.send_gradients(leg, gradients)
 
-    def post(self, action: Action) -> None:
+    def post(self, entry: Entry) -> None:
         """RECV_F and RECV_B: post now, or as soon as the sizes are known."""
-        messages = self.runtime._received[self.training][action]
-        if not self.transfers.post(messages):
-            self.unposted.append(messages)
-
-    def post_rest(self) -> None:
-        """Try again to post what could not be posted."""
-        self.unposted = [messages for messages in self.unposted if not self._is_posted(messages)]
-
-    def _is_posted(self, messages: tuple[Message, ...]) -> bool:
-        return self.transfers.post([m for m in messages if m not in self._arrived])
+        self._unposted += self.transfers.post(entry.posts)
 
     # ---------------------------------------------------------------------- residency
 
-    def unshard(self, action: Action) -> None:
+    def unshard(self, entry: Entry) -> None:
         """UNSHARD."""
-        self.runtime._residencies[action.stage].unshard()
+        if entry.residency is not None:
+            entry.residency.unshard()
 
-    def reshard(self, action: Action) -> None:
+    def reshard(self, entry: Entry) -> None:
         """RESHARD."""
-        self.runtime._residencies[action.stage].reshard()
+        if entry.residency is not None:
+            entry.residency.reshard()
 
-    def reduce(self, action: Action) -> None:
+    def reduce(self, entry: Entry) -> None:
         """REDUCE_GRAD."""
-        self.runtime._residencies[action.stage].reduce()
+        if entry.residency is not None:
+            entry.residency.reduce()
 
 
+_HANDLERS: Mapping[Operation, Callable[[_Step, Entry], None]] = {
+    F: _Step.forward,
+    B: _Step.backward,
+    I: _Step.backward,
+    W: _Step.weight,
+    SEND_F: _Step.send_outputs,
+    SEND_B: _Step.send_gradients,
+    RECV_F: _Step.post,
+    RECV_B: _Step.post,
+    UNSHARD: _Step.unshard,
+    RESHARD: _Step.reshard,
+    REDUCE_GRAD: _Step.reduce,
+}
+_NO_LOSS = (None, None)
+_KEPT = 256
+"""How many kinds of batches, or weights of losses, are kept in mind."""
 _PLAIN = (bool, int, float, str, type(None))

@@ -16,6 +16,7 @@ from meshwright.pipelining.metadata import TensorMeta, Values
 from meshwright.pipelining.microbatch import (
     TensorChunkSpec,
     chunk_weights,
+    is_plain,
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
@@ -196,12 +197,15 @@ class PipelineSchedule:
         arg_mbs: Sequence[tuple[Any, ...]] = [()] * count
         kwarg_mbs: Sequence[Mapping[str, Any]] = []
         weights: Sequence[float] = ()
+        key = None
         if args or kwargs:
             arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
                 args, kwargs, count, self._args_chunk_spec, self._kwargs_chunk_spec
             )
             if not kwargs:
                 kwarg_mbs = []
+                if self._args_chunk_spec is None and is_plain(args, count):
+                    key = tuple((a.shape, a.stride(), a.dtype) for a in args)
         for stage in self._stages.values():
             stage.check_microbatches(arg_mbs, kwarg_mbs)
         targets = None
@@ -210,7 +214,7 @@ class PipelineSchedule:
             targets = [chunk[0] for chunk in chunks]
             if self.scale_grads:
                 weights = chunk_weights(targets)
-        return Microbatches(arg_mbs, kwarg_mbs, targets, weights, loss_kwargs or {})
+        return Microbatches(arg_mbs, kwarg_mbs, targets, weights, loss_kwargs or {}, [], key)
 
     def _check_declared(self, stage: PipelineStage, args: tuple[Any, ...]) -> None:
         """Compare the first chunk of the batch with the declared inputs, before it is cut."""

@@ -13,26 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright import comm
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.backward import (
     Junction,
-    stage_backward,
+    run_backward,
     stage_backward_input,
     stage_backward_weight,
 )
-from meshwright.pipelining.edges import Source, StageEdges, adjacent
-from meshwright.pipelining.metadata import Signature, Values, differences, signature_of
+from meshwright.pipelining.edges import Source, StageEdges, adjacent, only_source
+from meshwright.pipelining.metadata import (
+    Signature,
+    Values,
+    differences,
+    shapes,
+    signature_of,
+    tensors_in,
+)
 from meshwright.pipelining.ties import Tie
 
 __all__ = ["PipelineStage", "as_outputs"]
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 DwRunner = Callable[[], object]
 InputGradients = dict[int, list[torch.Tensor | None]]
 """By source stage, the gradient of each leaf of its outputs."""
@@ -123,6 +131,7 @@ class PipelineStage:
         self.takes_batch = self.is_first or any(s.stage is None for s in self.edges.args)
         """Whether it reads positional arguments of the batch."""
         self.takes_any_keyword = edges is None
+        self._only_source = only_source(self.edges)
         self.has_backward = False
         """Whether forwards keep what a backward needs. Set by the schedule."""
         self.declared_inputs = _declared(input_args, f"[Stage {stage_index}] input_args")
@@ -236,23 +245,22 @@ class PipelineStage:
         Returns what the module returned. Raises ``RuntimeError`` around what the module raises,
         ``PipeliningShapeError`` when the outputs are not as expected.
         """
-        given, named = self._arguments(fwd_chunk_id, args, kwargs or {})
+        given, named = self._arguments(fwd_chunk_id, args, kwargs or _NOTHING)
         try:
-            result = self.submod(*given, **named)
+            result = self.submod(*given, **named) if named else self.submod(*given)
         except PipeliningShapeError:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"{self.name} failed to run forward: args: {_shapes(given)} kwargs: "
-                f"{_shapes(named)}: {error}"
+                f"{self.name} failed to run forward: args: {shapes(given)} kwargs: "
+                f"{shapes(named)}: {error}"
             ) from error
         outputs = as_outputs(result)
         values = Values.of(outputs)
         self._check_outputs(fwd_chunk_id, values)
         self._values[fwd_chunk_id] = values
         if self.has_backward:
-            inputs = [leaf for leaf in _tensors(given, named) if isinstance(leaf, torch.Tensor)]
-            self.fwd_cache[fwd_chunk_id] = (outputs, inputs)
+            self.fwd_cache[fwd_chunk_id] = (outputs, tensors_in(given, named))
         if self.is_last and save_forward_output:
             self.output_chunks.append(result)
         return result
@@ -264,12 +272,18 @@ class PipelineStage:
         if self.is_first and self.takes_any_keyword:
             return list(args), dict(kwargs)
         inbox = self._inbox(microbatch).outputs
+        if self._only_source is not None and not kwargs:
+            values = inbox.pop(self._only_source)
+            leaves = [_fresh(leaf, self.has_backward) for leaf in values.leaves]
+            if self.has_backward:
+                self._reads[microbatch] = {self._only_source: leaves}
+            return (leaves if values.spec is None else list(values.nested_as(leaves))), {}
         nested: dict[int, tuple[Any, ...]] = {}
         reads: dict[int, list[Any]] = {}
         for source, values in inbox.items():
             fresh = [_fresh(leaf, self.has_backward) for leaf in values.leaves]
             reads[source] = fresh
-            nested[source] = Values(fresh, values.spec).nested()
+            nested[source] = values.nested_as(fresh)
         inbox.clear()
         if self.has_backward:
             self._reads[microbatch] = reads
@@ -319,11 +333,14 @@ class PipelineStage:
         loss: torch.Tensor | None = None,
         full_backward: bool = True,
         last_backward: bool = False,
+        *,
+        seed: torch.Tensor | None = None,
     ) -> None:
         """Run the backward of one microbatch, or its input half.
 
-        ``loss`` starts it on a last stage, as it is. Raises ``AssertionError`` for a half without
-        a forward or a ``dw_builder``, ``RuntimeError`` around what the backward raises.
+        ``loss`` starts it on a last stage, with the gradient ``seed`` (1 when None). Raises
+        ``AssertionError`` for a half without a forward or a ``dw_builder``, ``RuntimeError``
+        around what the backward raises.
         """
         cached = self.fwd_cache.pop(bwd_chunk_id, None)
         if cached is None:
@@ -339,7 +356,7 @@ class PipelineStage:
                 f"{self.name} has no forward of chunk {bwd_chunk_id} to run the backward of"
             )
         _, inputs = cached
-        outputs, gradients = self._starts(bwd_chunk_id, loss)
+        outputs, gradients = self._starts(bwd_chunk_id, loss, seed)
         what = "stage backward" if full_backward else "stage backward input"
         try:
             if full_backward or self.dw_builder is not None:
@@ -349,17 +366,19 @@ class PipelineStage:
         except Exception as error:
             raise RuntimeError(
                 f"Failed to run {what}: {self.name} microbatch {bwd_chunk_id}, outputs "
-                f"{_shapes(outputs)}, gradients {_shapes(gradients or [])}: {error}"
+                f"{shapes(outputs)}, gradients {shapes(gradients or [])}: {error}"
             ) from error
 
     def _starts(
-        self, microbatch: int, loss: torch.Tensor | None
+        self, microbatch: int, loss: torch.Tensor | None, seed: torch.Tensor | None
     ) -> tuple[list[object], list[torch.Tensor | None] | None]:
-        """What the backward starts from, with gradients; None for those of a loss."""
+        """What the backward starts from, with gradients; None where that of a loss is 1."""
         values = self._values.pop(microbatch)
         if loss is not None:
-            return [loss], None
+            return [loss], None if seed is None else [seed]
         arrived = self._inbox(microbatch).gradients
+        if len(arrived) == 1:
+            return values.leaves, arrived.popitem()[1]
         summed: list[torch.Tensor | None] = [None] * len(values.leaves)
         for target in sorted(arrived):
             for number, gradient in enumerate(arrived[target]):
@@ -376,7 +395,7 @@ class PipelineStage:
         gradients: list[torch.Tensor | None] | None,
         full_backward: bool,
     ) -> None:
-        stage_backward(outputs, gradients, ())
+        run_backward(outputs, gradients)
         self._keep_input_gradients(microbatch)
         if self.dw_builder is not None:
             runner = self.dw_builder()
@@ -428,7 +447,7 @@ class PipelineStage:
                 half.runner()
             elif half.whole is not None:
                 outputs, gradients = half.whole
-                stage_backward(outputs, gradients, ())
+                run_backward(outputs, gradients)
             elif half.junctions is not None:
                 stage_backward_weight((), half.junctions)
         except Exception as error:
@@ -473,24 +492,7 @@ def _fresh(leaf: object, has_backward: bool) -> object:
     return fresh
 
 
-def _tensors(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    if not named and all(isinstance(value, torch.Tensor) for value in given):
-        return list(given)
-    return tree_leaves((list(given), dict(named)))
-
-
 def _declared(values: object, where: str) -> Signature | None:
     if values is None:
         return None
     return signature_of(Values.of(as_outputs(values)), where)
-
-
-def _shapes(values: object) -> str:
-    """Arguments for messages: the shapes and dtypes of tensors, the types of the rest."""
-    if isinstance(values, Mapping):
-        return "{" + ", ".join(f"{k}: {_shapes(v)}" for k, v in values.items()) + "}"
-    if isinstance(values, torch.Tensor):
-        return f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"
-    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        return "(" + ", ".join(map(_shapes, values)) + ")"
-    return type(values).__name__

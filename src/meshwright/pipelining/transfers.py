@@ -13,7 +13,8 @@ posted by whoever waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,12 +30,13 @@ from meshwright.pipelining.metadata import (
     digest,
     signature_of,
 )
+from meshwright.pipelining.program import PAYLOAD, Leg, tag_of
 from meshwright.schedule.actions import SEND_F, Schedule
-from meshwright.schedule.messages import Message
 
 __all__ = ["Edge", "Ids", "Memory", "Transfers"]
 
-_HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK, _PAYLOAD = range(6)
+_HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK = range(PAYLOAD)
+_NAMES = ("header", "ids", "length of the signature", "signature", "gradients")
 
 Edge = tuple[int, int]
 """A stage, and the rank that reads its outputs."""
@@ -52,7 +54,7 @@ class Ids(Protocol):
 class Memory:
     """What is known of signatures from steps that have succeeded."""
 
-    lists: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    lists: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """By stage and digest, the ids of all microbatches."""
     listed: set[tuple[int, int, int]] = field(default_factory=set)
     """(stage, rank, digest) of lists that have been sent."""
@@ -63,6 +65,9 @@ class Memory:
     masks: dict[tuple[int, int, int], tuple[bool, ...]] = field(default_factory=dict)
     """By (stage that read, stage that made, id), for each tensor whether it gets a gradient."""
 
+    digests: dict[Sequence[int], int] = field(default_factory=dict)
+    """By ids of all microbatches, their digest."""
+
     def copy(self) -> Memory:
         """The same, to be changed by a step that may fail."""
         return Memory(
@@ -71,6 +76,7 @@ class Memory:
             dict(self.outputs),
             set(self.told),
             dict(self.masks),
+            self.digests,
         )
 
 
@@ -114,11 +120,13 @@ class Transfers:
         self._watch = watch
         self._plan = plan
         self._disagreement = disagreement
-        self._sent: list[Pending] = []
-        self._kept: list[torch.Tensor] = []
+        self._parity = step % 2
+        self._sent: deque[tuple[Pending, torch.Tensor]] = deque()
         self._announced: set[Edge] = set()
         self._incoming: dict[int, Sequence[int]] = {}
-        self._posted: dict[Message, _Receive] = {}
+        self._posted: dict[Leg, _Receive] = {}
+        self._awaited: set[Leg] = set()
+        """Those that were waited for before they could be posted."""
 
     # ------------------------------------------------------------------------ headers
 
@@ -131,7 +139,7 @@ class Transfers:
         posted = self._headers.get(key)
         if posted is None:
             buffer = torch.empty(4, dtype=torch.int64)
-            posted = self._headers[key] = (self._recv(buffer, stage, _HEADER, stage, 0), buffer)
+            posted = self._headers[key] = (self._hear(buffer, stage, _HEADER, stage, 0), buffer)
         pending, buffer = posted
         if not wait and not pending.is_completed():
             return None
@@ -150,8 +158,8 @@ class Transfers:
             if not wait:
                 return None
             rest = torch.empty(count, dtype=torch.int64)
-            self._recv(rest, stage, _IDS, stage, 0).wait(watch=self._watch)
-            ids = self._memory.lists[stage, combined] = rest.tolist()
+            self._hear(rest, stage, _IDS, stage, 0).wait(watch=self._watch)
+            ids = self._memory.lists[stage, combined] = tuple(rest.tolist())
         del self._headers[key]
         self._incoming[stage] = ids
         return ids
@@ -163,76 +171,81 @@ class Transfers:
             raise PipeliningShapeError(f"stage {stage} does not know what it will send")
         if (stage, rank) not in self._announced:
             self._announced.add((stage, rank))
-            combined = digest(list(ids))
+            combined = self._memory.digests.get(ids)
+            if combined is None:
+                combined = self._memory.digests[ids] = digest(list(ids))
             header = [self._plan, self._step, combined, len(ids)]
-            self._send(torch.tensor(header), rank, _HEADER, stage, stage, 0)
+            self._tell(torch.tensor(header), rank, _HEADER, stage, stage, 0)
             if (stage, rank, combined) not in self._memory.listed:
                 self._memory.listed.add((stage, rank, combined))
-                self._send(torch.tensor(ids), rank, _IDS, stage, stage, 0)
+                self._tell(torch.tensor(ids), rank, _IDS, stage, stage, 0)
         return ids
 
     # ------------------------------------------------------------------------ sending
 
-    def send_outputs(self, message: Message, values: Values) -> None:
+    def send_outputs(self, leg: Leg, values: Values) -> None:
         """Send the outputs of one microbatch to one rank."""
-        stage, rank, k = message.stage, message.target_rank, message.microbatch
+        _, stage, rank, k, _, _ = leg.message
         ids = self._announce(stage, rank)
-        identity, first = ids[k], ids.index(ids[k])
+        identity = ids[k]
         known = self._memory.outputs.get((stage, identity))
         if known is None:
             where = f"[Stage {stage}] output of microbatch {k}"
             known = self._memory.outputs[stage, identity] = signature_of(values, where)
         if (stage, rank, identity) not in self._memory.told:
             self._memory.told.add((stage, rank, identity))
+            first = ids.index(identity)
             payload = torch.frombuffer(bytearray(known.to_bytes()), dtype=torch.uint8)
             length = torch.tensor([payload.numel()], dtype=torch.int64)
-            self._send(length, rank, _LENGTH, stage, rank, first)
-            self._send(payload, rank, _SIGNATURE, stage, rank, first)
+            self._tell(length, rank, _LENGTH, stage, rank, first)
+            self._tell(payload, rank, _SIGNATURE, stage, rank, first)
         for tensor in values.tensors():
-            self._send(tensor.detach(), rank, _PAYLOAD, stage, rank, k)
+            self._send(tensor.detach(), leg)
 
-    def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
+    def send_gradients(self, leg: Leg, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of what one stage has read from another, leaf by leaf.
 
         Raises
         ``PipeliningShapeError`` where one has another shape or dtype than the output it belongs
         to, or is there for one microbatch and not for another.
         """
-        stage, source, k = message.stage, message.target, message.microbatch
+        _, stage, source, k, _, rank = leg.message
         ids = self.incoming(source, wait=True) or ()
-        identity, first = ids[k], ids.index(ids[k])
-        signature = self._memory.outputs[source, identity]
-        rank = message.target_rank
-        wanted = [
-            (number, meta, gradients[number])
-            for number, meta in enumerate(signature.leaves)
-            if isinstance(meta, TensorMeta) and meta.requires_grad
-        ]
-        mask = tuple(gradient is not None for _, _, gradient in wanted)
-        key = (stage, source, identity)
-        known = self._memory.masks.get(key)
+        signature = self._memory.outputs[source, ids[k]]
+        mask = tuple([gradients[number] is not None for number in signature.wanted])
+        known = self._memory.masks.get((stage, source, ids[k]))
         if known is None:
-            self._memory.masks[key] = mask
+            self._memory.masks[stage, source, ids[k]] = mask
             if mask:
                 flags = torch.tensor([int(flag) for flag in mask], dtype=torch.int64)
-                self._send(flags, rank, _MASK, stage, source, first, backward=True)
+                first = ids.index(ids[k])
+                self._tell(flags, rank, _MASK, stage, source, first, backward=True)
         elif known != mask:
-            numbers = [n for (n, _, _), a, b in zip(wanted, known, mask, strict=True) if a != b]
+            both = zip(signature.wanted, known, mask, strict=True)
             raise PipeliningShapeError(
-                f"[Stage {stage}] microbatch {k}: the outputs {numbers} of stage {source} got "
-                "gradients in one microbatch and none in another of the same shapes; make the "
-                "stage use the same inputs in all microbatches"
+                f"[Stage {stage}] microbatch {k}: the outputs {[n for n, a, b in both if a != b]} "
+                f"of stage {source} got gradients in one microbatch and none in another of the "
+                "same shapes; make the stage use the same inputs in all microbatches"
             )
-        for number, meta, gradient in wanted:
-            if gradient is None:
+        for number in signature.wanted:
+            gradient, meta = gradients[number], signature.leaves[number]
+            if gradient is None or not isinstance(meta, TensorMeta):
                 continue
             if gradient.shape != meta.shape or gradient.dtype is not meta.dtype:
                 where = f"[Stage {stage}] gradient for value {number} of stage {source}"
                 text = differences(Signature((meta,)), Values([gradient]), where)
                 raise PipeliningShapeError(text)
-            self._send(gradient, rank, _PAYLOAD, stage, source, k, backward=True)
+            self._send(gradient, leg)
 
-    def _send(
+    def _send(self, tensor: torch.Tensor, leg: Leg) -> None:
+        self.has_sent = True
+        payload = tensor.contiguous()
+        if payload.numel():
+            tag = leg.tag + self._parity
+            sent = self._communicator.send(payload, leg.peer, tag=tag, label=leg.label)
+            self._sent.append((sent, payload))
+
+    def _tell(
         self,
         tensor: torch.Tensor,
         rank: int,
@@ -243,67 +256,86 @@ class Transfers:
         *,
         backward: bool = False,
     ) -> None:
+        """Send what goes ahead of payloads."""
         self.has_sent = True
-        payload = tensor.contiguous()
-        if not payload.numel():
-            return
-        tag = self._tag(kind, stage, target, microbatch, backward)
-        label = self._label(kind, stage, microbatch, backward)
-        self._sent.append(self._communicator.send(payload, rank, tag=tag, label=label))
-        self._kept.append(payload)
+        tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
+        label = f"{_NAMES[kind]} of stage {stage}"
+        sent = self._communicator.send(tensor, rank, tag=tag + self._parity, label=label)
+        self._sent.append((sent, tensor))
+
+    def let_go(self) -> None:
+        """Give back the memory of what has left, oldest first, without waiting."""
+        sent = self._sent
+        while sent and sent[0][0].is_completed():
+            sent.popleft()[0].wait(watch=self._watch)
 
     # ---------------------------------------------------------------------- receiving
 
-    def post(self, messages: Iterable[Message]) -> bool:
-        """Post receives; False when one of them cannot be posted before something has come."""
-        return None not in [self._post(message, wait=False) for message in messages]
+    def post(self, legs: Sequence[Leg]) -> list[Leg]:
+        """Post receives; returns those that cannot be posted before something has come."""
+        return [leg for leg in legs if self._post(leg, wait=False) is None]
 
-    def take_outputs(self, message: Message) -> Values:
+    def post_rest(self, legs: Sequence[Leg]) -> list[Leg]:
+        """The same of ``legs`` that could not be posted before, without those that were awaited."""
+        return self.post([leg for leg in legs if leg not in self._awaited])
+
+    def take_outputs(self, leg: Leg) -> Values:
         """Wait for the outputs of another rank's stage, for one microbatch."""
-        received = self._wait(message)
+        received = self._wait(leg)
+        signature = received.signature
+        if len(received.buffers) == len(signature.leaves):
+            for number in signature.wanted:
+                received.buffers[number].requires_grad_()
+            return Values(list(received.buffers), signature.spec)
         tensors = iter(received.buffers)
         leaves: list[object] = []
-        for meta in received.signature.leaves:
+        for meta in signature.leaves:
             if not isinstance(meta, TensorMeta):
                 leaves.append(meta)
             else:
                 tensor = next(tensors)
                 leaves.append(tensor.requires_grad_() if meta.requires_grad else tensor)
-        return Values(leaves, received.signature.spec)
+        return Values(leaves, signature.spec)
 
-    def take_gradients(self, message: Message) -> list[torch.Tensor | None]:
+    def take_gradients(self, leg: Leg) -> list[torch.Tensor | None]:
         """Wait for the gradients of a stage of this rank, for one microbatch, leaf by leaf."""
-        received = self._wait(message)
-        tensors, flags = iter(received.buffers), iter(received.mask or ())
-        found: list[torch.Tensor | None] = []
-        for meta in received.signature.leaves:
-            has_one = isinstance(meta, TensorMeta) and meta.requires_grad and next(flags)
-            found.append(next(tensors) if has_one else None)
+        received = self._wait(leg)
+        leaves = received.signature.leaves
+        if len(received.buffers) == len(leaves):
+            return list(received.buffers)
+        tensors = iter(received.buffers)
+        found: list[torch.Tensor | None] = [None] * len(leaves)
+        for number, flag in zip(received.signature.wanted, received.mask or (), strict=True):
+            if flag:
+                found[number] = next(tensors)
         return found
 
-    def _wait(self, message: Message) -> _Receive:
-        received = self._post(message, wait=True)
+    def _wait(self, leg: Leg) -> _Receive:
+        received = self._posted.pop(leg, None)
         if received is None:
-            raise PipeliningShapeError(f"{message} cannot be received")
-        del self._posted[message]
+            self._awaited.add(leg)
+            received = self._post(leg, wait=True)
+            if received is None:
+                raise PipeliningShapeError(f"{leg.label} cannot be received")
+            del self._posted[leg]
         for pending in received.pendings:
             pending.wait(watch=self._watch)
         return received
 
-    def _post(self, message: Message, *, wait: bool) -> _Receive | None:
-        found = self._posted.get(message)
+    def _post(self, leg: Leg, *, wait: bool) -> _Receive | None:
+        found = self._posted.get(leg)
         if found is not None:
             return found
-        if message.operation is SEND_F:
-            found = self._post_outputs(message, wait=wait)
+        if leg.message.operation is SEND_F:
+            found = self._post_outputs(leg, wait=wait)
         else:
-            found = self._post_gradients(message, wait=wait)
+            found = self._post_gradients(leg, wait=wait)
         if found is not None:
-            self._posted[message] = found
+            self._posted[leg] = found
         return found
 
-    def _post_outputs(self, message: Message, *, wait: bool) -> _Receive | None:
-        stage, rank, k = message.stage, message.target_rank, message.microbatch
+    def _post_outputs(self, leg: Leg, *, wait: bool) -> _Receive | None:
+        _, stage, rank, k, _, _ = leg.message
         ids = self.incoming(stage, wait=wait)
         if ids is None:
             return None
@@ -314,48 +346,57 @@ class Transfers:
             self._memory.outputs[stage, ids[k]] = self._learn(stage, rank, ids.index(ids[k]))
             self._memory.told.add(key)
         signature = self._memory.outputs[stage, ids[k]]
-        buffers = [meta.empty(self._communicator.device) for meta in signature.tensors()]
-        pendings = [
-            self._recv(buffer, stage, _PAYLOAD, rank, k) for buffer in buffers if buffer.numel()
-        ]
-        return _Receive(pendings, buffers, signature)
+        return self._open(leg, signature.tensors, signature)
 
     def _learn(self, stage: int, rank: int, first: int) -> Signature:
         """Receive a signature. Its tag has the first microbatch that the header names it for."""
         length = torch.empty(1, dtype=torch.int64)
-        self._recv(length, stage, _LENGTH, rank, first).wait(watch=self._watch)
+        self._hear(length, stage, _LENGTH, rank, first).wait(watch=self._watch)
         payload = torch.empty(int(length), dtype=torch.uint8)
-        self._recv(payload, stage, _SIGNATURE, rank, first).wait(watch=self._watch)
+        self._hear(payload, stage, _SIGNATURE, rank, first).wait(watch=self._watch)
         return Signature.from_bytes(bytes(payload.numpy()))
 
-    def _post_gradients(self, message: Message, *, wait: bool) -> _Receive | None:
-        stage, source, k = message.stage, message.target, message.microbatch
+    def _post_gradients(self, leg: Leg, *, wait: bool) -> _Receive | None:
+        _, stage, source, k, _, _ = leg.message
         ids = self._ids(source, wait=True)
         if ids is None:
             return None
         signature = self._memory.outputs[source, ids[k]]
-        wanted = [meta for meta in signature.tensors() if meta.requires_grad]
         key = (stage, source, ids[k])
         mask = self._memory.masks.get(key)
         if mask is None:
-            if wanted and not wait:
+            count = len(signature.wanted)
+            if count and not wait:
                 return None
-            flags = torch.empty(len(wanted), dtype=torch.int64)
-            if wanted:
+            flags = torch.empty(count, dtype=torch.int64)
+            if count:
                 first = ids.index(ids[k])
-                pending = self._recv(flags, stage, _MASK, source, first, backward=True)
+                pending = self._hear(flags, stage, _MASK, source, first, backward=True)
                 pending.wait(watch=self._watch)
             mask = self._memory.masks[key] = tuple(bool(flag) for flag in flags.tolist())
-        metas = [meta for meta, flag in zip(wanted, mask, strict=True) if flag]
-        buffers = [meta.empty(self._communicator.device) for meta in metas]
+        metas = [
+            signature.leaves[n] for n, flag in zip(signature.wanted, mask, strict=True) if flag
+        ]
+        return self._open(leg, [m for m in metas if isinstance(m, TensorMeta)], signature, mask)
+
+    def _open(
+        self,
+        leg: Leg,
+        metas: Sequence[TensorMeta],
+        signature: Signature,
+        mask: tuple[bool, ...] | None = None,
+    ) -> _Receive:
+        """Post the receive of one message."""
+        communicator, tag = self._communicator, leg.tag + self._parity
+        buffers = [meta.empty(communicator.device) for meta in metas]
         pendings = [
-            self._recv(buffer, stage, _PAYLOAD, source, k, backward=True)
+            communicator.recv(buffer, leg.peer, tag=tag, label=leg.label)
             for buffer in buffers
             if buffer.numel()
         ]
         return _Receive(pendings, buffers, signature, mask)
 
-    def _recv(
+    def _hear(
         self,
         buffer: torch.Tensor,
         stage: int,
@@ -365,31 +406,20 @@ class Transfers:
         *,
         backward: bool = False,
     ) -> Pending:
-        tag = self._tag(kind, stage, target, microbatch, backward)
-        label = self._label(kind, stage, microbatch, backward)
+        """Post the receive of what goes ahead of payloads."""
+        tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
+        label = f"{_NAMES[kind]} of stage {stage}"
         rank = self._schedule.stage_ranks[stage]
-        return self._communicator.recv(buffer, rank, tag=tag, label=label)
+        return self._communicator.recv(buffer, rank, tag=tag + self._parity, label=label)
 
     # --------------------------------------------------------------------------- both
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for pending in self._sent:
-            pending.wait(watch=self._watch)
-        self._sent.clear()
-        self._kept.clear()
+        while self._sent:
+            self._sent.popleft()[0].wait(watch=self._watch)
 
     @property
     def has_posted(self) -> bool:
         """Whether receives of payload are under way."""
         return bool(self._posted)
-
-    def _tag(self, kind: int, stage: int, target: int, microbatch: int, backward: bool) -> int:
-        stages = max(self._schedule.stages, self._schedule.ranks)
-        tag = (kind * 2 + backward) * stages + stage
-        tag = (tag * stages + target) * self._schedule.microbatches + microbatch
-        return 2 * tag + self._step % 2
-
-    def _label(self, kind: int, stage: int, microbatch: int, backward: bool) -> str:
-        what = "header" if kind == _HEADER else f"{'B' if backward else 'F'}{microbatch}"
-        return f"stage {stage} {what}"
