@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -381,7 +382,9 @@ def test_ranks_that_disagree_are_named(ranks: Ranks) -> None:
         stage = PipelineStage(nn.Linear(4, 4), world.rank, world.size, CPU)
         schedule = ScheduleGPipe(stage, 2 + 2 * world.rank)
         if world.rank == 0:
-            schedule.step(torch.ones(8, 4))
+            # Shared memory takes small messages that nobody asks for; Gloo waits, and hears of it.
+            with contextlib.suppress(PipelinePeerError):
+                schedule.step(torch.ones(8, 4))
         else:
             with pytest.raises(CollectiveMismatchError, match="microbatches is 4 on rank 1 and 2"):
                 schedule.step()
