@@ -6,15 +6,20 @@ how often its weights have changed, and which backward pass of its last forward 
 modulo three::
 
     weights  backward        sums over four ranks, the last of which is one step behind
-    0 1 0    0 1 0           1 3 0    0 4 0      a mark elsewhere than this rank's own
+    0 1 0    0 1 0           1 3 0    0 4 0      two places of three
 
 Sums of marks are above zero in any dtype, so the test is exact on any number of ranks; they are not
 a number where a rank gave its pass up. Ranks may accumulate different numbers of passes without a
 reduction: that is part of the mean's definition.
+
+A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
+does not see it. Where counts differ the weights themselves are compared; if they are equal such a
+rank gives no mark of its weights from then on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -22,6 +27,8 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_of
+from meshwright.data_parallel.step_watch import Steps, StepWatch
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["NOTES", "Alignment"]
@@ -33,21 +40,28 @@ NOTES = 6
 class Alignment:
     """Where this rank is among its backward passes, and whether the others are there too."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._steps = StepWatch(lambda: parameters)
         self._weights = 0
         self._backwards = 0
         self._version = -1
+        self._sees_changes = True
+        """Whether what changes this rank's weights can be noticed here."""
 
     def start_over(self) -> None:
         """Count anew: all ranks have the same weights now, however they came to them."""
         self._weights, self._version = 0, -1
+        self._steps.take()
 
-    def begin_forward(self, parameters: Sequence[torch.Tensor]) -> None:
+    def begin_forward(self) -> None:
         """A forward pass begins: have the weights changed since the one before?"""
-        version = sum(parameter._version for parameter in parameters)
+        version = sum([parameter._version for parameter in self._parameters])
+        steps = self._steps.take()
         if version != self._version:
             self._version = version
-            self._weights += 1
+            # Ranks whose step raised may have changed less than the others: they count apart.
+            self._weights += 2 if steps is Steps.RAISED else 1
         self._backwards = 0
 
     def begin_backward(self) -> None:
@@ -61,22 +75,33 @@ class Alignment:
             notes[place] = 1
 
     def agrees(self, notes: torch.Tensor) -> bool:
-        """Whether no rank has another mark. On a GPU it is not asked: that would stop the host."""
+        """Whether all marks are the same. On a GPU it is not asked: that would stop the host."""
         if notes.device.type != "cpu" or not len(notes):
             return True
         sums = (notes.real if notes.is_complex() else notes).tolist()
-        mine = self._marks()
-        elsewhere = (count for place, count in enumerate(sums) if place not in mine)
-        return not any(count > 0 or math.isnan(count) for count in elsewhere)
+        return all(
+            sum(count > 0 for count in sums[at : at + 3]) < 2
+            and not any(math.isnan(count) for count in sums[at : at + 3])
+            for at in (0, 3)
+        )
 
     def refuse(
         self, communicator: Communicator, *, gave_up: bool = False
-    ) -> CollectiveMismatchError:
-        """The error that every rank raises then; collective. Who ``gave_up`` raised before."""
-        payload = json.dumps([self._weights, self._backwards, gave_up]).encode()
+    ) -> CollectiveMismatchError | None:
+        """The error that every rank raises then; collective. Who ``gave_up`` raised before.
+
+        None where all have the same weights and are in the same pass: they go on.
+        """
+        values = _digest(self._parameters)
+        payload = json.dumps([self._weights, self._backwards, gave_up, values]).encode()
         rows = [json.loads(row) for row in communicator.gather_bytes(payload, label="alignment")]
+        if all(row[1:] == [self._backwards, False, values] for row in rows):
+            most = max(row[0] for row in rows)
+            self._sees_changes = self._sees_changes and self._weights == most
+            self._weights = most
+            return None
         texts: list[str] = []
-        for rank, (weights, backwards, is_void) in zip(communicator.ranks, rows, strict=True):
+        for rank, (weights, backwards, is_void, _) in zip(communicator.ranks, rows, strict=True):
             place = (
                 f"was in backward pass {backwards} of a forward pass, after {weights - 1} changes "
                 "of its weights"
@@ -90,5 +115,15 @@ class Alignment:
             "every rank for each optimizer step, or use join() where ranks run out of batches"
         )
 
-    def _marks(self) -> tuple[int, int]:
-        return self._weights % 3, 3 + self._backwards % 3
+    def _marks(self) -> tuple[int, ...]:
+        backwards = 3 + self._backwards % 3
+        return (self._weights % 3, backwards) if self._sees_changes else (backwards,)
+
+
+def _digest(parameters: Sequence[torch.Tensor]) -> str:
+    """Equal for equal values."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        values = local_of(parameter).detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

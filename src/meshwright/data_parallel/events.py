@@ -6,6 +6,8 @@ when it does what it has not done before::
 
     the two events before, and this one       known: go on, nothing is sent
                                               new, or another mode: ask the other ranks first
+after a pass that raised                      ask, and go on only where every rank has issued as
+                                              many collectives: what a rank left out, others wait in
 
 Ranks ask through the board of `meshwright.comm.failure`, before any collective is issued: an answer
 that differs is an error on the rank that asks, and the others read it while they wait.
@@ -14,7 +16,7 @@ that differs is an error on the rank that asks, and the others read it while the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -51,39 +53,54 @@ class Event:
 
 
 class EventCheck:
-    """The events of one root on this rank. ``state`` says what is set, unit by unit."""
+    """The events of one root on this rank. ``state`` says what is set, unit by unit.
 
-    def __init__(self, communicator: Communicator, root: str, state: Callable[[], State]) -> None:
+    ``axes`` are all communicators through which the root sends, in the same order on every rank.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        root: str,
+        state: Callable[[], State],
+        axes: Sequence[Communicator] = (),
+    ) -> None:
         self._communicator = communicator
         self._rank = communicator.ranks[communicator.rank]
         self._root = root
         self._state = state
+        self._axes = tuple(axes)
         self._number = 0
-        self._tail: tuple[tuple[int, str, int], ...] = ()
+        self._tail: tuple[tuple[int, str, int, list[int]], ...] = ()
         self._last: tuple[Event | None, Event | None] = (None, None)
         self._known: set[tuple[Event | None, ...]] = set()
         self._key = self._register()
 
-    def happens(self, event: Event, *, asks: bool = False) -> None:
+    def happens(self, event: Event, *, asks: bool = False, after: str = "") -> None:
         """``event`` is next; call it before its first collective.
 
+        ``after`` names the pass that raised on this rank just before, if one did.
+
         Raises `CollectiveMismatchError` when another rank does something else, which is found out
-        when it has not followed on the two events before it so far, or when it ``asks``.
+        when it has not followed on the two events before it so far, or when it ``asks``; and when
+        another rank waits for what this one left out.
         """
         monitor = PROCESS.monitor
         if monitor is None or self._communicator.size == 1:
             return
         self._number += 1
-        self._tail = (*self._tail[1 - REMEMBERED :], (self._number, event.text, event.state))
+        issued = self._issued()
+        here = (self._number, event.text, event.state, issued)
+        self._tail = (*self._tail[1 - REMEMBERED :], here)
         turn = (*self._last, event)
         self._last = (self._last[1], event)
-        if asks or turn not in self._known:
-            self._ask(monitor, event)
+        if asks or after or turn not in self._known:
+            self._ask(monitor, event, after)
             self._known.add(turn)
 
     def describe(self) -> Mapping[str, Any]:
         """Where this rank is, for peers that ask; called from the monitor's thread."""
-        return {"tail": self._tail, "state": self._state()}
+        return {"tail": self._tail, "state": self._state(), "issued": self._issued()}
 
     # --------------------------------------------------------------------------- private
 
@@ -96,16 +113,22 @@ class EventCheck:
         monitor.describers[key] = self
         return key
 
-    def _ask(self, monitor: FailureMonitor, event: Event) -> None:
+    def _issued(self) -> list[int]:
+        """How many collectives this rank has issued on each axis."""
+        return [axis.counts.get("", 0) for axis in self._axes]
+
+    def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
         number = self._number
         votes = f"{self._key}/{number}/{event.text}/{event.state}"
+        if after:
+            votes += f"/{self._tail[-1][-1]}"
 
         def have_come() -> bool:
-            return self._have_come(monitor, number, event)
+            return self._have_come(monitor, number, event, after)
 
         wait_for_all(monitor, self._communicator, votes, have_come)
 
-    def _have_come(self, monitor: FailureMonitor, number: int, event: Event) -> bool:
+    def _have_come(self, monitor: FailureMonitor, number: int, event: Event, after: str) -> bool:
         """Whether there is nobody left to wait for. Raises when a rank does something else."""
         answers = monitor.roll_call()
         is_complete = True
@@ -118,12 +141,31 @@ class EventCheck:
             if theirs is None:
                 is_complete = False
                 continue
-            tail = {at: (text, state) for at, text, state in theirs["tail"]}
+            tail = {at: (text, state) for at, text, state, _ in theirs["tail"]}
+            if after:
+                issued = next((n for at, *_, n in theirs["tail"] if at == number), theirs["issued"])
+                self._compare_issued(monitor, issued, rank, after)
             if not tail or max(tail) < number:
                 is_complete = False
             elif tail.get(number, (event.text, event.state)) != (event.text, event.state):
                 self._fail(monitor, event, rank, tail[number][0], theirs["state"])
         return is_complete
+
+    def _compare_issued(
+        self, monitor: FailureMonitor, theirs: Sequence[int], rank: int, after: str
+    ) -> None:
+        """Raise where ``rank`` has issued what this rank left out when it raised."""
+        mine = self._tail[-1][-1]
+        for axis, here, there in zip(self._axes, mine, theirs, strict=True):
+            if there > here:
+                error = CollectiveMismatchError(
+                    f"rank {self._rank} raised in {after} of {self._root}, after {here} "
+                    f"collectives on axis {axis.axis}, and goes on, while rank {rank} has issued "
+                    f"{there}: they would be mixed up with those of another pass. Let all ranks "
+                    "give up a pass together, before its first collective, or end the run"
+                )
+                monitor.publish(error, is_cause=True)
+                raise error
 
     def _fail(
         self, monitor: FailureMonitor, event: Event, rank: int, other: str, state: State

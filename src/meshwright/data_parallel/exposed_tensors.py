@@ -111,6 +111,17 @@ class ExposedTensors:
             elif all(entry.exposed.grad is None for entry in entries):
                 flat.grad = None
 
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """See `Exposure`: the DTensors, and shards that are parameters of their own."""
+        flats = [flat for group in unit.groups if (flat := self._flat.get(group)) is not None]
+        return [e.exposed for group in unit.groups for e in self.entries(group)] + flats
+
+    def version(self, unit: Unit) -> int:
+        """See `Exposure`. Fused writes to DTensors are not counted."""
+        return sum(
+            [e.exposed._version for group in unit.groups for e in self.entries(group)]
+        ) + sum([group.buffer.shard._version for group in unit.groups])
+
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
         return [entry.exposed.requires_grad for entry in self.entries(group)]

@@ -23,7 +23,8 @@ from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.events import Event, EventCheck
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
-from meshwright.data_parallel.order_record import ACCUMULATES, STEPPED, UNKNOWN
+from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
+from meshwright.data_parallel.step_watch import Steps, StepWatch
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 
 if TYPE_CHECKING:
@@ -63,10 +64,14 @@ class Iteration:
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
-        self._groups = [group for unit in units for group in unit.groups]
+        self._units = units
         self._versions: list[int] = []
+        self._shards: list[torch.Tensor] = []
         self._has_delivered = False
         """Whether this rank had gradients when its last backward pass ended."""
+        self._raised_in = ""
+        """The pass that was given up last, until the next one has begun."""
+        self._steps: StepWatch | None = None
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
         self._states = UnitStates(drivers, with_training=strict)
@@ -78,13 +83,15 @@ class Iteration:
             compare_units(communicator, self.drivers, with_training=strict)
             self._check = _order_check(communicator, self.drivers, options)
             root = self.drivers[0].name
-            self._events = EventCheck(communicator, root, self._states.describe)
+            axes = dict.fromkeys(axis for unit in units for axis in unit.communicators)
+            self._events = EventCheck(communicator, root, self._states.describe, list(axes))
+            self._steps = StepWatch(self._exposed)
 
     # --------------------------------------------------------------------------- forward
 
     def begin_forward(self, *, training: bool) -> None:
         """The root's forward begins; an iteration that raised is given up first."""
-        self._begin()
+        raised_in = self._begin()
         if self._order:
             self._expected, self._order = self._order, self._expected
             self._order.clear()
@@ -96,19 +103,24 @@ class Iteration:
         # In evaluation nothing depends on settings, and ranks enter and leave it together.
         text = "a forward pass in training" if is_training else "a forward pass in evaluation"
         event = Event(text, self._states.digest() if is_training else 0)
-        self._events.happens(event, asks=is_training is not self._was_training)
+        turns = is_training is not self._was_training
+        self._events.happens(event, asks=turns, after=raised_in)
         self._was_training = is_training
-        self._check.begin(training=training, weights=self._weights() if is_training else 0)
+        weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
+        self._check.begin(training=training, weights=weights)
 
-    def _begin(self) -> None:
+    def _begin(self) -> str:
+        """Start anew; the pass that raised before, if one did."""
         if self.is_in_backward or self.is_in_forward:
             self.reset()
+        raised_in, self._raised_in = self._raised_in, ""
         self.is_in_forward = True
         for exposure in self._exposures:
             exposure.zero_alike()
         while self.in_blocks:
             # Their backward has passed or will not come: what is gathered now is what is held now.
             self.in_blocks.pop().forget_block()
+        return raised_in
 
     def begin_driven(self, what: str, *, training: bool) -> None:
         """A step in which somebody else gathers, frees and reduces begins; an exception ends it.
@@ -116,11 +128,12 @@ class Iteration:
         Units are gathered in their own order then, so that no order is recorded. ``what`` is
         compared over the ranks like a forward pass.
         """
-        self._begin()
+        raised_in = self._begin()
         self.finished.clear()
         if self._events is not None:
             event = Event(what, self._states.digest() if training else 0)
-            self._events.happens(event, asks=training is not self._was_training)
+            turns = training is not self._was_training
+            self._events.happens(event, asks=turns, after=raised_in)
             self._was_training = training
 
     def end_driven(self, *, training: bool) -> None:
@@ -153,31 +166,39 @@ class Iteration:
 
     def reset(self) -> None:
         """Give up an iteration that ended in an exception."""
+        if self.is_in_backward or self.is_in_forward:
+            self._raised_in = f"a {'backward' if self.is_in_backward else 'forward'} pass"
         for driver in self.drivers:
             driver.drop()
         for kept in (self._order, self.finished, self.in_flight):
             kept.clear()
         self.is_in_backward = self.is_in_forward = False
 
-    def _weights(self) -> int:
-        """What the optimizer has done since the last call, as far as this rank can tell.
-
-        Gradients that were delivered and are gone belong to an optimizer step, too: DTensors do not
-        count what is written to them in every way.
-        """
-        versions = [group.buffer.shard._version for group in self._groups]
+    def _weights(self, has_raised: bool) -> int:
+        """What optimizers have done since the last call, as far as this rank can tell."""
+        steps = Steps.NONE if self._steps is None else self._steps.take()
+        versions = [unit.exposure.version(unit) for unit in self._units]
+        shards = [group.buffer.shard for unit in self._units for group in unit.groups]
         before, self._versions = self._versions, versions
-        has_gradients = self._has_gradients()
-        if not before:
-            return UNKNOWN
-        if versions != before or (self._has_delivered and not has_gradients):
+        if any(now is not then for now, then in zip(shards, self._shards, strict=False)):
+            before.clear()  # converted since then: versions count something else now
+        self._shards = shards
+        has_delivered, self._has_delivered = self._has_delivered, False
+        if steps is Steps.RAISED:
+            return INTERRUPTED
+        if steps is Steps.ENDED or (before and versions != before):
             return STEPPED
-        return ACCUMULATES if has_gradients else UNKNOWN
+        # Gradients that were to be used and are gone without a step were left out.
+        has_unused = has_delivered or self._has_gradients() or has_raised
+        return ACCUMULATES if before and has_unused else UNKNOWN
+
+    def _exposed(self) -> list[torch.Tensor]:
+        """What optimizers may hold."""
+        return [p for unit in self._units for p in unit.exposure.parameters(unit)]
 
     def _has_gradients(self) -> bool:
         """Whether an optimizer that steps now would change anything on this rank."""
-        units = (driver.unit for driver in self.drivers if driver.unit is not None)
-        return any(unit.exposure.has_gradients(unit) for unit in units)
+        return any(unit.exposure.has_gradients(unit) for unit in self._units)
 
     # -------------------------------------------------------------------------- backward
 

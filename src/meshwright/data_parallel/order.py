@@ -23,6 +23,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ from meshwright.data_parallel.events import wait_for_all
 from meshwright.data_parallel.order_record import (
     ACCUMULATES,
     END,
+    INTERRUPTED,
     STEPPED,
     UNKNOWN,
     Forward,
@@ -54,6 +56,15 @@ CONFIRMATIONS = 3
 ON_THEIR_WAY = 8
 """Comparisons that may be pending when a forward begins; then the oldest is awaited."""
 
+STEPS = MappingProxyType(
+    {
+        STEPPED: "have changed their weights",
+        ACCUMULATES: "accumulate gradients or have left a step out",
+        INTERRUPTED: "raised in an optimizer step, which may have changed some weights",
+    }
+)
+"""What messages say of ranks that know something of their weights."""
+
 REMEDY = (
     "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
     "or zero-weighted input where there is nothing to do), or leave it out of the sharded units"
@@ -66,7 +77,8 @@ class OrderOptions:
 
     action: Literal["raise", "warn"] = "raise"
     """What ranks do that run different orders. ``warn`` lets collectives mix up different units of
-    equal size; a collective that could only hang or crash is an error all the same."""
+    equal size; weights that differ, and a collective that could only hang, are errors all the same.
+    """
     warn_at_once: bool = False
     """With ``warn``: warn as soon as this rank leaves its own order, whatever other ranks do."""
     exchange_first: bool = False
@@ -414,8 +426,8 @@ class OrderCheck:
             return
         if self.is_unchecked:
             return
-        text = self._difference(comparison)
-        if self._options.action == "raise":
+        text, is_of_weights = self._difference(comparison)
+        if is_of_weights or self._options.action == "raise":
             self.reference = None
             self._comparisons.clear()
             raise CollectiveMismatchError(f"{text}. No optimizer has used its gradients. {REMEDY}")
@@ -438,8 +450,12 @@ class OrderCheck:
                 monitor.board.delete_key(votes)
         self._votes.clear()
 
-    def _difference(self, comparison: _Comparison) -> str:
-        """Which units differ first and between which ranks; every rank takes part."""
+    def _difference(self, comparison: _Comparison) -> tuple[str, bool]:
+        """What differs first and between which ranks, and whether it is the weights.
+
+        Weights that differ are an error in any case: every step after it would use them. Every rank
+        takes part.
+        """
         payload = json.dumps([[n, record.units, known] for n, record, known in comparison.forwards])
         everyone = [
             [
@@ -451,30 +467,32 @@ class OrderCheck:
         ranks = self._communicator.ranks
         for step in zip(*everyone, strict=False):
             number, first, _ = step[0]
-            stepped = [
-                rank for rank, (*_, known) in zip(ranks, step, strict=True) if known == STEPPED
-            ]
-            others = [
-                rank for rank, (*_, known) in zip(ranks, step, strict=True) if known == ACCUMULATES
-            ]
-            if stepped and others:
-                return (
+            by_knowledge = {
+                text: [r for r, (*_, known) in zip(ranks, step, strict=True) if known == code]
+                for code, text in STEPS.items()
+            }
+            found = [f"ranks {those} {text}" for text, those in by_knowledge.items() if those]
+            if len(found) > 1:
+                text = (
                     f"Optimizer steps differ across ranks: before forward {number}{self._root} "
-                    f"ranks {stepped} have changed their weights, and ranks {others} accumulate "
-                    "gradients. Run as many passes for each optimizer step on every rank"
+                    f"{', and '.join(found)}. Run as many passes for each optimizer step on every "
+                    "rank, and skip a step on all ranks or on none"
                 )
+                return text, True
             for other, (_, record, _) in enumerate(step):
                 at = first.differs_at(record)
                 if at is not None:
-                    return (
+                    text = (
                         f"Forward order differs across ranks in forward {number}{self._root}, "
                         f"position {at}: {self._names.of(first.at(at))} on rank {ranks[0]}, "
                         f"{self._names.of(record.at(at))} on rank {ranks[other]}. Order on rank "
                         f"{ranks[0]}: {self._names.drawn(first, at)}; on rank {ranks[other]}: "
                         f"{self._names.drawn(record, at)}"
                     )
+                    return text, False
         counts = [len(forwards) for forwards in everyone]
-        return (
+        text = (
             f"Forward order differs across ranks{self._root}: ranks {list(ranks)} ran {counts} "
             "forwards since the last comparison"
         )
+        return text, False

@@ -11,6 +11,7 @@ from itertools import zip_longest
 __all__ = [
     "ACCUMULATES",
     "END",
+    "INTERRUPTED",
     "STEPPED",
     "UNKNOWN",
     "Forward",
@@ -23,9 +24,9 @@ __all__ = [
 END = -1
 """Stands for "the forward ends here" where a unit could come."""
 
-UNKNOWN, STEPPED, ACCUMULATES = 0, 1, 2
-"""What a rank knows of its weights at a forward: nothing, changed since the one before, or the same
-although it had gradients to change them by."""
+UNKNOWN, STEPPED, ACCUMULATES, INTERRUPTED = 0, 1, 2, 3
+"""What a rank knows of its weights at a forward: nothing, changed since the one before, the same
+although it had gradients to change them by, or half changed by a step that raised."""
 
 AROUND = 4
 """How many units a message shows before and after the one in question."""
@@ -109,16 +110,18 @@ class Forward:
 
 
 def same_weights(codes: Sequence[int]) -> bool:
-    """Whether no forward finds weights changed on one rank and gradients waiting on another.
+    """Whether no forward finds weights changed on one rank and not, or by half, on another.
 
     A code has two bits for each forward, below a 1: equally many forwards on every rank.
     """
+    if len(set(codes)) == 1:
+        return True
     if len({code.bit_length() for code in codes}) > 1:
         return False
-    seen = 0
-    for code in codes:
-        seen |= code
-    return not any((seen >> at) & 3 == STEPPED | ACCUMULATES for at in range(0, 62, 2))
+    return all(
+        len({(code >> at) & 3 for code in codes} - {UNKNOWN}) < 2
+        for at in range(0, max(codes).bit_length() - 1, 2)
+    )
 
 
 class UnitNames:

@@ -81,7 +81,7 @@ class GradientReducer:
         self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
-        self._alignment = Alignment()
+        self._alignment = Alignment(self._parameters)
         self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
@@ -143,7 +143,7 @@ class GradientReducer:
         if self.phase is ReductionPhase.BACKWARD:
             self.abandon()
         self.is_synchronising = self.is_wanted
-        self._alignment.begin_forward(self._parameters)
+        self._alignment.begin_forward()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             changes = zip(self.named, trainable, self._trainable, strict=True)
@@ -461,8 +461,10 @@ class GradientReducer:
         if not isinstance(last, Bucket) or self._is_local:
             return
         if not self._alignment.agrees(last.extra[:NOTES]):
-            self._reset()
-            raise self._alignment.refuse(self.communicator)
+            error = self._alignment.refuse(self.communicator)
+            if error is not None:
+                self._reset()
+                raise error
 
     def _refuse_deviation(self) -> None:
         """Raise on every rank when one of them did not do what it did in its first pass."""

@@ -40,6 +40,9 @@ class Replica:
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
         self.is_driven = False
         """Whether a pipeline schedule says when gradients are reduced and buffers broadcast."""
+        self._has_equal_buffers = False
+        """Whether a forward pass has begun with equal buffers and has not ended: the one that
+        follows on an exception takes its place, and other ranks broadcast no second time."""
         skipped = left_out(module, options.ignored, options.ignored_names)
         parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in skipped]
         _check(module, parameters, self.device_ids)
@@ -72,17 +75,21 @@ class Replica:
         """What a forward pass begins with, and a pipeline's step: buffers of one rank for all."""
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
-        if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
+        if not (self.broadcast_buffers and self.buffers and self.reducer.is_wanted):
+            return
+        if not self._has_equal_buffers:
             self.synchronise_buffers(0 if self.on_buffers is None else self.on_buffers())
+            self._has_equal_buffers = not self.is_driven
 
     def after_forward(self, output: object) -> None:
         """Let the backward pass of ``output`` tell the reducer when it begins.
 
         Without this a rank that uses none of the parameters would never join the reductions.
         """
-        if self.is_driven or not torch.is_grad_enabled():
-            return
         if torch._C._current_graph_task_id() != -1:
+            return
+        self._has_equal_buffers = False
+        if self.is_driven or not torch.is_grad_enabled():
             return
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

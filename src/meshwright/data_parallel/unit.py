@@ -76,6 +76,14 @@ class Exposure(Protocol):
         """Let modules hold ``slot.full`` of each slot, with the ``requires_grad`` of now."""
         ...
 
+    def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
+        """What optimizers may hold of the unit."""
+        ...
+
+    def version(self, unit: Unit) -> int:
+        """Grows with what is written to those, as far as torch counts it."""
+        ...
+
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """Which of the group's parameters require grad now."""
         ...

@@ -1,0 +1,95 @@
+"""Whether the optimizers of some parameters have stepped on this rank, or raised on the way.
+
+Versions of tensors alone cannot tell: a step that raised may have changed half of the weights, and
+an optimizer that holds nothing of this rank's changes none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+__all__ = ["StepWatch", "Steps"]
+
+
+class Steps(Enum):
+    """What optimizers have done since they were asked about before."""
+
+    NONE = "none"
+    ENDED = "ended"
+    RAISED = "raised"
+
+
+class StepWatch:
+    """Counts the steps of all optimizers that hold one of ``parameters()``.
+
+    Optimizers that are not `torch.optim.Optimizer` are not seen.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._parameters = parameters
+        self._begun = 0
+        self._ended = 0
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+        for register, method in (
+            (register_optimizer_step_pre_hook, self._begins),
+            (register_optimizer_step_post_hook, self._ends),
+        ):
+            handle = register(_Hook(weakref.WeakMethod(method)))
+            hooks = handle.hooks_dict_ref() or {}
+            # Not when a watch goes, which the garbage collector may let happen inside a step.
+            for key in [k for k, hook in hooks.items() if isinstance(hook, _Hook) and hook.is_idle]:
+                del hooks[key]
+
+    def take(self) -> Steps:
+        """What has happened since the last call. A step that runs now counts as one that raised."""
+        begun, ended = self._begun, self._ended
+        self._begun = self._ended = 0
+        if begun > ended:
+            return Steps.RAISED
+        return Steps.ENDED if ended else Steps.NONE
+
+    # --------------------------------------------------------------------------- private
+
+    def _begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begun += self._holds(optimizer)
+
+    def _ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self._ended += self._holds(optimizer)
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = optimizer.param_groups
+        size = sum(len(group["params"]) for group in groups)
+        known = self._known.get(optimizer)
+        if known is None or known[0] != size:
+            mine = {id(parameter) for parameter in self._parameters()}
+            known = size, any(id(p) in mine for group in groups for p in group["params"])
+            self._known[optimizer] = known
+        return known[1]
+
+
+class _Hook:
+    """A hook of the process on all optimizers, which does not keep its watch alive."""
+
+    def __init__(self, method: weakref.WeakMethod[Any]) -> None:
+        self._method = method
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its watch is gone."""
+        return self._method() is None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        call = self._method()
+        if call is not None:
+            call(optimizer)

@@ -1,0 +1,246 @@
+"""One rank raises in code of the user's, catches that, and goes on with its next batch.
+
+Where a pass sends nothing before it raises, the rank goes on: its next pass takes the place of the
+one that it gave up. Everywhere else every rank gets an error that names the one that raised, and no
+optimizer uses a sum of different passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.comm import communicator
+from meshwright.data_parallel import fully_shard, replicate
+from meshwright.errors import CollectiveMismatchError, CommunicationError
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.testing import Ranks
+
+SOON = 5.0
+STRATEGIES = ("replicate", "fully_shard", "flat", "original")
+PLACES = ("forward", "loss", "backward", "optimizer", "half a step")
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted")
+
+
+class Net(nn.Module):
+    """Raises between its first and its second unit, in the forward or in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.raises_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.a(x).tanh()
+        if self.raises_in == "forward":
+            raise ValueError("planted")
+        return self.b(RaisesInBackward.apply(x) if self.raises_in == "backward" else x)
+
+
+class HalfSGD(torch.optim.SGD):
+    """Raises when it has changed its first parameter, if asked to."""
+
+    raises = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.raises:
+            first = self.param_groups[0]["params"][0]
+            with torch.no_grad():
+                first.sub_(0.1 * first.grad)
+            raise ValueError("planted")
+        super().step(closure)
+
+
+def laid_out(strategy: str) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    net = Net().double()
+    if strategy == "replicate":
+        return net, replicate(net)
+    if strategy == "fully_shard":
+        for part in (net.a, net.b):
+            fully_shard(part)
+        return net, fully_shard(net)
+    options = {"use_orig_params": strategy == "original"}
+    net.a, net.b = FSDP(net.a, **options), FSDP(net.b, **options)
+    return net, FSDP(net, **options)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+
+
+def raising(*_: object) -> None:
+    raise ValueError("planted")
+
+
+class Loop:
+    """A loop whose rank ``odd`` raises at step ``at``, and that goes on."""
+
+    def __init__(self, strategy: str, place: str, *, odd: Callable[[int], bool]) -> None:
+        self.net, self.model = laid_out(strategy)
+        self.optimizer = HalfSGD(self.model.parameters(), lr=0.1)
+        self.place = place
+        self.is_odd = odd(communicator().rank)
+        self.steps = 0
+
+    def step(self, *, raises: bool) -> None:
+        raises = raises and self.is_odd
+        self.net.raises_in = self.place if raises else ""
+        HalfSGD.raises = raises and self.place == "half a step"
+        hook = None
+        if raises and self.place == "optimizer":
+            hook = self.optimizer.register_step_pre_hook(raising)
+        self.steps += 1
+        try:
+            self.optimizer.zero_grad()
+            loss = self.model(batch(self.steps, communicator().rank)).square().sum()
+            if raises and self.place == "loss":
+                raise ValueError("planted")
+            loss.backward()
+            self.optimizer.step()
+        except ValueError:
+            pass
+        finally:
+            if hook is not None:
+                hook.remove()
+
+
+def body_one(strategy: str, place: str) -> tuple[str, float]:
+    """What this rank said, and how many seconds it took from where rank 1 raised."""
+    loop = Loop(strategy, place, odd=lambda rank: rank == 1)
+    for _ in range(2):
+        loop.step(raises=False)
+    begun = time.monotonic()
+    try:
+        for number in range(3):
+            loop.step(raises=number == 0)
+    except CommunicationError as error:
+        return str(error), time.monotonic() - begun
+    return "", time.monotonic() - begun
+
+
+EXPECTED = {
+    "forward": r"rank 1 raised in a forward pass",
+    "loss": r"a forward pass in training on rank 1, a backward pass on rank 0|"
+    r'rank 1 called broadcast.*"broadcast buffers',
+    "backward": r"rank 1 raised in a backward pass|rank 1 gave up a backward pass|"
+    r'rank 1 called all_gather.*"unshard',
+    "optimizer": r"ranks \[1\] raised in an optimizer step|rank 1 was in .* after 2 changes",
+    "half a step": r"ranks \[1\] raised in an optimizer step|rank 1 was in .* after 4 changes",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_is_told_who_raised(ranks: Ranks, strategy: str, place: str) -> None:
+    said = ranks(2, body_one, strategy, place, timeout=30)
+    if (strategy, place) == ("replicate", "forward"):
+        # That forward pass sends nothing: rank 1 is one batch ahead, until rank 0 has one more.
+        assert said[1][0] == ""
+        assert re.search("rank 1 is done and leaves the run", said[0][0]), said
+        return
+    if (strategy, place) == ("replicate", "backward"):
+        assert re.search(EXPECTED[place], said[0][0]), said
+        return
+    for text, seconds in said:
+        assert re.search(EXPECTED[place], text), text
+        assert seconds < SOON
+
+
+# ------------------------------------------------------------------------ what goes on
+
+
+def sgd_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def body_retry(strategy: str, raises_on: tuple[int, ...]) -> None:
+    """Ranks repeat a forward pass that raised; the weights are those of one process."""
+    world = communicator()
+    net, model = laid_out(strategy)
+    torch.manual_seed(0)
+    one = Net().double()
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(4):
+        x = batch(step, world.rank)
+        if step in (1, 2) and world.rank in raises_on:
+            net.raises_in = "forward"
+            with pytest.raises(ValueError, match="planted"):
+                model(x)
+            net.raises_in = ""
+        sgd_step(model, mine, x)
+        sgd_step(one, theirs, torch.cat([batch(step, rank) for rank in range(world.size)]))
+    state = {name: value for name, value in model.state_dict().items() if name != "calls"}
+    for name, value in state.items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        torch.testing.assert_close(whole, one.state_dict()[name], msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_pass_may_be_repeated(ranks: Ranks, strategy: str) -> None:
+    """By all ranks; by one where nothing was sent."""
+    ranks(2, body_retry, strategy, (0, 1))
+    if strategy == "replicate":
+        ranks(2, body_retry, strategy, (1,))
+
+
+def body_split_optimizer() -> None:
+    """Rank 2 owns no parameter: the other ranks change its weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    world = communicator()
+    torch.manual_seed(0)
+    one = nn.Linear(4, 2).double()
+    model = replicate(copy.deepcopy(one))
+    mine = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(4):
+        sgd_step(model, mine, batch(step, world.rank))
+        sgd_step(one, theirs, torch.cat([batch(step, rank) for rank in range(world.size)]))
+    for ours, expected in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+    # Equal once, and told apart all the same.
+    model(batch(8, world.rank)).square().mean().backward()
+    if world.rank == 0:
+        with torch.no_grad():
+            model.weight.add_(1.0)
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 was in backward pass 1 .* after 5"):
+        sgd_step(model, mine, batch(9, world.rank))
+
+
+def test_a_rank_whose_weights_others_change(ranks: Ranks) -> None:
+    ranks(3, body_split_optimizer)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("place", ["optimizer", "half a step"])
+def test_all_ranks_may_leave_a_step_out(ranks: Ranks, strategy: str, place: str) -> None:
+    def body() -> None:
+        loop = Loop(strategy, place, odd=lambda rank: True)
+        for number in range(4):
+            loop.step(raises=number in (0, 2))
+
+    ranks(2, body)
