@@ -16,6 +16,7 @@ from meshwright.pipelining.metadata import Values, digest, signature_of
 from meshwright.pipelining.program import Entry, Leg, program
 from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage
+from meshwright.pipelining.ties import Tie, TiedParameters
 from meshwright.pipelining.transfers import Memory, Transfers
 from meshwright.schedule.actions import (
     RECV_B,
@@ -84,7 +85,10 @@ class Runtime:
         self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
         self._notices = Notices(communicator, name)
         self._noticed = ""
-        self._own = json.dumps(_facts(training, loss_fn is not None))
+        ties = next(iter(stages.values())).ties
+        modules = {index: stage.submod for index, stage in stages.items()}
+        self._tied = TiedParameters(modules, ties, training.stage_ranks)
+        self._own = json.dumps(_facts(training, loss_fn is not None, ties))
         self.plan = digest(self._own)
         """What all ranks of the pipeline must agree on, as a number."""
         self._notices.post(f"plan/{self._rank}", self._own)
@@ -109,11 +113,15 @@ class Runtime:
         try:
             for residency in residencies:
                 residency.begin(what, training=training)
+            self._tied.send_values(step.transfers)
+            if training:
+                self._tied.begin()
             step.run(self._programs[training])
-            step.transfers.finish()
+            step.finish()
             for residency in residencies:
                 residency.finish()
         except BaseException as error:
+            self._tied.restore()
             self._failed(step, error)
             for residency in residencies:
                 residency.drop()
@@ -167,7 +175,7 @@ class Runtime:
         )
 
 
-def _facts(schedule: Schedule, has_loss: bool) -> dict[str, Any]:
+def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str, Any]:
     """What all ranks must agree on, in words."""
     return {
         "schedule": schedule.name,
@@ -176,6 +184,7 @@ def _facts(schedule: Schedule, has_loss: bool) -> dict[str, Any]:
         "ranks of the stages": list(schedule.stage_ranks),
         "edges": [list(edge) for edge in schedule.edges],
         "loss": has_loss,
+        "ties": [[tie.owner, [list(name) for name in tie.names]] for tie in ties],
         "order": digest([[str(action) for action in row] for row in schedule.rows]),
     }
 
@@ -214,6 +223,8 @@ class _Step:
         self._unposted: list[Leg] = []
         self._ids: dict[int, Sequence[int]] = {}
         self._losses: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._late: list[Several] = []
+        """What is reduced when the row has been run."""
         self.transfers = Transfers(
             runtime._communicator,
             self.schedule,
@@ -411,9 +422,21 @@ class _Step:
             entry.residency.reshard()
 
     def reduce(self, entry: Entry) -> None:
-        """REDUCE_GRAD."""
-        if entry.residency is not None:
+        """REDUCE_GRAD. A stage with tied parameters waits for the other holders until the end."""
+        if entry.residency is None:
+            return
+        if entry.index in self.runtime._tied.stages:
+            self._late.append(entry.residency)
+        else:
             entry.residency.reduce()
+
+    def finish(self) -> None:
+        """The row has been run: tied gradients, what waits for them, and what is being sent."""
+        if self.training:
+            self.runtime._tied.add_up(self.transfers)
+        for residency in self._late:
+            residency.reduce()
+        self.transfers.finish()
 
 
 _HANDLERS: Mapping[Operation, Callable[[_Step, Entry], None]] = {

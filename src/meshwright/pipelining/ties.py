@@ -1,10 +1,29 @@
-"""Parameters that several stages hold: copies of one parameter, whose gradients are summed."""
+"""Parameters that several stages hold: copies of one parameter, whose gradients are summed.
+
+When the rank has run its row, holders send each other what this step has given them, and each adds
+it up in the order of stages: all get the same bits. That is after the last weight half of every
+holder and before gradients are reduced over data-parallel ranks, because holders may be sharded
+differently; and it is the end of the row because a rank that waited for another holder any earlier
+could hold up that one. Gradients of earlier steps are put aside meanwhile: they are sums already.
+In the first step the owner's values are sent to the other holders.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["Tie"]
+import torch
+from torch import nn
+
+from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.metadata import digest
+
+__all__ = ["Tie", "TiedParameters", "Wire", "counted"]
+
+_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Names that wrappers put into the name of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,4 +33,232 @@ class Tie:
     owner: int
     """The stage whose copy gives the value, and counts."""
     names: tuple[tuple[int, str], ...]
-    """(stage, name in that stage) of every holder, by stage."""
+    """(stage, name in that stage) of every holder."""
+
+
+class Wire(Protocol):
+    """What carries tensors between stages of different ranks."""
+
+    def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
+        """Send message ``number`` of ``stage`` to stage ``target``."""
+        ...
+
+    def recv_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
+        """Wait for message ``number`` of ``stage`` to ``target``, which is on this rank."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A tie with the parameters of this rank."""
+
+    tie: Tie
+    parameters: dict[int, nn.Parameter]
+    """By stage of this rank."""
+    before: dict[int, torch.Tensor | None]
+    """By stage of this rank, the gradient of earlier steps."""
+
+
+class TiedParameters:
+    """The tied parameters of the stages of one rank.
+
+    Raises ``ValueError`` for ties whose stages or parameters do not exist.
+    """
+
+    def __init__(
+        self, modules: Mapping[int, nn.Module], ties: Sequence[Tie], stage_ranks: Sequence[int]
+    ) -> None:
+        """``modules`` are this rank's, by stage; ``stage_ranks`` gives the rank of each stage."""
+        self._ranks = tuple(stage_ranks)
+        self._held: list[_Held] = []
+        self._is_open = False
+        self._has_values = False
+        for tie in ties:
+            _check(tie, len(self._ranks))
+            found = {
+                stage: _parameter(modules[stage], stage, name)
+                for stage, name in tie.names
+                if stage in modules
+            }
+            if found:
+                self._held.append(_Held(tie, found, {}))
+        self._mine = frozenset(modules)
+        self._peers = self._find_peers()
+        self.stages = frozenset(stage for held in self._held for stage in held.parameters)
+        """Stages of this rank that hold tied parameters."""
+
+    def _find_peers(self) -> list[tuple[int, int]]:
+        """(stage of this rank, stage of another) that hold a parameter together."""
+        found = {
+            (mine, other)
+            for held in self._held
+            for mine in held.parameters
+            for other, _ in held.tie.names
+            if other not in self._mine
+        }
+        return sorted(found, key=lambda pair: (min(pair), max(pair)))
+
+    # -------------------------------------------------------------------------- steps
+
+    def begin(self) -> None:
+        """A training step begins: put the gradients of earlier ones aside."""
+        for held in self._held:
+            held.before = {stage: p.grad for stage, p in held.parameters.items()}
+            for parameter in held.parameters.values():
+                parameter.grad = None
+        self._is_open = bool(self._held)
+
+    def restore(self) -> None:
+        """The step has failed: put what was put aside back."""
+        if self._is_open:
+            self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        for held in self._held:
+            for stage, parameter in held.parameters.items():
+                before = held.before.pop(stage, None)
+                if before is not None and parameter.grad is not None:
+                    before += parameter.grad
+                if before is not None:
+                    parameter.grad = before
+
+    def send_values(self, wire: Wire) -> None:
+        """Give the owner's values to the other holders, unless a step has done so."""
+        if self._has_values or not self._held:
+            return
+        for mine, other in self._peers:
+            shared = self._shared(mine, other)
+            given = [held for held in shared if held.tie.owner == mine]
+            taken = [held for held in shared if held.tie.owner == other]
+            if given:
+                _send(wire, mine, other, [held.parameters[mine].detach() for held in given], 0)
+            for held, value in zip(taken, _receive(wire, other, mine, taken, 0), strict=True):
+                if value is not None:
+                    for parameter in held.parameters.values():
+                        parameter.detach().copy_(value)
+        for held in self._held:
+            own = held.parameters.get(held.tie.owner)
+            for parameter in held.parameters.values():
+                if own is not None and parameter is not own:
+                    parameter.detach().copy_(own.detach())
+
+    def add_up(self, wire: Wire) -> None:
+        """Sum the gradients of this step over all holders, and add them to those of earlier ones.
+
+        Of two holders the lower stage sends first, as backends without tags need it.
+        Raises `PipeliningShapeError` when a parameter differs among its holders.
+        """
+        if not self._is_open:
+            return
+        parts = [
+            {stage: p.grad for stage, p in held.parameters.items() if p.grad is not None}
+            for held in self._held
+        ]
+        start = 1 + len(self._held)
+        for mine, other in self._peers:
+            shared = self._shared(mine, other)
+            given = [held.parameters[mine].grad for held in shared]
+            if mine < other:
+                _send(wire, mine, other, given, start)
+            found = _receive(wire, other, mine, shared, start)
+            if mine > other:
+                _send(wire, mine, other, given, start)
+            for held, gradient in zip(shared, found, strict=True):
+                if gradient is not None:
+                    parts[self._held.index(held)][other] = gradient
+        for held, gradients in zip(self._held, parts, strict=True):
+            self._set_sum(held, gradients)
+        self._close()
+        self._has_values = True
+
+    def _set_sum(self, held: _Held, parts: Mapping[int, torch.Tensor]) -> None:
+        if not parts:
+            return
+        first, *rest = (parts[stage] for stage in sorted(parts))
+        total = first.clone()
+        for part in rest:
+            total += part
+        for number, parameter in enumerate(held.parameters.values()):
+            parameter.grad = total.clone() if number else total
+
+    # ----------------------------------------------------------------------- messages
+
+    def _shared(self, stage: int, other: int) -> list[_Held]:
+        """What two stages hold together, in an order that both know."""
+        return [
+            held
+            for held in self._held
+            if {stage, other} <= {holder for holder, _ in held.tie.names}
+        ]
+
+
+def _send(
+    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | None], start: int
+) -> None:
+    """Send what there is, after one message that says what that is."""
+    facts = [0 if tensor is None else _facts(tensor) for tensor in tensors]
+    wire.send_tied(torch.tensor(facts), stage, target, start)
+    for number, tensor in enumerate(tensors, start + 1):
+        if tensor is not None:
+            wire.send_tied(tensor, stage, target, number)
+
+
+def _receive(
+    wire: Wire, stage: int, target: int, shared: Sequence[_Held], start: int
+) -> list[torch.Tensor | None]:
+    if not shared:
+        return []
+    facts = torch.zeros(len(shared), dtype=torch.int64)
+    wire.recv_tied(facts, stage, target, start)
+    found: list[torch.Tensor | None] = []
+    for number, (held, fact) in enumerate(zip(shared, facts.tolist(), strict=True), start + 1):
+        if not fact:
+            found.append(None)
+            continue
+        buffer = torch.empty_like(held.parameters[target], memory_format=torch.contiguous_format)
+        if fact != _facts(buffer):
+            names = dict(held.tie.names)
+            raise PipeliningShapeError(
+                f"the tied parameter {names[target]!r} of stage {target} has shape "
+                f"{list(buffer.shape)} and {buffer.dtype}, and {names[stage]!r} of stage {stage} "
+                "another shape or dtype: holders of a tie must be copies of one parameter"
+            )
+        wire.recv_tied(buffer, stage, target, number)
+        found.append(buffer)
+    return found
+
+
+def _facts(tensor: torch.Tensor) -> int:
+    """What a receiver must agree on, as a number."""
+    return digest(list(tensor.shape), str(tensor.dtype))
+
+
+def counted(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[nn.Parameter]:
+    """The parameters of stages, by stage, without copies of what another stage owns."""
+    copies = {
+        id(_parameter(modules[stage], stage, name))
+        for tie in ties
+        for stage, name in tie.names
+        if stage in modules and stage != tie.owner
+    }
+    every = [parameter for module in modules.values() for parameter in module.parameters()]
+    return [parameter for parameter in every if id(parameter) not in copies]
+
+
+def _check(tie: Tie, stages: int) -> None:
+    holders = [stage for stage, _ in tie.names]
+    wrong = [stage for stage in holders if not 0 <= stage < stages]
+    if wrong or tie.owner not in holders or len(set(holders)) != len(holders):
+        raise ValueError(
+            f"expected a tie of different stages below {stages}, one of them its owner, found "
+            f"{tie}: for one stage share the parameter itself"
+        )
+
+
+def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
+    """The parameter called ``name``, whatever wrappers have put into its name."""
+    for found, parameter in module.named_parameters(remove_duplicate=False):
+        if ".".join(part for part in found.split(".") if part not in _WRAPPERS) == name:
+            return parameter
+    raise ValueError(f"stage {stage} has no parameter {name!r}, which it should hold for a tie")

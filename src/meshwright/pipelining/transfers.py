@@ -37,6 +37,9 @@ __all__ = ["Edge", "Ids", "Memory", "Transfers"]
 
 _HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK = range(PAYLOAD)
 _NAMES = ("header", "ids", "length of the signature", "signature", "gradients")
+_TIED = PAYLOAD + 1
+_TIED_MESSAGES = 4096
+"""More than one stage has for another of tied parameters in one step."""
 
 Edge = tuple[int, int]
 """A stage, and the rank that reads its outputs."""
@@ -411,6 +414,28 @@ class Transfers:
         label = f"{_NAMES[kind]} of stage {stage}"
         rank = self._schedule.stage_ranks[stage]
         return self._communicator.recv(buffer, rank, tag=tag + self._parity, label=label)
+
+    # --------------------------------------------------------------- tied parameters
+
+    def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
+        """Send message ``number`` about tied parameters to stage ``target`` of another rank."""
+        self.has_sent = True
+        payload = tensor.contiguous()
+        rank, tag = self._schedule.stage_ranks[target], self._tied_tag(stage, target, number)
+        label = f"stage {stage} tied {number}"
+        sent = self._communicator.send(payload, rank, tag=tag, label=label)
+        self._sent.append((sent, payload))
+
+    def recv_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
+        """Wait for message ``number`` about tied parameters from ``stage`` of another rank."""
+        rank, tag = self._schedule.stage_ranks[stage], self._tied_tag(stage, target, number)
+        label = f"stage {stage} tied {number}"
+        self._communicator.recv(tensor, rank, tag=tag, label=label).wait(watch=self._watch)
+
+    def _tied_tag(self, stage: int, target: int, number: int) -> int:
+        start = tag_of(self._schedule, _TIED, 0, 0, 0, backward=False)
+        pair = stage * self._schedule.stages + target
+        return start + 2 * (pair * _TIED_MESSAGES + number) + self._parity
 
     # --------------------------------------------------------------------------- both
 

@@ -1,0 +1,179 @@
+"""Tied weights over stages: one parameter of one process, held several times."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.comm import communicator
+from meshwright.pipelining import (
+    PipelineScheduleMulti,
+    PipelineStage,
+    PipeliningShapeError,
+    ScheduleGPipe,
+    SplitPoint,
+    Tie,
+    clip_grad_norm_,
+    get_schedule_class,
+    pipeline,
+)
+from meshwright.schedule.builders import stage_ranks
+from meshwright.testing import Ranks
+
+CPU = torch.device("cpu")
+WORDS, WIDTH, ROWS = 11, 6, 8
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight; the last layer has the first one's bias."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[-1].bias = self.layers[0].bias
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Part(nn.Module):
+    """One stage of it, by hand, with copies of what others hold too."""
+
+    def __init__(self, model: Tied, stage: int, stages: int) -> None:
+        super().__init__()
+        self.embed = copy.deepcopy(model.embed) if stage == 0 else None
+        self.layer = copy.deepcopy(model.layers[stage])
+        self.head = copy.deepcopy(model.head) if stage == stages - 1 else None
+        if self.head is not None:  # The values are those of the owner.
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embed is None else self.embed(x)
+        x = x + torch.tanh(self.layer(x))
+        return x if self.head is None else self.head(x)
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def made(name: str, model: Tied, stages: int, *, is_traced: bool) -> Any:
+    """The schedule on this rank."""
+    world, kind = communicator(), get_schedule_class(name)
+    style = "v" if "V" in name else "loop"
+    mine = [s for s, r in enumerate(stage_ranks(world.size, stages, style)) if r == world.rank]
+    microbatches = 4 * world.size
+    if is_traced:
+        spec = {f"layers.{i}": SplitPoint.BEGINNING for i in range(1, stages)}
+        pipe = pipeline(model, (torch.zeros(ROWS // 4, 3, dtype=torch.long),), split_spec=spec)
+        built: list[PipelineStage] = [pipe.build_stage(s, CPU) for s in mine]
+    else:
+        last = stages - 1
+        ties = (
+            Tie(0, ((0, "embed.weight"), (last, "head.weight"))),
+            Tie(0, ((0, "layer.bias"), (last, "layer.bias"))),
+        )
+        parts = {s: Part(model, s, stages) for s in mine}
+        built = [PipelineStage(parts[s], s, stages, CPU, ties=ties) for s in mine]
+    is_multi = issubclass(kind, PipelineScheduleMulti)
+    return kind(built if is_multi else built[0], microbatches, loss_fn=cross_entropy)
+
+
+def body_equal(name: str, is_traced: bool) -> None:
+    """Three steps of an optimizer, each of two accumulated ones and a clip."""
+    world = communicator()
+    chunks = 2 if issubclass(get_schedule_class(name), PipelineScheduleMulti) else 1
+    stages = world.size * chunks
+    torch.manual_seed(0)
+    model = Tied(stages)
+    alone = copy.deepcopy(model)
+    schedule = made(name, model, stages, is_traced=is_traced)
+    held = schedule._stages
+    mine = [p for stage in held.values() for p in stage.submod.parameters()]
+    optimizer, expected = torch.optim.Adam(mine, 0.1), torch.optim.Adam(alone.parameters(), 0.1)
+    for number in range(3):
+        torch.manual_seed(10 + number)
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for _ in range(2):
+            tokens = torch.randint(WORDS, (ROWS * world.size, 3))
+            target = torch.randint(WORDS, (ROWS * world.size, 3))
+            more = {"target": target} if stages - 1 in held else {}
+            schedule.step(*((tokens,) if 0 in held else ()), **more)
+            cross_entropy(alone(tokens), target).backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(list(held.values()), 0.05), norm)
+        for index, stage in held.items():
+            layer = alone.layers[index]
+            wanted = {"layer.weight": layer.weight, "layer.bias": layer.bias}
+            wanted |= {f"layers.{index}.{k.split('.')[1]}": v for k, v in wanted.items()}
+            wanted |= {"embed.weight": alone.embed.weight, "head.weight": alone.embed.weight}
+            for key, parameter in stage.submod.named_parameters():
+                torch.testing.assert_close(parameter.grad, wanted[key].grad, rtol=1e-9, atol=1e-12)
+        optimizer.step()
+        expected.step()
+        schedule.eval(*((tokens,) if 0 in held else ()))
+    weights = [
+        parameter.detach()
+        for stage in held.values()
+        for key, parameter in stage.submod.named_parameters()
+        if key in ("embed.weight", "head.weight")
+    ]
+    for weight in weights:
+        torch.testing.assert_close(weight, alone.embed.weight, rtol=1e-7, atol=1e-9)
+    payload = b"".join(weight.numpy().tobytes() for weight in weights)
+    every = b"".join(world.gather_bytes(payload, label="weights"))
+    assert len(every) == 2 * WORDS * WIDTH * 8
+    assert every[: len(every) // 2] == every[len(every) // 2 :]
+
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def body_all(names: tuple[str, ...]) -> None:
+    for name in names:
+        body_equal(name, is_traced=False)
+    body_equal(names[0], is_traced=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_holders_stay_one_parameter(ranks: Ranks, size: int) -> None:
+    ranks(size, body_all, NAMES, timeout=120)
+
+
+def body_refused() -> None:
+    world = communicator()
+    sizes = (3, 4)
+    tie = Tie(0, ((0, "weight"), (1, "weight")))
+    module = nn.Linear(3, sizes[world.rank])
+    stage = PipelineStage(module, world.rank, 2, CPU, ties=[tie])
+    for wrong, text in (
+        (Tie(1, ((0, "weight"), (2, "weight"))), "expected a tie of different stages below 2"),
+        (Tie(1, ((0, "weight"), (0, "bias"))), "expected a tie of different stages below 2"),
+        (Tie(0, ((0, "heavy"), (1, "heavy"))), r"stage \d has no parameter 'heavy'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ScheduleGPipe(PipelineStage(module, world.rank, 2, CPU, ties=[wrong]), 2)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
+    x = torch.ones(2, 3)
+    more = {} if world.rank == 0 else {"target": torch.ones(2, 4)}
+    text = "has shape .4, 3. and torch.float32, and 'weight' of stage 0 another"
+    with pytest.raises(PipeliningShapeError, match=text):
+        schedule.step(*((x,) if world.rank == 0 else ()), **more)
+    assert module.weight.grad is None
+
+
+def test_what_is_no_tie(ranks: Ranks) -> None:
+    ranks(2, body_refused)
