@@ -8,9 +8,9 @@ torch 2.13 spells two operations anew (``all_gather_single``, ``reduce_scatter_s
 on each call of the old name, which is the only name before. A replaced spelling wins, then the
 spelling that this torch prefers.
 
-Where nothing is replaced, the two operations of sharded training go to the process group at once:
-of what a call costs before anything is sent, the checks of c10d's own functions are the larger
-part, and the door has made its own.
+Where nothing is replaced, the operations of sharded training go to the process group at once: of
+what a call costs before anything is sent, the checks of c10d's own functions are the larger part,
+and the door has made its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 __all__ = [
     "SPELLINGS",
     "all_gather",
+    "all_to_all",
     "checks_in_detail",
     "current",
     "reduce_scatter",
@@ -108,6 +109,20 @@ def reduce_scatter(
     options.reduceOp = op  # pyrefly: ignore[bad-assignment]
     options.asyncOp = async_op
     return _waited(group._reduce_scatter_base(output, tensor, options), async_op=async_op)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    splits: list[int] | None = None,
+) -> Any:  # noqa: ANN401 - c10d's work
+    """Start to exchange parts of 1-D ``tensor``: ``splits`` elements with each rank, or as many."""
+    replaced = replacement("all_to_all")
+    if replaced is not None or tensor.is_complex():
+        call = replaced or current("all_to_all")
+        return call(output, tensor, splits, splits, group=group, async_op=True)
+    return group.alltoall_base(output, tensor, splits or [], splits or [], c10d.AllToAllOptions())
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
