@@ -299,14 +299,14 @@ class LossWindow:
     hold for all ranks.
     """
 
-    WIDTH = 5
-    """Numbers that are summed over the ranks: total, count, microbatches, samples, squares."""
+    WIDTH = 6
+    """Numbers that are summed over the ranks: total, count, microbatches, samples, squares, and
+    microbatches whose loss is no mean."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._sums = torch.zeros(self.WIDTH, dtype=torch.float64, device=communicator.device)
         self._sizes: list[int] = []
-        self._is_mean = True
         self._own: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._totals: list[float] | None = None
@@ -330,9 +330,9 @@ class LossWindow:
         """Count in a microbatch of ``size`` samples."""
         if self.is_closed:
             raise InternalError("a microbatch came after the window of losses was closed")
-        self._is_mean = self._is_mean and loss.is_mean
         self._sizes.append(size)
-        numbers = torch.tensor([0.0, 0.0, 1.0, size, size * size], dtype=torch.float64)
+        counts = [0.0, 0.0, 1.0, size, size * size, 0.0 if loss.is_mean else 1.0]
+        numbers = torch.tensor(counts, dtype=torch.float64)
         row = numbers.to(self._sums.device)
         row[0] = loss.total.detach()
         row[1] = loss.count
@@ -363,8 +363,9 @@ class LossWindow:
 
     def check_sizes(self) -> None:
         """Raise ValueError, on every rank, when means of batches of unequal size were averaged."""
-        _, _, batches, samples, squares = self._global()
-        if not self._is_mean or batches * squares == samples * samples:
+        _, _, batches, samples, squares, sums = self._global()
+        # All ranks judge alike, those without a loss too: what follows is a collective.
+        if sums or batches * squares == samples * samples:
             return
         mine = json.dumps(self._sizes).encode()
         sizes = self._communicator.gather_bytes(mine, label="batch sizes")

@@ -241,7 +241,7 @@ _NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("shard", "", ("shard",)),
     ("tensor", "", ("tensor",)),
     ("buckets", "", DATA_AXES),
-    ("train", "batch_norm", DATA_AXES),
+    ("train", "batch_norm", ("pipeline", *DATA_AXES)),
 )
 """Table, key (every key if empty), and the axes of which one must be larger than 1."""
 

@@ -81,9 +81,8 @@ class Result(Protocol):
 class Trainee(Protocol):
     """A training in two halves, such as `meshwright.composition.Trainable`."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The module whose state dict has the weights."""
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers, whole, by original name."""
         ...
 
     def forward_backward(self, batch: object, target: object = None) -> None:
@@ -152,7 +151,9 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
         gradients.append({name: g.detach().clone() for name, g in trainee.gradients().items()})
         losses.append(trainee.optimizer_step().loss.item())
     return ReferenceRun(
-        losses=tuple(losses), gradients=tuple(gradients), weights=_weights(trainee.module)
+        losses=tuple(losses),
+        gradients=tuple(gradients),
+        weights={name: tensor.detach().clone() for name, tensor in trainee.weights().items()},
     )
 
 

@@ -6,20 +6,25 @@ the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
 from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import mesh_communicators, mesh_over
-from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
+from meshwright.composition.data_layout import DataLayout, ReplicatedLayout, ShardedLayout
+from meshwright.composition.pipelined import SCHEDULES, PipelinedTrainable
+from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
+from meshwright.composition.stages import CutModel, chunks_of, cut_model
 from meshwright.composition.trainable import Loss, Trainable
 from meshwright.data_parallel import (
     ReductionSettings,
@@ -33,7 +38,9 @@ from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.errors import PlanError
+from meshwright.pipelining import PipelineScheduleSingle, PipelineStage
 from meshwright.plan import Plan, match_names
+from meshwright.schedule.builders import build, stage_ranks
 from meshwright.settings import Problem
 
 __all__ = ["check_model", "parallelize"]
@@ -73,15 +80,17 @@ def parallelize(
     check_model(model, plan, axis.size)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError("the model is on the meta device: build it on a device")
+    if plan.axes.size("pipeline") > 1:
+        return _pipelined(model, plan, optimizer, loss, example, axis)
     _place(model, plan, axis)
     if plan.train.batch_norm == "sync":
         synchronise_batch_norm(model, axis)
     _recompute(model, plan)
-    layout = (
-        _sharded(model, plan, axis)
-        if plan.axes.size("shard") > 1
-        else _replicated(model, plan, axis)
-    )
+    if plan.axes.size("shard") > 1:
+        _equalise(model, axis)
+        layout: DataLayout = _sharded(model, plan, axis, axis)
+    else:
+        layout = _replicated(model, plan, axis)
     return Trainable(
         model,
         plan,
@@ -103,11 +112,17 @@ def _replicated(model: nn.Module, plan: Plan, axis: Communicator) -> ReplicatedL
     return ReplicatedLayout(replicate.state(model).replica)
 
 
-def _sharded(model: nn.Module, plan: Plan, everyone: Communicator) -> ShardedLayout:
-    """Make every rank's parameters those of rank 0, then shard them unit by unit."""
+def _equalise(model: nn.Module, everyone: Communicator) -> None:
+    """Make every rank's parameters and buffers those of rank 0."""
     compare_parameters(everyone, list(model.named_parameters()))
     tensors = [*model.parameters(), *model.buffers()]
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
+
+
+def _sharded(
+    model: nn.Module, plan: Plan, everyone: Communicator, data: Communicator
+) -> ShardedLayout:
+    """Shard a module that is equal on the ranks of ``data``, unit by unit."""
     # What is cut last lies innermost, whatever the order of the ranks.
     names = [name for name in ("replicate", "shard") if plan.axes.size(name) > 1]
     mesh = mesh_over(everyone, plan.axes, names)
@@ -129,7 +144,117 @@ def _sharded(model: nn.Module, plan: Plan, everyone: Communicator) -> ShardedLay
         if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
     ]
     communicators = dict(zip(names, mesh_communicators(mesh), strict=True))
-    return ShardedLayout(model, units, everyone, communicators)
+    return ShardedLayout(model, units, data, communicators)
+
+
+def _pipelined(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    loss: Loss,
+    example: tuple[Any, ...] | None,
+    everyone: Communicator,
+) -> Trainable:
+    """Cut a copy of the model into stages, and lay this rank's stages out over the data axes."""
+    if example is None:
+        raise PlanError(
+            "axis pipeline needs to see how the model runs: give parallelize example=(inputs,), "
+            "as one small batch has them"
+        )
+    model = copy.deepcopy(model)
+    _place(model, plan, everyone)
+    _equalise(model, everyone)
+    names = list(model.state_dict())
+    numbers = {name: plan.axes.peers(everyone.rank, name) for name in ("pipeline", "replicate")}
+    together = plan.axes.peers(everyone.rank, DATA_AXES)
+    pipeline = _peers(everyone, numbers["pipeline"], "pipeline")
+    data = _peers(everyone, together, "replicate" if together == numbers["replicate"] else "data")
+    example = tree_map(partial(_on, everyone.device), example)
+    found = cut_model(model, plan.pipeline, pipeline.size, example)
+    _check_traced(plan, found)
+    count = len(found.modules)
+    style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
+    holders = stage_ranks(pipeline.size, count, style)
+    mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
+    layouts: list[DataLayout] = []
+    stages: list[PipelineStage] = []
+    for stage in mine:
+        module = found.modules[stage]
+        if plan.train.batch_norm == "sync":
+            synchronise_batch_norm(module, data)
+        _recompute(module, plan)
+        layouts.append(_stage_layout(module, plan, everyone, data))
+        device, group = everyone.device, pipeline.group
+        stages.append(
+            PipelineStage(
+                module, stage, count, device, group=group, edges=found.edges, ties=found.ties
+            )
+        )
+    modules = StageModules([found.modules[stage] for stage in mine])
+    copies = _copies(found)
+    layout = PipelinedLayout(
+        layouts,
+        [found.modules[stage] for stage in mine],
+        everyone,
+        pipeline,
+        lambda parameter: id(parameter) not in copies,
+    )
+    return PipelinedTrainable(
+        modules,
+        plan,
+        layout=layout,
+        stages=stages,
+        names=names,
+        optimizer=None if optimizer is None else optimizer(modules.parameters()),
+        loss=loss,
+    )
+
+
+def _stage_layout(
+    module: nn.Module, plan: Plan, everyone: Communicator, data: Communicator
+) -> DataLayout:
+    if plan.axes.size("shard") > 1:
+        return _sharded(module, plan, everyone, data)
+    if data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
+        return _replicated(module, plan, data)
+    return LoneLayout(module, data)
+
+
+def _copies(found: CutModel) -> frozenset[int]:
+    """The parameters that are copies of those of another stage, and do not count."""
+    return frozenset(
+        id(parameter)
+        for tie in found.ties
+        for stage, name in tie.names
+        if stage != tie.owner
+        for known, parameter in found.modules[stage].named_parameters()
+        if known == name
+    )
+
+
+def _check_traced(plan: Plan, found: CutModel) -> None:
+    if not found.is_traced:
+        return
+    problems = []
+    if plan.train.recompute:
+        problems.append("train.recompute: its modules are gone from the stages")
+    if plan.train.batch_norm == "sync":
+        problems.append('train.batch_norm = "sync": a graph has each rank\'s own statistics')
+    if problems:
+        raise PlanError(
+            [
+                f"the model is no chain of modules, so stages are traced graphs, without {each}"
+                for each in problems
+            ]
+        )
+
+
+def _peers(everyone: Communicator, numbers: Sequence[int], axis: str) -> Communicator:
+    return comm.peers(everyone, [everyone.ranks[number] for number in numbers], axis)
+
+
+def _on(device: torch.device, value: object) -> object:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
@@ -182,7 +307,12 @@ def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
         plan.check(ranks, shapes, modules=names)
     except PlanError as error:
         problems.extend(error.problems)
-    ours = [*_axis_problems(plan), *_train_problems(model, plan), *_precision_problems(plan)]
+    ours = [
+        *_axis_problems(plan),
+        *_pipeline_problems(plan),
+        *_train_problems(model, plan),
+        *_precision_problems(plan),
+    ]
     if ours:
         problems.extend(plan.origin.error(ours).problems)
     if problems:
@@ -191,12 +321,27 @@ def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
 
 def _axis_problems(plan: Plan) -> Iterator[Problem]:
     for name in plan.axes.names:
-        if name not in DATA_AXES and plan.axes.size(name) > 1:
+        if name not in (*DATA_AXES, "pipeline") and plan.axes.size(name) > 1:
             yield Problem(
                 ("axes", name),
                 f"axis {name} = {plan.axes.size(name)} is not available in this version: only "
-                "replicate and shard may be larger than 1",
+                "pipeline, replicate and shard may be larger than 1",
             )
+
+
+def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
+    ranks, pipeline = plan.axes.size("pipeline"), plan.pipeline
+    if ranks == 1:
+        return
+    try:
+        chunks = chunks_of(pipeline, ranks)
+        if issubclass(SCHEDULES[pipeline.schedule], PipelineScheduleSingle) and chunks > 1:
+            raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
+        build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
+    except PlanError as error:
+        yield Problem(("pipeline", "split"), str(error))
+    except ValueError as error:
+        yield Problem(("pipeline", "microbatches"), f"[pipeline] {error}")
 
 
 def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
@@ -207,7 +352,8 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             "compile = true is not available in this version: remove it",
         )
     normalised = list(batch_norms(model))
-    if normalised and train.batch_norm is None and plan.data_size > 1:
+    is_cut = plan.data_size > 1 or plan.pipeline.microbatches > 1
+    if normalised and train.batch_norm is None and is_cut:
         yield Problem(
             ("train", "batch_norm"),
             f"the model has BatchNorm ({normalised[0]!r}): say in [train] whether its statistics "

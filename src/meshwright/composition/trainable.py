@@ -181,6 +181,11 @@ class Trainable:
         self.steps += 1
         return StepResult(loss=loss, grad_norm=norm, skipped=not is_finite)
 
+    @property
+    def draws(self) -> tuple[object, ...]:
+        """What names this rank's random numbers: other ones where other things are computed."""
+        return (self.data_rank,)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Each gradient by original name, as one process would hold it, between the two halves.
 
@@ -211,13 +216,19 @@ class Trainable:
 
     # ------------------------------------------------------------------------ what it holds
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The state of the model by original name, in whole tensors, on every rank.
+
+        All ranks call it together where parameters are sharded.
+        """
+        return {name: whole(value) for name, value in self.module.state_dict().items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer by original names, in whole tensors, and where training stands.
 
         All ranks call it together where parameters are sharded.
         """
-        model = {name: whole(value) for name, value in self.module.state_dict().items()}
-        state: dict[str, Any] = {"model": model, "steps": self.steps}
+        state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
         if self.optimizer is not None:
             state["optimizer"] = named_state(self.optimizer, self.module)
         if self.loss_scale is not None:

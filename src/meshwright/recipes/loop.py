@@ -32,7 +32,7 @@ from meshwright.recipes.run_folder import (
 )
 from meshwright.recipes.snapshot import restore_run, save_run
 from meshwright.recipes.stopping import StopRequest
-from meshwright.recipes.text import ByteText, open_text, unigram_loss
+from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
 from meshwright.recipes.tracing import StepTrace
 from meshwright.recipes.validation import validation_loss
 from meshwright.sampling import Sampler
@@ -108,7 +108,7 @@ class _Training:
         self._folder = folder
         self._world = communicator
         self._write = write
-        self._trainable = _build(config)
+        self._trainable = _build(config, text)
         self._sampler: Sampler = self._trainable.sampler(len(text.training), config.data.batch_size)
         self._trace = StepTrace(communicator.device, keep=config.run.trace_steps)
         self._losses: list[float] = []
@@ -232,7 +232,7 @@ class _Training:
         if trainable.optimizer is not None:
             set_learning_rate(trainable.optimizer, rate)
         # Nothing random outlives a step, so a resumed run needs no generator's state.
-        torch.manual_seed(name_seed(self._config.plan.train.seed, number, trainable.data_rank))
+        torch.manual_seed(name_seed(self._config.plan.train.seed, number, *trainable.draws))
         inputs, targets = self._text.training.batch(self._sampler.next_indices())
         device = self._world.device
         trainable.forward_backward(inputs.to(device), targets.to(device))
@@ -276,10 +276,16 @@ class _Training:
         return unigram_loss(self._text.training.data, targets)
 
 
-def _build(config: TrainConfig) -> Trainable:
+def _build(config: TrainConfig, text: ByteText) -> Trainable:
     model = LanguageModel(config.model)
     initialize(model, config.plan.train.seed)
-    return parallelize(model, config.plan, optimizer=adamw(config.optimizer), loss=cross_entropy)
+    return parallelize(
+        model,
+        config.plan,
+        optimizer=adamw(config.optimizer),
+        loss=cross_entropy,
+        example=example_of(text),
+    )
 
 
 def _record(metrics: MetricsFile | None, progress: ProgressDisplay, **record: float) -> None:

@@ -25,7 +25,7 @@ from meshwright.precision import Precision
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import LanguageModel, cross_entropy, initialize
 from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate
-from meshwright.recipes.text import ByteText
+from meshwright.recipes.text import ByteText, example_of
 from meshwright.reference import ReferenceRun, first_difference, record, train_reference
 from meshwright.sampling import Sampler
 
@@ -74,7 +74,13 @@ def check_parity(
     """
     steps = min(config.run.parity_steps, config.run.steps)
     plan = replace(config.plan, precision=Precision(parameters="float64"))
-    trainable = parallelize(_model(config), plan, optimizer=_optimizer(config), loss=cross_entropy)
+    trainable = parallelize(
+        _model(config),
+        plan,
+        optimizer=_optimizer(config),
+        loss=cross_entropy,
+        example=example_of(text),
+    )
     sampler = trainable.sampler(len(text.training), config.data.batch_size)
     batches = _batches(text, sampler, steps, communicator)
     # Whole gradients and weights of a sharded layout take all ranks.
@@ -98,7 +104,7 @@ class _Trainee:
     """The two halves of a ``Trainable`` as `record` calls them."""
 
     def __init__(self, trainable: Trainable) -> None:
-        self.module = trainable.module
+        self.weights = trainable.weights
         self.forward_backward = trainable.forward_backward
         self.gradients = trainable.gradients
         self.optimizer_step = trainable.optimizer_step

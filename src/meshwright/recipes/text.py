@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright.errors import PlanError
 from meshwright.recipes.config import DataConfig
 
-__all__ = ["ByteText", "Windows", "open_text", "unigram_loss"]
+__all__ = ["ByteText", "Windows", "example_of", "open_text", "unigram_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,12 @@ def open_text(config: DataConfig, context: int) -> ByteText:
         validation=Windows(data=validation, context=context),
         description=summary,
     )
+
+
+def example_of(text: ByteText) -> tuple[Tensor]:
+    """A small batch of inputs, for layouts that look at how a model runs."""
+    inputs, _ = text.training.batch([0, min(1, len(text.training) - 1)])
+    return (inputs,)
 
 
 def unigram_loss(training: Tensor, targets: Tensor) -> float:

@@ -22,17 +22,20 @@ def validation_loss(
     """Mean loss in nats a byte over ``windows`` fixed windows, ``batch`` of them at a time.
 
     Every rank fills the places of its own windows and the ranks add what they have, so the sum is
-    taken in one order whatever their number. All ranks call it together and get the same value.
+    taken in one order whatever their number. All ranks call it together and get the same value:
+    each runs the model as often as any other, since layouts may need all of them for it.
     """
     sample = text.validation_sample(windows)
     losses = torch.zeros(len(sample), dtype=torch.float64)
-    if _speaks_for_its_share(trainable, communicator.rank):
-        places = range(len(sample))[trainable.data_rank :: trainable.data_size]
-        for start in range(0, len(places), batch):
-            mine = places[start : start + batch]
-            inputs, targets = text.validation.batch([sample[place] for place in mine])
-            inputs, targets = inputs.to(communicator.device), targets.to(communicator.device)
-            output = cast(Tensor, trainable.eval(inputs, targets).output)
+    speaks = _speaks_for_its_share(trainable, communicator.rank)
+    places = range(len(sample))[trainable.data_rank :: trainable.data_size]
+    most = -(-len(sample) // trainable.data_size)
+    for start in range(0, most, batch):
+        mine = places[start : start + batch]
+        inputs, targets = text.validation.batch([sample[place] for place in mine or (0,)])
+        inputs, targets = inputs.to(communicator.device), targets.to(communicator.device)
+        output = cast(Tensor, trainable.eval(inputs, targets).output)
+        if speaks and mine:
             losses[list(mine)] = _window_means(output, targets)
     total = communicator.all_reduce(losses.to(communicator.device), label="validation").wait()
     return losses.mean().item() if total is None else total.mean().item()

@@ -10,15 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from meshwright.comm import communicator
+from meshwright.comm.whole import whole
 from meshwright.composition import parallelize
 from meshwright.errors import ParityError
 from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch
@@ -58,6 +60,8 @@ class Training:
     loss: Callable[..., torch.Tensor]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum
     clip_norm: float | None = None
+    example: tuple[Any, ...] | None = None
+    """Inputs of the model, for layouts that look at how it runs."""
 
 
 Layout = Callable[[nn.Module, Training], LaidOut]
@@ -139,7 +143,9 @@ def _trained(
     dtype: torch.dtype,
 ) -> ReferenceRun:
     """The run of one rank."""
-    laid_out = layout(_built(sample, seed, dtype), training)
+    inputs = tree_map(partial(_in_dtype, dtype), batches[0][0])
+    example = inputs if isinstance(inputs, tuple) else (inputs,)
+    laid_out = layout(_built(sample, seed, dtype), replace(training, example=example))
     shares = [_share(batch, laid_out.data_rank, laid_out.data_size) for batch in batches]
     return record(laid_out, shares, dtype=dtype)
 
@@ -156,7 +162,14 @@ def _share(batch: Batch, rank: int, size: int) -> Batch:
 
 
 def _from_plan(plan: Plan, model: nn.Module, training: Training) -> LaidOut:
-    return parallelize(model, plan, optimizer=training.optimizer, loss=training.loss)
+    return parallelize(
+        model, plan, optimizer=training.optimizer, loss=training.loss, example=training.example
+    )
+
+
+def _in_dtype(dtype: torch.dtype, value: object) -> object:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
 
 
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Layout:
@@ -174,7 +187,7 @@ class _Wrapped:
     def __init__(
         self, wrap: Callable[[nn.Module], nn.Module], model: nn.Module, training: Training
     ) -> None:
-        self.module = model
+        self._module = model
         self._wrapped = wrap(model)
         self._training = training
         self._optimizer = training.optimizer(self._wrapped.parameters())
@@ -199,13 +212,16 @@ class _Wrapped:
     def gradients(self) -> Mapping[str, torch.Tensor]:
         return {
             name: parameter.grad
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in self._module.named_parameters()
             if parameter.grad is not None
         }
 
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {name: whole(value) for name, value in self._module.state_dict().items()}
+
     def optimizer_step(self) -> _Step:
         if self._training.clip_norm is not None:
-            clip_grad_norm_(self.module, self._training.clip_norm)
+            clip_grad_norm_(self._module, self._training.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._world.all_reduce(self._loss, label="loss for the comparison").wait()

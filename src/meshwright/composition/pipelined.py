@@ -1,0 +1,283 @@
+"""A model whose stages lie on different ranks, and its training step.
+
+::
+
+    every rank    its share of the batch, cut into microbatches: forwards and backwards, in the
+                  order of the schedule | reductions | loss and counts | norm, clip | optimizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm import phase
+from meshwright.comm.whole import part_like
+from meshwright.composition.named_optimizer import named_state
+from meshwright.composition.pipelined_layout import (
+    PipelinedLayout,
+    StageModules,
+    of_one,
+    output_of,
+    union,
+)
+from meshwright.composition.trainable import EvalResult, Loss, Trainable
+from meshwright.errors import PlanError
+from meshwright.gradients import apply_loss
+from meshwright.pipelining import (
+    PipelineSchedule,
+    PipelineScheduleMulti,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from meshwright.plan import Plan
+from meshwright.schedule.actions import Action, F, Schedule
+
+__all__ = ["SCHEDULES", "PipelinedTrainable"]
+
+SCHEDULES: Mapping[str, type[PipelineSchedule]] = MappingProxyType(
+    {
+        "gpipe": ScheduleGPipe,
+        "1f1b": Schedule1F1B,
+        "interleaved1f1b": ScheduleInterleaved1F1B,
+        "loopedbfs": ScheduleLoopedBFS,
+        "zb1p": ScheduleInterleavedZeroBubble,
+        "zbv": ScheduleZBVZeroBubble,
+        "dualpipev": ScheduleDualPipeV,
+    }
+)
+"""By the name in a plan."""
+
+
+class _Undivided(PipelineScheduleMulti):
+    """The forwards of a batch that has fewer samples than microbatches: it is not cut."""
+
+    def __init__(self, stages: Sequence[PipelineStage], like: Schedule) -> None:
+        self._like = like
+        super().__init__(stages, 1)
+
+    def _compute(self) -> Schedule:
+        rows = [
+            [Action(stage, F, 0) for stage in self._like.stages_of(rank)]
+            for rank in range(self._like.ranks)
+        ]
+        return Schedule.of("undivided", rows, self._like.stage_ranks, 1, self._like.edges)
+
+
+class PipelinedTrainable(Trainable):
+    """What `parallelize` returns for a plan with an axis ``pipeline``.
+
+    Every rank of a pipeline is given the same share of a batch: the first stage reads it, the last
+    its target. ``module`` holds the stages of this rank. State and gradients are those of the whole
+    model, so that all ranks ask for them together, and for `eval`.
+    """
+
+    def __init__(
+        self,
+        module: StageModules,
+        plan: Plan,
+        *,
+        layout: PipelinedLayout,
+        stages: Sequence[PipelineStage],
+        names: Sequence[str],
+        optimizer: Optimizer | None,
+        loss: Loss,
+    ) -> None:
+        """``names`` are those of the whole model's state, in its order."""
+        super().__init__(module, plan, layout=layout, optimizer=optimizer, loss=loss)
+        self._pipeline = layout.pipeline
+        self._data = layout.data
+        self._pipelined = layout
+        self._names = tuple(names)
+        kind = SCHEDULES[plan.pipeline.schedule]
+        one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        count = plan.pipeline.microbatches
+        self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
+        self._undivided = _Undivided(stages, self.schedule.schedule)
+        self._last = self.schedule.schedule.stage_ranks[-1]
+        """The rank of the pipeline that has the last stage."""
+        self._has_target = True
+        self._is_same = False
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this rank reads: the same for all ranks of a pipeline."""
+        return self._data.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares a global batch is cut."""
+        return self._data.size
+
+    @property
+    def draws(self) -> tuple[object, ...]:
+        """What names this rank's random numbers: each stage draws its own."""
+        return (self.data_rank, "pipeline", self._pipeline.rank)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Each gradient by original name, as one process would hold it; all ranks call it."""
+        return self._ordered(union(super().gradients(), self._pipeline))
+
+    @torch.no_grad()
+    def eval(self, batch: object, target: object = None) -> EvalResult:
+        """Outputs and loss of ``batch`` in evaluation mode; all ranks of a pipeline call it."""
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        args, kwargs = _call(batch)
+        rows = min((t.shape[0] for t in _tensors(batch) if t.dim()), default=1)
+        is_whole = rows < self.plan.pipeline.microbatches
+        schedule = self._undivided if is_whole else self.schedule
+        try:
+            with self._autocast():
+                found = schedule.eval(*args, **kwargs)
+                output = output_of(self._last, found, self._pipeline)
+                local = apply_loss(self._loss, output, target)
+        finally:
+            for module, mode in modes.items():
+                module.train(mode) if _has_graph(module) else setattr(module, "training", mode)
+        return EvalResult(output=output, loss=local.total.float() / local.count)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The state of the model by original name, in whole tensors, on every rank."""
+        return self._ordered(union(super().weights(), self._pipeline))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer of all stages by original names; all ranks call it together."""
+        state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
+        if self.optimizer is not None:
+            parts = of_one(named_state(self.optimizer, self.module), self._pipeline)
+            state["optimizer"] = _joined(parts, self._names)
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
+
+        Raises RuntimeError, or CheckpointMismatchError, naming what is missing or not known.
+        """
+        held = self.module.state_dict()
+        elsewhere = {*self._names} - held.keys()
+        model = {n: value for n, value in state["model"].items() if n not in elsewhere}
+        own: dict[str, Any] = dict(
+            state, model={n: part_like(v, held.get(n, v)) for n, v in model.items()}
+        )
+        if "optimizer" in state:
+            saved = state["optimizer"]
+            groups = [
+                {**group, "params": [n for n in group["params"] if n not in elsewhere]}
+                for group in saved["param_groups"]
+            ]
+            values = {n: value for n, value in saved["state"].items() if n not in elsewhere}
+            own["optimizer"] = {"state": values, "param_groups": groups}
+        super().load_state_dict(own)
+
+    # --------------------------------------------------------------------------- internals
+
+    def _train_on(self, part: tuple[object, object, int], *, is_last: bool) -> None:
+        batch, target, size = part
+        self._check_same(batch, target)
+        self._layout.reduce_next(is_last)
+        self._has_target = target is not None
+        args, kwargs = _call(batch)
+        goal = torch.empty(size) if target is None else target
+        with phase("pipeline", step=self.steps, computes=True), self._autocast():
+            self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
+        if is_last:
+            window, scale = self._window, self._loss_scale
+            window.close()
+            self._layout.scale_by(lambda: window.factor() / scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def _lose(self, output: object, target: object) -> torch.Tensor:
+        """The loss of one microbatch, on the last stage."""
+        sizes = (tensor.shape[0] for tensor in _tensors(target) if tensor.dim())
+        local = apply_loss(self._loss, output, target if self._has_target else None)
+        if torch.is_grad_enabled():
+            self._window.add(local, min(sizes, default=1))
+        return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
+
+    def _check_same(self, batch: object, target: object) -> None:
+        """Compare the first batch over the pipeline: stages of one model see one batch."""
+        if self._is_same:
+            return
+        content = hashlib.sha256()
+        for tensor in _tensors((batch, target)):
+            plain = tensor.detach().cpu().contiguous().reshape(-1)
+            content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+            content.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        digests = self._pipeline.gather_bytes(content.digest(), label="batch of a pipeline")
+        others = [r for r, d in zip(self._pipeline.ranks, digests, strict=True) if d != digests[0]]
+        if others:
+            raise ValueError(
+                f"ranks {others} were given another batch than rank {self._pipeline.ranks[0]}: all "
+                "ranks of a pipeline get the same share, that of their data_rank"
+            )
+        self._is_same = True
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        precision = self.plan.precision
+        if not precision.is_mixed:
+            return contextlib.nullcontext()
+        dtype = getattr(torch, str(precision.compute))
+        # Casts are not kept: parameters come and go between microbatches.
+        return torch.autocast(self._axis.device.type, dtype, cache_enabled=False)
+
+    def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: found[name] for name in self._names if name in found}
+
+
+def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model for ``batch``, as `call_module` reads it."""
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_graph(module: nn.Module) -> bool:
+    """Whether the mode of ``module`` is written in a graph, which `train` rewrites."""
+    return isinstance(module, torch.fx.GraphModule)
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """The states of the optimizers of all stages as that of one, in the order of ``names``."""
+    counts = {len(part["param_groups"]) for part in parts}
+    if len(counts) > 1:
+        raise PlanError(
+            "the optimizers of the stages have different numbers of groups of parameters "
+            f"({sorted(counts)}), so their state is not that of one optimizer: make the same "
+            "groups on every rank, empty ones too"
+        )
+    place = {name: number for number, name in enumerate(names)}
+    state = {name: value for part in parts for name, value in part["state"].items()}
+    groups = []
+    for together in zip(*(part["param_groups"] for part in parts), strict=True):
+        listed = dict.fromkeys(name for group in together for name in group["params"])
+        groups.append({**together[0], "params": sorted(listed, key=lambda n: place.get(n, -1))})
+    return {
+        "state": {name: state[name] for name in sorted(state, key=lambda n: place.get(n, -1))},
+        "param_groups": groups,
+    }

@@ -1,0 +1,261 @@
+"""The stages of one rank as one layout, and what all ranks of a pipeline hold together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint.nested import flatten, unflatten
+from meshwright.comm import Communicator
+from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.description import Description, ParameterRow
+from meshwright.errors import InternalError
+from meshwright.gradients import SpreadGradients, group_by_spread
+from meshwright.pipelining.metadata import Signature, Values, signature_of
+from meshwright.plan import Plan
+
+__all__ = ["LoneLayout", "PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
+
+
+class StageModules(nn.Module):
+    """The stages of one rank, under the names of the model that they were cut from."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the model."""
+        listed = (s.named_parameters(prefix, recurse, remove_duplicate) for s in self.stages)
+        return itertools.chain.from_iterable(listed)
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
+        """As of the model."""
+        found: dict[str, Any] = {}
+        for stage in self.stages:
+            found.update(stage.state_dict(**options))
+        return found
+
+    def load_state_dict(  # pyrefly: ignore[bad-override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> None:
+        """Give each stage what is its own. Raises RuntimeError for names that none has."""
+        left = dict(state_dict)
+        for stage in self.stages:
+            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
+            stage.load_state_dict(own, strict=strict, assign=assign)
+            for name in own:
+                left.pop(name, None)
+        if left and strict:
+            raise RuntimeError(f"Unexpected key(s) in state_dict: {sorted(left)}")
+
+
+class LoneLayout:
+    """A stage that no other rank has."""
+
+    def __init__(self, module: nn.Module, alone: Communicator) -> None:
+        self._module = module
+        self.everyone = alone
+        self.communicators: Mapping[str, Communicator] = {}
+        self.buffers: Sequence[torch.Tensor] = ()
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """See `DataLayout`."""
+        return [
+            name
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None and not math.isfinite(parameter.grad.sum().item())
+        ]
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`. There is nothing to reduce."""
+
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`. Nothing is summed here."""
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`."""
+        return group_by_spread(self._module.parameters())
+
+    def synchronise_buffers(self) -> None:
+        """See `DataLayout`. There is nobody to ask."""
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """See `DataLayout`."""
+        rows = tuple(
+            ParameterRow(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                placement="whole",
+                bucket=None,
+                unit=None,
+            )
+            for name, parameter in module.named_parameters()
+        )
+        return Description(rank=self.everyone.rank, parameters=rows, collectives=(), settings=())
+
+
+class PipelinedLayout:
+    """The layouts of this rank's stages, and its place in the pipeline.
+
+    Summed gradients are multiplied once all is summed: counts are known on the last stage only,
+    and long before its reductions the other ranks wait for messages of this one.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[DataLayout],
+        stages: Sequence[nn.Module],
+        everyone: Communicator,
+        pipeline: Communicator,
+        owned: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._layouts = tuple(layouts)
+        self._stages = tuple(stages)
+        self._owned = owned
+        self.everyone = everyone
+        self.pipeline = pipeline
+        self.data = layouts[0].everyone
+        """The ranks with the same stages."""
+        inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
+        self.communicators: Mapping[str, Communicator] = {"pipeline": pipeline, **inner}
+        self.buffers: Sequence[torch.Tensor] = [b for each in layouts for b in each.buffers]
+        for each in layouts:
+            each.scale_by(_one)
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """See `DataLayout`."""
+        return [name for each in self._layouts for name in each.found_non_finite]
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`."""
+        for each in self._layouts:
+            each.reduce_next(is_wanted)
+
+    @torch.no_grad()
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`: now, since all has been summed."""
+        factor = scale()
+        held = [g for each in self._layouts for part in each.gradients() for g in part.gradients]
+        if held and factor != 1.0:
+            torch._foreach_mul_(held, factor)
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""
+        shard = self.communicators.get("shard")
+        parameters = [p for stage in self._stages for p in stage.parameters() if self._owned(p)]
+        found = group_by_spread(parameters)
+        wanted: list[tuple[Communicator, ...]] = [()] if shard is None else [(), (shard,)]
+        dtype = torch.float32
+        for parameter in parameters:
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        others = [part.communicators for part in found if part.communicators not in wanted]
+        if others:
+            raise InternalError(f"gradients of a stage lie spread over {others}, not {wanted}")
+        return [
+            SpreadGradients(
+                gradients=tuple(g for p in found if p.communicators == axes for g in p.gradients),
+                communicators=(*axes, self.pipeline),
+                dtype=dtype,
+            )
+            for axes in wanted
+        ]
+
+    def synchronise_buffers(self) -> None:
+        """See `DataLayout`."""
+        for each in self._layouts:
+            if each.buffers:
+                each.synchronise_buffers()
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """See `DataLayout`."""
+        each = [
+            layout.describe(stage, plan)
+            for layout, stage in zip(self._layouts, self._stages, strict=True)
+        ]
+        collectives = [c for d in each for c in d.collectives if c.label != "loss and counts"]
+        settings = [line for d in each for line in d.settings]
+        return Description(
+            rank=self.everyone.rank,
+            parameters=tuple(row for d in each for row in d.parameters),
+            collectives=tuple(replace(c, sequence=n) for n, c in enumerate(collectives)),
+            settings=(
+                f"axes: {self.pipeline.size} ranks hold {self.pipeline.size * len(each)} stages in "
+                f"a row; this is rank {self.pipeline.rank} of them, with {len(each)}",
+                f"pipeline.schedule = {plan.pipeline.schedule}: the order of their actions",
+                f"pipeline.microbatches = {plan.pipeline.microbatches}: parts of each rank's batch "
+                "that follow each other",
+                *dict.fromkeys(settings),
+            ),
+        )
+
+
+def _one() -> float:
+    return 1.0
+
+
+# ------------------------------------------------------------------- what all ranks hold together
+
+
+def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks of ``axis``, on each; where several have a name, the first's."""
+    facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
+    rows = axis.gather_bytes(json.dumps(facts).encode(), label="names of a pipeline")
+    found: dict[str, torch.Tensor] = {}
+    for source, row in enumerate(rows):
+        for name, shape, dtype in json.loads(row):
+            if source == axis.rank:
+                tensor = own[name].detach().to(axis.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=axis.device)
+            if tensor.numel():
+                axis.broadcast(tensor, source=source, label="state of a pipeline").wait()
+            found.setdefault(name, tensor)
+    return found
+
+
+def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
+    """Nested state of all ranks of ``axis``, on each, in rank order."""
+    tensors, structure = flatten(dict(own), str(axis.rank))
+    whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    everything = union(whole, axis)
+    rows = axis.gather_bytes(json.dumps(structure).encode(), label="state of a pipeline")
+    return [_mapping(unflatten(json.loads(row), everything)) for row in rows]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401
+    """The ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank."""
+    is_here = axis.rank == source
+    values = Values.of((output,)) if is_here else None
+    payload = b"" if values is None else signature_of(values, "the model's output").to_bytes()
+    signature = Signature.from_bytes(
+        axis.gather_bytes(payload, label="output of a pipeline")[source]
+    )
+    tensors = []
+    held = iter(() if values is None else values.tensors())
+    for meta in signature.tensors():
+        tensor = next(held) if is_here else torch.empty(0)
+        if is_here:
+            tensor = tensor.detach().contiguous()
+        else:
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=axis.device)
+        if tensor.numel():
+            axis.broadcast(tensor, source=source, label="output of a pipeline").wait()
+        tensors.append(tensor)
+    return signature.values(tensors).nested()[0]

@@ -1,0 +1,252 @@
+"""A model cut into stages: as a chain of its own modules where it is one, else by tracing it.
+
+Whether it is a chain is seen, not assumed: a copy of the model runs once on the example, and each
+module must be called once, with the very tensors that the one before has returned, untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.pipelining import SplitPoint, pipeline, stages_by_name
+from meshwright.pipelining.edges import StageEdges
+from meshwright.pipelining.ties import Tie
+from meshwright.plan import PipelinePlan
+
+__all__ = ["CutModel", "chunks_of", "cut_model"]
+
+TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
+"""Schedules that are made for several stages a rank; two unless ``split`` says."""
+
+
+@dataclass(slots=True)
+class CutModel:
+    """The stages of a model, in their order."""
+
+    modules: list[nn.Module]
+    edges: tuple[StageEdges, ...] | None = None
+    """Where their arguments come from; None for a chain."""
+    ties: tuple[Tie, ...] = ()
+    is_traced: bool = False
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a module."""
+
+    name: str
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    """Identity and version of each argument."""
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+    has_keywords: bool = False
+
+
+def chunks_of(plan: PipelinePlan, ranks: int) -> int:
+    """How many stages each of ``ranks`` holds. Raises ``PlanError`` when ``split`` does not fit."""
+    if isinstance(plan.split, str):
+        return 2 if plan.schedule in TWO_A_RANK else 1
+    stages = len(plan.split) + 1
+    if stages % ranks:
+        raise PlanError(
+            f"[pipeline] split has {len(plan.split)} cuts, which makes {stages} stages: not a "
+            f"multiple of the {ranks} ranks on axis pipeline"
+        )
+    return stages // ranks
+
+
+def cut_model(
+    model: nn.Module, plan: PipelinePlan, ranks: int, example: tuple[Any, ...]
+) -> CutModel:
+    """The stages of ``model``, with its parameters under its names.
+
+    ``split`` names the modules that stages begin with. By default stages are balanced by what their
+    modules multiply by (``auto``: parameters of two and more dims, but for embedding tables, which
+    are looked up), or by all parameters. Raises ``PlanError`` where the model cannot be cut so.
+    """
+    count = chunks_of(plan, ranks) * ranks
+    links = _chain(model, example)
+    if links is not None:
+        starts = _starts(model, plan, links, count)
+        bounds = [0, *(links.index(name) for name in starts), len(links)]
+        names = [links[a:b] for a, b in itertools.pairwise(bounds)]
+        modules = stages_by_name(model, names)
+        return CutModel(modules, ties=_separate(modules))
+    blocks = _blocks(model)
+    starts = _starts(model, plan, blocks, count)
+    sizes = tuple(
+        {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
+        for value in example
+    )
+    spec = dict.fromkeys(starts, SplitPoint.BEGINNING)
+    pipe = pipeline(model, example, split_spec=spec, dynamic_shapes=sizes)
+    if pipe.num_stages != count:
+        raise PlanError(
+            f"the modules {list(starts)} cut the model into {pipe.num_stages} stages, expected "
+            f"{count}: name others in [pipeline] split"
+        )
+    info = pipe.info()
+    listed = [pipe.get_stage_module(index) for index in range(count)]
+    return CutModel(listed, info.edges, info.ties, is_traced=True)
+
+
+# ------------------------------------------------------------------------------------- chains
+
+
+def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The modules that the forward of ``model`` can call: its children, lists by their items."""
+    for name, child in model.named_children():
+        full = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or type(child) is nn.Sequential:
+            yield from _links(child, f"{full}.")
+        else:
+            yield full
+
+
+def _chain(model: nn.Module, example: tuple[Any, ...]) -> list[str] | None:
+    """The modules of ``model`` in the order of their calls, where it is a chain of them."""
+    names = list(_links(model))
+    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks)
+    if len(names) < 2 or has_hooks or model._parameters or model._buffers:
+        return None
+    observed = copy.deepcopy(model)
+    calls: list[_Call] = []
+    kept: list[object] = []  # an identity means something only while its object lives
+    for name in names:
+        part = observed.get_submodule(name)
+        part.register_forward_pre_hook(_opens(name, calls, kept), with_kwargs=True)
+        part.register_forward_hook(_closes(calls, kept))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        result = observed(*example)
+    if [call.name for call in calls] != list(dict.fromkeys(call.name for call in calls)):
+        return None
+    if {call.name for call in calls} != set(names) or any(call.has_keywords for call in calls):
+        return None
+    passed = _marks(example)
+    for call in calls:
+        if call.inputs != passed:
+            return None
+        passed = call.outputs
+    return [call.name for call in calls] if _marks(result) == passed else None
+
+
+def _opens(name: str, calls: list[_Call], kept: list[object]) -> Any:  # noqa: ANN401 - a hook
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kept.append(args)
+        calls.append(_Call(name, _marks(args), has_keywords=bool(kwargs)))
+
+    return note
+
+
+def _closes(calls: list[_Call], kept: list[object]) -> Any:  # noqa: ANN401 - a hook
+    def note(_: nn.Module, __: object, output: object) -> None:
+        kept.append(output)
+        calls[-1].outputs = _marks(output)
+
+    return note
+
+
+def _marks(values: object) -> list[tuple[int, int]]:
+    """Which objects ``values`` are, and how often they have been written to."""
+    listed = values if isinstance(values, tuple) else (values,)
+    return [(id(value), getattr(value, "_version", 0)) for value in listed]
+
+
+def _separate(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that several stages hold; each stage but the first gets a copy."""
+    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            holders.setdefault(parameter, []).append((stage, name))
+    ties = {p: names for p, names in holders.items() if len(names) > 1}
+    for parameter, names in ties.items():
+        for stage, name in names[1:]:
+            path, _, leaf = name.rpartition(".")
+            copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(modules[stage].get_submodule(path), leaf, copied)
+    return tuple(Tie(names[0][0], tuple(names)) for names in ties.values())
+
+
+# ------------------------------------------------------------------------------------ balance
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The items of the lists of modules in ``model``: where a stage may begin."""
+    return [
+        f"{name}.{number}" if name else number
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
+        for number, _ in part.named_children()
+    ]
+
+
+def _starts(
+    model: nn.Module, plan: PipelinePlan, links: Sequence[str], count: int
+) -> Sequence[str]:
+    """The names of the modules that stages begin with, but for the first stage."""
+    if not isinstance(plan.split, str):
+        unknown = [name for name in plan.split if name not in links]
+        if unknown or [*plan.split] != [name for name in links if name in plan.split]:
+            raise PlanError(
+                f"[pipeline] split names {unknown or list(plan.split)}: expected some of "
+                f"{', '.join(links)}, in this order"
+            )
+        return plan.split
+    if len(links) < count:
+        raise PlanError(
+            f"the model has {len(links)} modules in a row that a stage may begin with, which is "
+            f"too few for {count} stages: name others in [pipeline] split, or use fewer ranks"
+        )
+    costs = [_cost(model.get_submodule(name), by_size=plan.split == "parameters") for name in links]
+    return [links[start] for start in _partition(costs, count)[1:]]
+
+
+def _cost(module: nn.Module, *, by_size: bool) -> int:
+    if by_size:
+        return sum(parameter.numel() for parameter in module.parameters())
+    tables = {
+        id(p)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        for p in part.parameters()
+    }
+    # One each for what costs little, so that no stage is without any parameter.
+    return sum(
+        1 if parameter.dim() < 2 or id(parameter) in tables else parameter.numel()
+        for parameter in module.parameters()
+    )
+
+
+def _partition(costs: Sequence[int], count: int) -> list[int]:
+    """Where ``count`` runs of ``costs`` begin whose largest sum is as small as it can be.
+
+    A run without any cost counts as endless, so none is made where another cut is possible.
+    """
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for part in range(1, count + 1):
+        row: dict[int, tuple[float, int]] = {}
+        for end in range(part, len(costs) - (count - part) + 1):
+            options = (
+                (max(worst, (sums[end] - sums[start]) or math.inf), start)
+                for start, (worst, _) in best[-1].items()
+                if start < end
+            )
+            row[end] = min(options, default=(math.inf, end - 1))
+        best.append(row)
+    starts: list[int] = []
+    end = len(costs)
+    for row in reversed(best[1:]):
+        end = row[end][1]
+        starts.append(end)
+    return starts[::-1]
