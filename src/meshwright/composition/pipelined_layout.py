@@ -18,7 +18,7 @@ from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description, ParameterRow
 from meshwright.errors import InternalError
 from meshwright.gradients import SpreadGradients, group_by_spread
-from meshwright.pipelining.metadata import Signature, Values, signature_of
+from meshwright.pipelining.metadata import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
 
 __all__ = ["LoneLayout", "PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
@@ -247,15 +247,16 @@ def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: 
     signature = Signature.from_bytes(
         axis.gather_bytes(payload, label="output of a pipeline")[source]
     )
-    tensors = []
-    held = iter(() if values is None else values.tensors())
-    for meta in signature.tensors():
-        tensor = next(held) if is_here else torch.empty(0)
-        if is_here:
-            tensor = tensor.detach().contiguous()
+    leaves: list[object] = []
+    for number, meta in enumerate(signature.leaves):
+        if not isinstance(meta, TensorMeta):
+            leaves.append(meta)
+            continue
+        if values is not None:
+            tensor = values.leaves[number].detach().contiguous()
         else:
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=axis.device)
         if tensor.numel():
             axis.broadcast(tensor, source=source, label="output of a pipeline").wait()
-        tensors.append(tensor)
-    return signature.values(tensors).nested()[0]
+        leaves.append(tensor)
+    return Values(leaves, signature.spec).nested_as(leaves)[0]
