@@ -13,7 +13,16 @@ import pytest
 import meshwright
 
 # Packages that a machine without development tools lacks.
-DEVELOPMENT = ("codespell_lib", "hypothesis", "pytest", "rich", "ruff", "sphinx", "tyro")
+DEVELOPMENT = (
+    "codespell_lib",
+    "hypothesis",
+    "pytest",
+    "rich",
+    "ruff",
+    "sphinx",
+    "transformers",
+    "tyro",
+)
 # The public names of this version: adding or removing one is a decision, made here too.
 NAMES = {
     "DistributedDataParallel",
