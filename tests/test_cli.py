@@ -16,7 +16,10 @@ import pytest
 
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
-from meshwright.report import read_chrome_trace
+from meshwright.report import read_chrome_trace, write_chrome_trace
+from meshwright.schedule.builders import one_f_one_b
+from meshwright.schedule.lowering import lower
+from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks
 from recipes.runs import CONFIG, losses, run_tiny, write_text
 
@@ -112,7 +115,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "expected a command: train, doctor, simulate, checkpoint verify"),
+        ([], "expected a command: train, doctor, report, simulate, checkpoint verify"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
         (["train"], "CONFIG.toml"),
@@ -327,6 +330,20 @@ def test_simulate_draws_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "rank 0: computes 12, idles 0.5, holds the activations of at most 2 micro" in out
     assert "in all 12.5, 4.0% of it idle" in out
     assert file.read_text().startswith("# meshwright schedule 1: name=zbv microbatches=4")
+
+
+def test_report_draws_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = simulate(lower(one_f_one_b(2, 4)), Costs(transfer=0.25))
+    write_chrome_trace(found.timeline, tmp_path / "timeline.json")
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").count("<svg") == 2
+    page = tmp_path / "zbv.html"
+    assert main(["simulate", "zbv", "--ranks", "2", "--page", str(page)]) == 0
+    assert "Simulated" in page.read_text(encoding="utf-8")
+    assert main(["report", str(tmp_path / "none.json")]) == 2
+    assert main(["report", str(page)]) == 2
+    assert "expected a Chrome trace written by Meshwright" in capsys.readouterr().err
 
 
 def test_simulate_reads_files_of_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The command line: ``meshwright train``, ``doctor``, ``simulate``, ``checkpoint verify``.
+"""The command line: ``meshwright train``, ``report``, ``doctor``, ``simulate``,
+``checkpoint verify``.
 
 Exit status: 0 when done, 1 when a run or a check failed, 2 when a command or a configuration is
 wrong (before any process starts), 128 plus the signal's number when a signal ended the run.
@@ -34,6 +35,7 @@ from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
 from meshwright.recipes.run_folder import require_folder, require_start
 from meshwright.recipes.text import open_text
+from meshwright.report import read_chrome_trace, write_page
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import build
 from meshwright.schedule.drawing import draw
@@ -85,6 +87,19 @@ class _VerifyCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _ReportCommand:
+    """Draw the timeline of a run's last steps as a page for a browser.
+
+    Of a pipeline the last step is drawn, and under it what its schedule should have done.
+    """
+
+    timeline: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """A run's folder, or a timeline.json."""
+    output: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
+    """Where to write it; by default report.html beside the timeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _SimulateCommand:
     """Draw a pipeline schedule and say how long it idles and what it holds, without running it."""
 
@@ -104,6 +119,8 @@ class _SimulateCommand:
     """Time of one message between ranks."""
     write: Annotated[str, tyro.conf.arg(metavar="FILE.csv")] = ""
     """Write the schedule with its transfers to a CSV file."""
+    page: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
+    """Draw it as a page for a browser."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,7 +269,7 @@ def _simulate(words: list[str]) -> int:
         Costs.shared(share, command.forward, command.input, command.weight),
         transfer=command.transfer,
     )
-    found = simulate(lowered, costs, events=False)
+    found = simulate(lowered, costs, events=bool(command.page))
     print(draw(compute))
     print()
     for rank, (busy, idle) in enumerate(zip(found.compute, found.bubbles, strict=True)):
@@ -263,6 +280,22 @@ def _simulate(words: list[str]) -> int:
     print(f"in all {found.makespan:g}, {found.bubble_fraction:.1%} of it idle")
     if command.write:
         dump_csv(lowered, command.write)
+    if command.page:
+        write_page(found.timeline, command.page, title=f"{command.schedule}, simulated")
+    return 0
+
+
+def _report(words: list[str]) -> int:
+    command = _parse(_ReportCommand, "report", words)
+    path = Path(command.timeline)
+    path = path / "timeline.json" if path.is_dir() else path
+    output = Path(command.output) if command.output else path.with_name("report.html")
+    try:
+        timeline = read_chrome_trace(path)
+        write_page(timeline, output, title=f"Timeline of {path.resolve().parent.name}")
+    except (OSError, ValueError, ScheduleError) as error:
+        raise PlanError(str(error)) from error
+    print(f"wrote {output}")
     return 0
 
 
@@ -298,6 +331,7 @@ def _verify(words: list[str]) -> int:
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "doctor": _doctor,
+    "report": _report,
     "simulate": _simulate,
     "checkpoint verify": _verify,
 }
@@ -305,6 +339,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 _ABOUT = {
     "train": _TrainCommand,
     "doctor": _DoctorCommand,
+    "report": _ReportCommand,
     "simulate": _SimulateCommand,
     "checkpoint verify": _VerifyCommand,
 }

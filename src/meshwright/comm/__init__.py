@@ -4,8 +4,9 @@ Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `page
 moved), `registry` (the state of this process), `lines` (tensors whose memory comes and goes),
 `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`, `shared_memory` (a folder:
 the backend of CPU ranks on one host), `collectives` (the door),
-`process_groups` (joining and leaving), `functional` (autograd), `launch`, `spread` (over which axes
-a tensor lies), `dtensor` and `shard_view` (state dicts and checkpoints).
+`timelines` (measurements of all ranks), `process_groups` (joining and leaving), `functional`
+(autograd), `launch`, `spread` (over which axes a tensor lies), `dtensor` and `shard_view` (state
+dicts and checkpoints).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from meshwright.comm.process_groups import (
     peers,
     subgroup,
 )
-from meshwright.comm.registry import observe, phase
-from meshwright.comm.streams import Clock
+from meshwright.comm.registry import hears_actions, observe, phase, tell_ran
+from meshwright.comm.streams import Clock, Mark
+from meshwright.comm.timelines import gather_timeline
 
 __all__ = [
     "Clock",
     "Communicator",
+    "Mark",
     "Observer",
     "Pending",
     "Recorder",
@@ -38,10 +41,13 @@ __all__ = [
     "communicator",
     "connect",
     "disconnect",
+    "gather_timeline",
+    "hears_actions",
     "host_store",
     "is_connected",
     "observe",
     "peers",
     "phase",
     "subgroup",
+    "tell_ran",
 ]

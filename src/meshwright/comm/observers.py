@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from meshwright.comm.streams import Clock, Mark
 from meshwright.timeline import Collective, Event, Lane, Timeline
 
-__all__ = ["Observer", "Recorder", "SpanObserver", "Timer"]
+__all__ = ["ActionObserver", "Observer", "Recorder", "SpanObserver", "Timer"]
 
 
 class Observer(Protocol):
@@ -36,6 +36,15 @@ class SpanObserver(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """What runs in the block is called ``name``."""
+        ...
+
+
+@runtime_checkable
+class ActionObserver(Protocol):
+    """Hears of actions of a schedule, too."""
+
+    def ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
+        """An action of kind ``category`` ran between two marks."""
         ...
 
 
@@ -79,16 +88,24 @@ class _Span:
     lane: Lane
     start: Mark
     end: Mark
+    category: str = ""
 
     def event(self, rank: int) -> Event:
         start, end = self.start.seconds(), self.end.seconds()
         if isinstance(self.what, Collective):
             return Event.of(self.what, rank=rank, start=start, end=max(start, end))
-        return Event(name=self.what, lane=self.lane, rank=rank, start=start, end=max(start, end))
+        return Event(
+            name=self.what,
+            lane=self.lane,
+            rank=rank,
+            start=start,
+            end=max(start, end),
+            category=self.category,
+        )
 
 
 class Timer:
-    """Measures collectives and spans of compute on one clock.
+    """Measures collectives, spans of compute and actions of schedules on one clock.
 
     A `Trainable` names its own: forward, backward and optimizer. Others are named by `span`.
 
@@ -106,6 +123,10 @@ class Timer:
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """Keep the collective's span on its lane."""
         self._spans.append(_Span(collective, collective.lane, start, end))
+
+    def ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
+        """Keep an action of a schedule."""
+        self._spans.append(_Span(name, lane, start, end, category))
 
     @contextlib.contextmanager
     def span(self, name: str, lane: Lane = "compute") -> Iterator[None]:

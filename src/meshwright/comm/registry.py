@@ -14,16 +14,24 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.comm.observers import Observer, SpanObserver
+from meshwright.comm.observers import ActionObserver, Observer, SpanObserver
 from meshwright.comm.pages import PagePool
 from meshwright.comm.streams import Mark
-from meshwright.timeline import Collective
+from meshwright.timeline import Collective, Lane
 
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failure import FailureMonitor
 
-__all__ = ["PROCESS", "PhaseRecord", "ProcessState", "observe", "phase"]
+__all__ = [
+    "PROCESS",
+    "PhaseRecord",
+    "ProcessState",
+    "hears_actions",
+    "observe",
+    "phase",
+    "tell_ran",
+]
 
 _log = logging.getLogger("meshwright")
 
@@ -74,6 +82,15 @@ class ProcessState:
             except Exception:
                 self._remove(observer)
 
+    def tell_ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
+        """Tell every observer of actions that one ran between two marks."""
+        for observer in tuple(self.observers):
+            if isinstance(observer, ActionObserver):
+                try:
+                    observer.ran(name, lane, category, start, end)
+                except Exception:
+                    self._remove(observer)
+
     def _remove(self, observer: Observer) -> None:
         _log.exception("observer %r failed and is removed; the collectives go on", observer)
         with contextlib.suppress(ValueError):
@@ -81,6 +98,16 @@ class ProcessState:
 
 
 PROCESS = ProcessState()
+
+
+def hears_actions() -> bool:
+    """Whether somebody wants to hear of the actions of a schedule."""
+    return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
+
+
+def tell_ran(name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
+    """Tell observers that an action of a schedule ran between two marks."""
+    PROCESS.tell_ran(name, lane, category, start, end)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ Bottom-up: `edges` (where a stage's arguments come from), `ties` (parameters tha
 hold), `metadata` (what values look like), `microbatch` (cutting and merging), `weight_rules` and
 `backward` (the two halves of a backward), `residency` (parameters that are spread or copied over
 ranks), `stage`, `program` (a rank's row with its stages and messages), `transfers` (what ranks tell
-each other in a step), `runtime` (the one interpreter), `schedules` (the classes that users call),
-`clipping` (the norm over all stages).
+each other in a step), `listener` (who is told of it), `runtime` (the one interpreter), `schedules`
+(the classes that users call), `clipping` (the norm over all stages).
 
 From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),
 `stage_module` (the graph of a stage), `placement` (what runs in which stage), `splitting` (the

@@ -12,6 +12,7 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
+from meshwright.pipelining.listener import Listener
 from meshwright.pipelining.metadata import Values, digest, signature_of
 from meshwright.pipelining.program import Entry, Leg, program
 from meshwright.pipelining.residency import Several
@@ -120,6 +121,7 @@ class Runtime:
             step.finish()
             for residency in residencies:
                 residency.finish()
+            step.end()
         except BaseException as error:
             self._tied.restore()
             self._failed(step, error)
@@ -221,6 +223,7 @@ class _Step:
         """Another rank's failure, which has ended this step."""
         self.memory = runtime._memory.copy()
         self._unposted: list[Leg] = []
+        self._listener: Listener | None = None
         self._ids: dict[int, Sequence[int]] = {}
         self._losses: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._late: list[Several] = []
@@ -242,6 +245,10 @@ class _Step:
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Go through the row."""
+        self._listener = Listener.attached(self.runtime._communicator.clock)
+        if self._listener is not None:
+            self._run_heard(entries, self._listener)
+            return
         for entry in entries:
             self.entry = entry
             if entry.waits:
@@ -249,6 +256,24 @@ class _Step:
             _HANDLERS[entry.operation](self, entry)
             if self._unposted:
                 self._unposted = self.transfers.post_rest(self._unposted)
+
+    def _run_heard(self, entries: Sequence[Entry], listener: Listener) -> None:
+        """Go through the row and tell of each action, without what it waits for."""
+        for entry in entries:
+            self.entry = entry
+            if entry.waits:
+                self.wait_for(entry)
+                listener.waited(entry)
+            with listener.action(entry):
+                _HANDLERS[entry.operation](self, entry)
+            if self._unposted:
+                self._unposted = self.transfers.post_rest(self._unposted)
+            self.transfers.let_go()
+
+    def end(self) -> None:
+        """All has been waited for."""
+        if self._listener is not None:
+            self._listener.end()
 
     def _watch(self) -> None:
         error = self.runtime.peer_error(self.number)

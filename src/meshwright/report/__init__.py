@@ -1,10 +1,14 @@
 """What a run did, for readers: timelines as files that viewers open.
 
 - ``chrome_trace``: a ``Timeline`` as a Chrome trace, which Perfetto shows, and back.
+- ``drawing``: a ``Timeline`` as an SVG picture.
+- ``page``: an HTML file with the picture of what was measured and, for a pipeline, simulated.
 """
 
 from __future__ import annotations
 
 from meshwright.report.chrome_trace import read_chrome_trace, write_chrome_trace
+from meshwright.report.drawing import draw_timeline
+from meshwright.report.page import write_page
 
-__all__ = ["read_chrome_trace", "write_chrome_trace"]
+__all__ = ["draw_timeline", "read_chrome_trace", "write_chrome_trace", "write_page"]

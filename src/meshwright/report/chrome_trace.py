@@ -25,11 +25,19 @@ __all__ = ["read_chrome_trace", "trace_events", "write_chrome_trace"]
 _ROWS = 1000
 """Thread ids kept for the rows of one lane."""
 
+_SIMULATED = 1_000_000
+"""The process number of rank 0 of a simulation."""
+
 _NANO = 1_000_000_000
 
 
-def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
+def write_chrome_trace(
+    timeline: Timeline, path: str | Path, *, simulated: Timeline | None = None
+) -> None:
     """Write a trace that ``read_chrome_trace`` and viewers read; times are kept to a nanosecond.
+
+    ``simulated`` is shown below it, from the same start, as processes "rank 0, simulated"; it is
+    not read back.
 
     The file appears whole or not at all: it is written beside ``path`` and renamed.
     """
@@ -37,7 +45,10 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     document = {
         "displayTimeUnit": "ms",
         "otherData": {"writer": "meshwright", "origin_seconds": timeline.start},
-        "traceEvents": list(trace_events(timeline)),
+        "traceEvents": [
+            *trace_events(timeline),
+            *(trace_events(simulated, is_simulated=True) if simulated is not None else ()),
+        ],
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -49,22 +60,24 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
+def trace_events(timeline: Timeline, *, is_simulated: bool = False) -> Iterator[dict[str, object]]:
     """The records of the trace: names of ranks and rows, then one record for each event."""
     for rank in timeline.ranks:
-        yield _metadata(rank, 0, "process_name", {"name": f"rank {rank}"})
-        yield _metadata(rank, 0, "process_sort_index", {"sort_index": rank})
+        process = rank + _SIMULATED * is_simulated
+        name = f"rank {rank}" + (", simulated" if is_simulated else "")
+        yield _metadata(process, 0, "process_name", {"name": name})
+        yield _metadata(process, 0, "process_sort_index", {"sort_index": process})
         for place, lane in enumerate(LANES):
             events = timeline.select(rank=rank, lane=lane).events
             rows = _rows([_span(event, timeline.start) for event in events], lane == "compute")
             for row in range(max(rows, default=0) + 1):
                 thread = 1 + place * _ROWS + row
                 name = lane if row == 0 else f"{lane} {row + 1}"
-                yield _metadata(rank, thread, "thread_name", {"name": name})
-                yield _metadata(rank, thread, "thread_sort_index", {"sort_index": thread})
+                yield _metadata(process, thread, "thread_name", {"name": name})
+                yield _metadata(process, thread, "thread_sort_index", {"sort_index": thread})
             for event, row in zip(events, rows, strict=True):
                 span = _span(event, timeline.start)
-                yield _record(event, span, thread=1 + place * _ROWS + row)
+                yield _record(event, span, process, thread=1 + place * _ROWS + row)
 
 
 class _Span(NamedTuple):
@@ -105,7 +118,7 @@ def _metadata(rank: int, thread: int, name: str, args: Mapping[str, object]) -> 
     return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
 
 
-def _record(event: Event, span: _Span, thread: int) -> dict[str, object]:
+def _record(event: Event, span: _Span, process: int, thread: int) -> dict[str, object]:
     args: dict[str, object] = {"bytes": event.bytes}
     if event.axis:
         args["axis"] = event.axis
@@ -115,7 +128,7 @@ def _record(event: Event, span: _Span, thread: int) -> dict[str, object]:
         args["sequence"] = event.sequence
     return {
         "ph": "X",
-        "pid": event.rank,
+        "pid": process,
         "tid": thread,
         "ts": span.start / 1000,
         "dur": (span.end - span.start) / 1000,
@@ -132,7 +145,11 @@ def read_chrome_trace(path: str | Path) -> Timeline:
         if document["otherData"]["writer"] != "meshwright":
             raise KeyError("writer")
         origin = float(document["otherData"]["origin_seconds"])
-        records = [record for record in document["traceEvents"] if record["ph"] == "X"]
+        records = [
+            record
+            for record in document["traceEvents"]
+            if record["ph"] == "X" and int(record["pid"]) < _SIMULATED
+        ]
         return Timeline(_event(record, origin) for record in records)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(

@@ -1,0 +1,205 @@
+"""What a measured timeline says of a schedule: its order, its costs, its bubble.
+
+A timeline of pipelined steps names its events after their actions, so the schedule that ran can be
+read off it, and simulated with the costs that were measured: where the two differ, time goes into
+something that the schedule does not explain.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshwright.schedule.actions import (
+    REDUCE_GRAD,
+    UNSHARD,
+    Action,
+    B,
+    F,
+    I,
+    Operation,
+    Schedule,
+    W,
+    dependencies,
+)
+from meshwright.schedule.lowering import lower
+from meshwright.schedule.simulate import Costs, Simulation, simulate
+from meshwright.timeline import Event, Timeline
+
+__all__ = [
+    "Comparison",
+    "bubble",
+    "compare",
+    "costs_of",
+    "last_step",
+    "schedule_of",
+]
+
+_COMPUTE = ("F", "B", "I", "W")
+
+Edges = Iterable[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One step, measured and simulated. Ranks count as in the measured timeline."""
+
+    measured: Timeline
+    simulated: Timeline
+    bubble: float
+    """The share of all ranks' time in which nothing was computed, from the first to the last."""
+    simulated_bubble: float
+    peaks: tuple[float, ...]
+    """For each rank, the most microbatches whose activations it holds, by the schedule."""
+
+
+def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None:
+    """The last step of ``timeline`` beside what its schedule should have done at its costs.
+
+    ``edges`` says which stages feed which; without it each feeds the next. None when the timeline
+    holds no actions of a pipeline. Raises `ScheduleError` for one that cannot have run.
+    """
+    step = last_step(timeline)
+    schedule = schedule_of(step, edges)
+    if schedule is None:
+        return None
+    ranks = _ranks(step)
+    found = simulate(lower(schedule), costs_of(step, schedule))
+    simulated = _renumbered(found, ranks)
+    return Comparison(step, simulated, bubble(step), bubble(simulated), found.peaks)
+
+
+def bubble(timeline: Timeline) -> float:
+    """The share of the ranks' time, from the first to the last compute action, without any."""
+    actions = [event for event in timeline.events if _is_compute(event)]
+    if not actions:
+        return 0.0
+    whole = max(e.end for e in actions) - min(e.start for e in actions)
+    busy = Timeline(actions)
+    ranks = busy.ranks
+    computing = sum(busy.busy(rank, "compute") for rank in ranks)
+    return 1.0 - computing / (whole * len(ranks)) if whole else 0.0
+
+
+def last_step(timeline: Timeline) -> Timeline:
+    """The events since the last compute action of a rank that is the first of a step.
+
+    Where a rank's actions come again, another step has begun.
+    """
+    begins: dict[int, float] = {}
+    for rank in _ranks(timeline):
+        seen: set[str] = set()
+        for event in timeline.events:
+            if event.rank == rank and _is_compute(event):
+                if event.name in seen:
+                    seen.clear()
+                if not seen:
+                    begins[rank] = event.start
+                seen.add(event.name)
+    if not begins:
+        return timeline
+    earliest = min(begins.values())
+    return Timeline(
+        event
+        for event in timeline.events
+        if event.start >= begins.get(event.rank, earliest)
+        or (not _is_compute(event) and event.start >= earliest)
+    )
+
+
+def schedule_of(timeline: Timeline, edges: Edges | None = None) -> Schedule | None:
+    """The compute actions of one step, rank by rank; None when there are none."""
+    ranks = _ranks(timeline)
+    rows: dict[int, list[Action]] = {rank: [] for rank in ranks}
+    for event in timeline.events:
+        if _is_compute(event):
+            rows[event.rank].append(Action.parse(event.name))
+    holders = {a.stage: number for number, rank in enumerate(ranks) for a in rows[rank]}
+    if not holders or sorted(holders) != list(range(len(holders))):
+        return None
+    count = 1 + max(action.microbatch or 0 for row in rows.values() for action in row)
+    listed = [holders[stage] for stage in range(len(holders))]
+    return Schedule.of("measured", [rows[rank] for rank in ranks], listed, count, edges)
+
+
+def costs_of(timeline: Timeline, schedule: Schedule) -> Costs:
+    """What each stage's actions took, in seconds.
+
+    Medians, but of transfers the shortest: in the others a receiver that computed came late.
+    """
+    taken: dict[tuple[int, str], list[float]] = {}
+    for event in timeline.events:
+        action = _action(event)
+        if action is not None and event.category != "recv":
+            taken.setdefault((action.stage, str(action.operation)), []).append(event.duration)
+    medians = {key: statistics.median(values) for key, values in taken.items()}
+
+    def cost(operation: Operation) -> list[float]:
+        return [medians.get((stage, str(operation)), 0.0) for stage in range(schedule.stages)]
+
+    whole = cost(B)
+    latencies = _latencies(timeline, schedule)
+    sends = [
+        min(latencies.get(s) or taken.get((s, "SEND_F")) or taken.get((s, "SEND_B")) or [0.0])
+        for s in range(schedule.stages)
+    ]
+    return Costs(
+        forward=cost(F),
+        input=[i or b / 2 for i, b in zip(cost(I), whole, strict=True)],
+        weight=[w or b / 2 for w, b in zip(cost(W), whole, strict=True)],
+        transfer=sends,
+        gather=cost(UNSHARD),
+        reduce=cost(REDUCE_GRAD),
+        activation=1.0 / max(1, len(schedule.stages_of(0))),
+    )
+
+
+def _latencies(timeline: Timeline, schedule: Schedule) -> dict[int, list[float]]:
+    """By stage that sends, the seconds from each of its sends to the end of the receive."""
+    begun: dict[Action, float] = {}
+    found: dict[int, list[float]] = {}
+    for event in timeline.events:
+        action = _action(event)
+        if action is not None and event.category == "send":
+            begun[action] = min(event.start, begun.get(action, event.start))
+    for event in timeline.events:
+        action = _action(event)
+        if action is not None and event.category == "recv":
+            for send in dependencies(action, schedule):
+                if send in begun:
+                    found.setdefault(send.stage, []).append(max(0.0, event.end - begun[send]))
+    return found
+
+
+def _ranks(timeline: Timeline) -> tuple[int, ...]:
+    return tuple(sorted({event.rank for event in timeline.events if _is_compute(event)}))
+
+
+def _is_compute(event: Event) -> bool:
+    return event.lane == "compute" and event.category in _COMPUTE
+
+
+def _action(event: Event) -> Action | None:
+    """The action that ``event`` is, None for anything else."""
+    try:
+        return Action.parse(event.name)
+    except RuntimeError:
+        return None
+
+
+def _renumbered(found: Simulation, ranks: tuple[int, ...]) -> Timeline:
+    names: Mapping[int, int] = dict(enumerate(ranks))
+    return Timeline(
+        Event(
+            name=event.name,
+            lane=event.lane,
+            rank=names[event.rank],
+            start=event.start,
+            end=event.end,
+            bytes=event.bytes,
+            category=event.category,
+        )
+        for event in found.timeline.events
+        if event.duration
+    )
