@@ -9,8 +9,8 @@ each other in a step), `listener` (who is told of it), `runtime` (the one interp
 
 From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),
 `stage_module` (the graph of a stage), `placement` (what runs in which stage), `splitting` (the
-graphs and edges of all stages), `tracing` (from a module to a graph), `traced_stage`, `pipe`
-(`pipeline` and `build_stage`).
+graphs and edges of all stages), `tracing` (from a module to a graph), `measuring` and
+`balance` (stages of equal cost), `traced_stage`, `pipe` (`pipeline` and `build_stage`).
 """
 
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
@@ -19,6 +19,7 @@ from meshwright.pipelining.backward import (
     stage_backward_input,
     stage_backward_weight,
 )
+from meshwright.pipelining.balance import balanced
 from meshwright.pipelining.clipping import clip_grad_norm_
 from meshwright.pipelining.edges import Source, StageEdges
 from meshwright.pipelining.front import (
@@ -89,6 +90,7 @@ __all__ = [
     "Tie",
     "TrivialLossWrapper",
     "annotate_split_points",
+    "balanced",
     "build_stage",
     "clip_grad_norm_",
     "get_schedule_class",

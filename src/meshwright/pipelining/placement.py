@@ -9,7 +9,7 @@ made, it changes in a copy, and later stages read it from there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -136,6 +136,30 @@ class Placement:
         """The stage from which stage ``reader`` gets ``value``."""
         made = self.stage[value]
         return max([made, *(s for s in self.changed_in(value) if made < s < reader)])
+
+    def uncuttable(self, positions: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+        """Ranges of cuts that changes in place forbid, when no cut has been made yet.
+
+        A cut at p lies in front of position p; a range ends in front of its last number.
+        """
+        found: list[tuple[int, int]] = []
+        for root in self._changes:
+            shared = [n for n in self.nodes if root in self._roots[n]]
+            readers = [positions[u] for n in shared for u in n.users if u in positions]
+            writes = [positions[n] for n, w in self.writes.items() if root in self._of(w)]
+            if any(n.op == "get_attr" for n in shared):
+                found.append((min(readers) + 1, max(readers) + 1))
+                continue
+            spans = [
+                (positions.get(n, 0), max((positions.get(u, 0) for u in n.users), default=0))
+                for n in shared
+            ]
+            found += [
+                (cut, cut + 1)
+                for cut in range(1, max(writes) + 1)
+                if sum(start < cut <= stop for start, stop in spans) > 1
+            ]
+        return found
 
     def _check_changes(self) -> None:
         for node, written in self.writes.items():
