@@ -273,8 +273,9 @@ cap_mb = 1
         "or give shard more than 1 rank in [axes]",
         "line 9: key 'rules' in [tensor] has no effect with tensor = 1; remove it, or give tensor "
         "more than 1 rank in [axes]",
-        "line 11: key 'batch_norm' in [train] has no effect with pipeline = 1 and replicate = 1 and "
-        "shard = 1; remove it, or give pipeline or replicate or shard more than 1 rank in [axes]",
+        "line 11: key 'batch_norm' in [train] has no effect with pipeline = 1 and replicate = 1 "
+        "and shard = 1; remove it, or give pipeline or replicate or shard more than 1 rank in "
+        "[axes]",
         "line 13: key 'cap_mb' in [buckets] has no effect with replicate = 1 and shard = 1; "
         "remove it, or give replicate or shard more than 1 rank in [axes]",
     ]

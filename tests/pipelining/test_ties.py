@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import meshwright as mw
 from meshwright.comm import communicator
+from meshwright.comm.whole import whole
 from meshwright.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
@@ -177,3 +181,62 @@ def body_refused() -> None:
 
 def test_what_is_no_tie(ranks: Ranks) -> None:
     ranks(2, body_refused)
+
+
+def body_spread(kind: str) -> None:
+    """Holders that are replicated or sharded over two data ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    data, line = mesh["data"], communicator(mesh.get_group("pipeline"))
+    torch.manual_seed(0)
+    model = Tied(2)
+    alone = copy.deepcopy(model)
+    part = Part(model, line.rank, 2)
+    if kind == "replicate":
+        mw.replicate(part, device_mesh=data)
+    elif kind == "fully_shard":
+        mw.fully_shard(part.head if part.embed is None else part.embed, mesh=data)
+        mw.fully_shard(part, mesh=data)
+    module = part
+    if kind == "wrapper":
+        wrap = mw.FullyShardedDataParallel
+        module = wrap(part, process_group=data.get_group(), use_orig_params=True)
+    ties = (
+        Tie(0, ((0, "embed.weight"), (1, "head.weight"))),
+        Tie(0, ((0, "layer.bias"), (1, "layer.bias"))),
+    )
+    stage = PipelineStage(module, line.rank, 2, CPU, group=line.group, ties=ties)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=cross_entropy)
+    mine = list(module.parameters())
+    optimizer, expected = torch.optim.SGD(mine, 0.5), torch.optim.SGD(alone.parameters(), 0.5)
+    for number in range(2):
+        torch.manual_seed(10 + number)
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for _ in range(2):
+            tokens, target = torch.randint(WORDS, (2, 2 * ROWS, 3))
+            share = mesh.get_local_rank("data")
+            more = {"target": target.chunk(2)[share]} if line.rank else {}
+            schedule.step(*(() if line.rank else (tokens.chunk(2)[share],)), **more)
+            cross_entropy(alone(tokens), target).backward()
+        optimizer.step()
+        expected.step()
+    with contextlib.ExitStack() as stack:
+        if kind == "wrapper":
+            stack.enter_context(mw.FullyShardedDataParallel.summon_full_params(module))
+        layer, weight = alone.layers[line.rank], alone.embed.weight
+        wanted = {"layer.weight": layer.weight, "layer.bias": layer.bias}
+        wanted |= {"embed.weight": weight, "head.weight": weight}
+        for name, parameter in module.named_parameters():
+            key = name.removeprefix("_fsdp_wrapped_module.")
+            torch.testing.assert_close(
+                whole(parameter.detach()), wanted[key], rtol=1e-9, atol=1e-12
+            )
+
+
+def body_spreads() -> None:
+    for kind in ("replicate", "fully_shard", "wrapper"):
+        body_spread(kind)
+
+
+def test_holders_may_be_spread_over_data_ranks(ranks: Ranks) -> None:
+    ranks(4, body_spreads)

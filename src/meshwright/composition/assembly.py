@@ -38,7 +38,7 @@ from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.errors import PlanError
-from meshwright.pipelining import PipelineScheduleSingle, PipelineStage
+from meshwright.pipelining import PipelineScheduleSingle, PipelineStage, build_stage
 from meshwright.plan import Plan, match_names
 from meshwright.schedule.builders import build, stage_ranks
 from meshwright.settings import Problem
@@ -184,12 +184,7 @@ def _pipelined(
             synchronise_batch_norm(module, data)
         _recompute(module, plan)
         layouts.append(_stage_layout(module, plan, everyone, data))
-        device, group = everyone.device, pipeline.group
-        stages.append(
-            PipelineStage(
-                module, stage, count, device, group=group, edges=found.edges, ties=found.ties
-            )
-        )
+        stages.append(_stage(found, stage, everyone.device, pipeline))
     modules = StageModules([found.modules[stage] for stage in mine])
     copies = _copies(found)
     layout = PipelinedLayout(
@@ -205,9 +200,20 @@ def _pipelined(
         layout=layout,
         stages=stages,
         names=names,
+        copies={name: tie.names[0][1] for tie in found.ties for _, name in tie.names[1:]},
         optimizer=None if optimizer is None else optimizer(modules.parameters()),
         loss=loss,
     )
+
+
+def _stage(
+    found: CutModel, index: int, device: torch.device, pipeline: Communicator
+) -> PipelineStage:
+    module, group = found.modules[index], pipeline.group
+    if found.info is not None:
+        return build_stage(module, index, found.info, device, group)
+    count = len(found.modules)
+    return PipelineStage(module, index, count, device, group=group, ties=found.ties)
 
 
 def _stage_layout(
@@ -233,7 +239,7 @@ def _copies(found: CutModel) -> frozenset[int]:
 
 
 def _check_traced(plan: Plan, found: CutModel) -> None:
-    if not found.is_traced:
+    if found.info is None:
         return
     problems = []
     if plan.train.recompute:

@@ -31,7 +31,7 @@ from meshwright.composition.pipelined_layout import (
 )
 from meshwright.composition.trainable import EvalResult, Loss, Trainable
 from meshwright.errors import PlanError
-from meshwright.gradients import apply_loss
+from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (
     PipelineSchedule,
     PipelineScheduleMulti,
@@ -94,15 +94,20 @@ class PipelinedTrainable(Trainable):
         layout: PipelinedLayout,
         stages: Sequence[PipelineStage],
         names: Sequence[str],
+        copies: Mapping[str, str],
         optimizer: Optimizer | None,
         loss: Loss,
     ) -> None:
-        """``names`` are those of the whole model's state, in its order."""
+        """``names`` are those of the whole model's state, in its order.
+
+        ``copies`` gives for each name of a tied parameter that is no first name that one.
+        """
         super().__init__(module, plan, layout=layout, optimizer=optimizer, loss=loss)
         self._pipeline = layout.pipeline
         self._data = layout.data
         self._pipelined = layout
         self._names = tuple(names)
+        self._copies = dict(copies)
         kind = SCHEDULES[plan.pipeline.schedule]
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         count = plan.pipeline.microbatches
@@ -130,7 +135,8 @@ class PipelinedTrainable(Trainable):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Each gradient by original name, as one process would hold it; all ranks call it."""
-        return self._ordered(union(super().gradients(), self._pipeline))
+        own = {n: g for n, g in super().gradients().items() if n not in self._copies}
+        return self._ordered(union(own, self._pipeline))
 
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:
@@ -160,7 +166,8 @@ class PipelinedTrainable(Trainable):
         state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
         if self.optimizer is not None:
             parts = of_one(named_state(self.optimizer, self.module), self._pipeline)
-            state["optimizer"] = _joined(parts, self._names)
+            first = [name for name in self._names if name not in self._copies]
+            state["optimizer"] = _joined(parts, first)
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state
@@ -178,11 +185,16 @@ class PipelinedTrainable(Trainable):
         )
         if "optimizer" in state:
             saved = state["optimizer"]
-            groups = [
-                {**group, "params": [n for n in group["params"] if n not in elsewhere]}
-                for group in saved["param_groups"]
-            ]
+            copies = {n: first for n, first in self._copies.items() if n in held}
             values = {n: value for n, value in saved["state"].items() if n not in elsewhere}
+            for name, first in copies.items():
+                if first in saved["state"]:
+                    values[name] = saved["state"][first]
+            groups = []
+            for group in saved["param_groups"]:
+                listed = [n for n in group["params"] if n not in elsewhere]
+                listed += [n for n, first in copies.items() if first in group["params"]]
+                groups.append({**group, "params": listed})
             own["optimizer"] = {"state": values, "param_groups": groups}
         super().load_state_dict(own)
 
@@ -201,6 +213,12 @@ class PipelinedTrainable(Trainable):
             window, scale = self._window, self._loss_scale
             window.close()
             self._layout.scale_by(lambda: window.factor() / scale)
+
+    def _scale_to(
+        self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]
+    ) -> None:
+        # Copies of tied parameters do not count in the norm, and are clipped as what they copy.
+        scale_to_norm(self._pipelined.every_gradient(), norm, max_norm)
 
     @property
     def _loss_scale(self) -> float:
@@ -272,12 +290,12 @@ def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
             "groups on every rank, empty ones too"
         )
     place = {name: number for number, name in enumerate(names)}
-    state = {name: value for part in parts for name, value in part["state"].items()}
+    state = {n: value for part in parts for n, value in part["state"].items() if n in place}
     groups = []
     for together in zip(*(part["param_groups"] for part in parts), strict=True):
-        listed = dict.fromkeys(name for group in together for name in group["params"])
-        groups.append({**together[0], "params": sorted(listed, key=lambda n: place.get(n, -1))})
+        listed = {name for group in together for name in group["params"] if name in place}
+        groups.append({**together[0], "params": sorted(listed, key=place.__getitem__)})
     return {
-        "state": {name: state[name] for name in sorted(state, key=lambda n: place.get(n, -1))},
+        "state": {name: state[name] for name in sorted(state, key=place.__getitem__)},
         "param_groups": groups,
     }

@@ -147,10 +147,13 @@ class PipelinedLayout:
     @torch.no_grad()
     def scale_by(self, scale: Callable[[], float]) -> None:
         """See `DataLayout`: now, since all has been summed."""
-        factor = scale()
-        held = [g for each in self._layouts for part in each.gradients() for g in part.gradients]
+        factor, held = scale(), self.every_gradient()
         if held and factor != 1.0:
             torch._foreach_mul_(held, factor)
+
+    def every_gradient(self) -> list[torch.Tensor]:
+        """This rank's parts of all gradients, copies of tied ones too."""
+        return [g for each in self._layouts for part in each.gradients() for g in part.gradients]
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.pipelining import SplitPoint, pipeline, stages_by_name
-from meshwright.pipelining.edges import StageEdges
-from meshwright.pipelining.ties import Tie
+from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.plan import PipelinePlan
 
 __all__ = ["CutModel", "chunks_of", "cut_model"]
@@ -33,10 +31,9 @@ class CutModel:
     """The stages of a model, in their order."""
 
     modules: list[nn.Module]
-    edges: tuple[StageEdges, ...] | None = None
-    """Where their arguments come from; None for a chain."""
     ties: tuple[Tie, ...] = ()
-    is_traced: bool = False
+    info: PipeInfo | None = None
+    """What the stages of a traced model are built with; None for a chain."""
 
 
 @dataclass(slots=True)
@@ -80,8 +77,12 @@ def cut_model(
         names = [links[a:b] for a, b in itertools.pairwise(bounds)]
         modules = stages_by_name(model, names)
         return CutModel(modules, ties=_separate(modules))
-    blocks = _blocks(model)
-    starts = _starts(model, plan, blocks, count)
+    candidates = _blocks(model)
+    if not isinstance(plan.split, str):
+        candidates = [name for name, _ in model.named_modules() if name]
+    elif len(candidates) < count:
+        candidates = list(_links(model))
+    starts = _starts(model, plan, candidates, count)
     sizes = tuple(
         {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
         for value in example
@@ -94,8 +95,7 @@ def cut_model(
             f"{count}: name others in [pipeline] split"
         )
     info = pipe.info()
-    listed = [pipe.get_stage_module(index) for index in range(count)]
-    return CutModel(listed, info.edges, info.ties, is_traced=True)
+    return CutModel([pipe.get_stage_module(n) for n in range(count)], info.ties, info)
 
 
 # ------------------------------------------------------------------------------------- chains

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from meshwright.errors import PlanError
 from meshwright.gradients import (
     LossScale,
     LossWindow,
+    SpreadGradients,
     agree_on_non_finite,
     apply_loss,
     call_module,
@@ -173,8 +174,7 @@ class Trainable:
                 self._judge(loss, norm, is_finite)
                 if is_finite:
                     if self.plan.train.clip_norm is not None:
-                        gradients = [each for group in spread for each in group.gradients]
-                        scale_to_norm(gradients, norm, self.plan.train.clip_norm)
+                        self._scale_to(self.plan.train.clip_norm, norm, spread)
                     optimizer.step()
         finally:
             self._start_over()
@@ -274,6 +274,12 @@ class Trainable:
         with phase("backward", step=self.steps, computes=True):
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
+
+    def _scale_to(
+        self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]
+    ) -> None:
+        gradients = [each for group in spread for each in group.gradients]
+        scale_to_norm(gradients, norm, max_norm)
 
     def _judge(self, loss: torch.Tensor, norm: torch.Tensor, is_finite: bool) -> None:
         """Raise on all ranks, or let all ranks skip. Loss and norm are the same on all of them."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.unit import ParameterGroup, Unit
 
 __all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
 
@@ -52,6 +53,13 @@ class ReplicaResidency:
 
     def reshard(self) -> None:
         """The parameters stay."""
+
+    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
+        """The parameters themselves."""
+        return None
+
+    def written(self, module: nn.Module, name: str) -> None:
+        """There is no other copy."""
 
     def reduce(self) -> None:
         """Start to average all gradients, unless that is switched off."""
@@ -127,6 +135,42 @@ class ShardedResidency:
         """Free all units."""
         for unit in self._units:
             unit.reshard()
+
+    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
+        """The whole parameter of a unit that ``module`` uses as ``name``.
+
+        Raises TypeError where it or its gradient has another dtype at rest.
+        """
+        found = self._find(module, name)
+        if found is None:
+            return None
+        group, index = found
+        types = group.types
+        if not types.master == types.compute == types.reduce:
+            raise TypeError(
+                f"parameter {group.slots[index].name!r} is tied to one of another stage, which "
+                f"needs one dtype, but it is kept in {types.master}, computes in {types.compute} "
+                f"and is reduced in {types.reduce}: leave its unit out of mixed precision"
+            )
+        return group.slots[index].full
+
+    def written(self, module: nn.Module, name: str) -> None:
+        """Put a whole parameter that has been written into the shards."""
+        found = self._find(module, name)
+        if found is not None:
+            group, index = found
+            whole = group.slots[index].full
+            group.buffer.fill([whole if n == index else None for n in range(len(group.slots))])
+
+    def _find(self, module: nn.Module, name: str) -> tuple[ParameterGroup, int] | None:
+        drivers = (driver_of(part) for part in self._module.modules())
+        units = (driver.unit for driver in drivers if driver is not None)
+        for unit in units:
+            for group in () if unit is None else unit.groups:
+                for index, slot in enumerate(group.slots):
+                    if (module, name) in slot.places:
+                        return group, index
+        return None
 
     def reduce(self) -> None:
         """Start to sum the gradients of all units, but for those that are not to be reduced.

@@ -51,6 +51,17 @@ class Residency(Protocol):
         """Give the gathered parameters back."""
         ...
 
+    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
+        """What computes as parameter ``name`` of ``module``, with this rank's own gradient.
+
+        None where that is the parameter itself, or another residency's.
+        """
+        ...
+
+    def written(self, module: nn.Module, name: str) -> None:
+        """The gathered parameter ``name`` of ``module`` has been written: that is its value now."""
+        ...
+
     def reduce(self) -> None:
         """Start to sum the gradients that have come since the last time."""
         ...
@@ -98,6 +109,19 @@ class Several:
         for part in self._parts:
             part.reshard()
 
+    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
+        """What computes as parameter ``name`` of ``module``; None where there is no such."""
+        for part in self._parts:
+            found = part.computing(module, name)
+            if found is not None:
+                return found
+        return module._parameters.get(name)
+
+    def written(self, module: nn.Module, name: str) -> None:
+        """The gathered parameter ``name`` of ``module`` has been written."""
+        for part in self._parts:
+            part.written(module, name)
+
     def reduce(self) -> None:
         """Start to sum the gradients."""
         for part in self._parts:
@@ -141,6 +165,13 @@ class _ForeignReplica:
 
     def reshard(self) -> None:
         """The parameters stay."""
+
+    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
+        """The parameters themselves."""
+        return None
+
+    def written(self, module: nn.Module, name: str) -> None:
+        """There is no other copy."""
 
     def reduce(self) -> None:
         """Start to average ``.grad`` over the replicas, dtype by dtype."""

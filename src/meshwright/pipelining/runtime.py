@@ -88,7 +88,7 @@ class Runtime:
         self._noticed = ""
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
-        self._tied = TiedParameters(modules, ties, training.stage_ranks)
+        self._tied = TiedParameters(modules, ties, training.stage_ranks, residencies)
         self._own = json.dumps(_facts(training, loss_fn is not None, ties))
         self.plan = digest(self._own)
         """What all ranks of the pipeline must agree on, as a number."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.metadata import digest
+from meshwright.pipelining.residency import Several
 
 __all__ = ["Tie", "TiedParameters", "Wire", "counted"]
 
@@ -53,8 +54,10 @@ class _Held:
     """A tie with the parameters of this rank."""
 
     tie: Tie
-    parameters: dict[int, nn.Parameter]
-    """By stage of this rank."""
+    places: dict[int, tuple[nn.Module, str]]
+    """By stage of this rank, the module that uses it, and its name there."""
+    parameters: dict[int, torch.Tensor]
+    """By stage of this rank, what computes, with this rank's own gradient."""
     before: dict[int, torch.Tensor | None]
     """By stage of this rank, the gradient of earlier steps."""
 
@@ -66,22 +69,28 @@ class TiedParameters:
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], ties: Sequence[Tie], stage_ranks: Sequence[int]
+        self,
+        modules: Mapping[int, nn.Module],
+        ties: Sequence[Tie],
+        stage_ranks: Sequence[int],
+        residencies: Mapping[int, Several],
     ) -> None:
         """``modules`` are this rank's, by stage; ``stage_ranks`` gives the rank of each stage."""
+        self._residencies = residencies
         self._ranks = tuple(stage_ranks)
         self._held: list[_Held] = []
         self._is_open = False
         self._has_values = False
         for tie in ties:
             _check(tie, len(self._ranks))
-            found = {
-                stage: _parameter(modules[stage], stage, name)
+            places = {
+                stage: _place(modules[stage], stage, name, residencies[stage])
                 for stage, name in tie.names
                 if stage in modules
             }
-            if found:
-                self._held.append(_Held(tie, found, {}))
+            if places:
+                self._held.append(_Held(tie, places, {}, {}))
+        self._look_up()
         self._mine = frozenset(modules)
         self._peers = self._find_peers()
         self.stages = frozenset(stage for held in self._held for stage in held.parameters)
@@ -98,10 +107,20 @@ class TiedParameters:
         }
         return sorted(found, key=lambda pair: (min(pair), max(pair)))
 
+    def _look_up(self) -> None:
+        """Which tensors compute: they may be others in another step."""
+        for held in self._held:
+            for stage, (module, name) in held.places.items():
+                found = self._residencies[stage].computing(module, name)
+                if found is None:
+                    raise ValueError(f"stage {stage} has lost its parameter {name!r}")
+                held.parameters[stage] = found
+
     # -------------------------------------------------------------------------- steps
 
     def begin(self) -> None:
         """A training step begins: put the gradients of earlier ones aside."""
+        self._look_up()
         for held in self._held:
             held.before = {stage: p.grad for stage, p in held.parameters.items()}
             for parameter in held.parameters.values():
@@ -127,6 +146,20 @@ class TiedParameters:
         """Give the owner's values to the other holders, unless a step has done so."""
         if self._has_values or not self._held:
             return
+        gathered = [self._residencies[stage] for stage in sorted(self.stages)]
+        for residency in gathered:
+            residency.unshard()
+            residency.wait_unshard()
+        self._look_up()
+        self._exchange_values(wire)
+        for held in self._held:
+            for stage, place in held.places.items():
+                if stage != held.tie.owner:
+                    self._residencies[stage].written(*place)
+        for residency in gathered:
+            residency.reshard()
+
+    def _exchange_values(self, wire: Wire) -> None:
         for mine, other in self._peers:
             shared = self._shared(mine, other)
             given = [held for held in shared if held.tie.owner == mine]
@@ -259,6 +292,23 @@ def _check(tie: Tie, stages: int) -> None:
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
     """The parameter called ``name``, whatever wrappers have put into its name."""
     for found, parameter in module.named_parameters(remove_duplicate=False):
-        if ".".join(part for part in found.split(".") if part not in _WRAPPERS) == name:
+        if _unwrapped(found) == name:
             return parameter
-    raise ValueError(f"stage {stage} has no parameter {name!r}, which it should hold for a tie")
+    raise _missing(stage, name)
+
+
+def _place(module: nn.Module, stage: int, name: str, residency: Several) -> tuple[nn.Module, str]:
+    """The module that uses the parameter called ``name``, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    for found, part in module.named_modules(remove_duplicate=False):
+        if _unwrapped(found) == path and residency.computing(part, leaf) is not None:
+            return part, leaf
+    raise _missing(stage, name)
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _missing(stage: int, name: str) -> ValueError:
+    return ValueError(f"stage {stage} has no parameter {name!r}, which it should hold for a tie")

@@ -1,0 +1,169 @@
+"""`parallelize` with axis pipeline: parity with one process, cuts, state, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.axes import Axes
+from meshwright.comm import communicator
+from meshwright.composition import parallelize
+from meshwright.composition.stages import _chain, _partition
+from meshwright.errors import PlanError
+from meshwright.plan import PipelinePlan, Plan, TrainPlan
+from meshwright.testing import MODELS, Ranks, assert_same_training
+
+CUTS = {
+    "sequential": "auto",  # a chain
+    "frozen": "auto",
+    "tied": "parameters",  # the rest are traced
+    "skip": ("third",),
+    "reused": ("head",),
+    "transformer": "auto",
+}
+
+
+def plan_of(
+    schedule: str, microbatches: int, split: Any = "auto", train: Any = None, **axes: int
+) -> Plan:
+    return Plan(
+        axes=Axes.of(axes),
+        pipeline=PipelinePlan(schedule=schedule, microbatches=microbatches, split=split),  # pyrefly: ignore
+        train=train or TrainPlan(),
+    )
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
+    plan = plan_of("1f1b", 2, CUTS[name], pipeline=2, train=TrainPlan(clip_norm=0.05))
+    assert_same_training(MODELS[name], plan, world=2, ranks=ranks)
+    accumulated = TrainPlan(accumulate=2, clip_norm=0.05)
+    plan = plan_of("zb1p", 2, CUTS[name], pipeline=2, shard=2, train=accumulated)
+    assert_same_training(MODELS[name], plan, world=4, batch_size=16, ranks=ranks)
+    plan = plan_of("gpipe", 2, CUTS[name], replicate=2, pipeline=2, train=accumulated)
+    assert_same_training(MODELS[name], plan, world=4, batch_size=16, ranks=ranks)
+
+
+def test_cuts_are_balanced() -> None:
+    assert _partition([5, 1, 1, 1, 1, 1], 2) == [0, 1]
+    assert _partition([1, 1, 1, 1], 4) == [0, 1, 2, 3]
+    assert _partition([0, 3, 0, 3, 0], 2) == [0, 2]
+
+
+class Chain(nn.Module):
+    """Its forward may do something between its modules that a chain does not."""
+
+    def __init__(self, between: str = "") -> None:
+        super().__init__()
+        self.between = between
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x))
+        if self.between == "in place":
+            with torch.no_grad():
+                x.mul_(2.0)
+        elif self.between == "behind":
+            return self.c(x) * 2.0
+        return self.c(x)
+
+
+def test_a_chain_is_seen_and_not_assumed() -> None:
+    x = (torch.ones(2, 4),)
+    assert _chain(Chain(), x) == ["a", "b", "c"]
+    for between in ("in place", "behind"):
+        assert _chain(Chain(between), x) is None
+    model = Chain()
+    model.register_forward_hook(lambda _, __, output: output * 2)
+    assert _chain(model, x) is None
+    random = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    state = torch.get_rng_state()
+    assert _chain(random, x) == ["0", "1"]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+
+
+def laid_out(plan: Plan, model: nn.Module | None = None) -> Any:
+    return parallelize(
+        mlp() if model is None else model,
+        plan,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+        loss=F.mse_loss,
+        example=(torch.ones(2, 4, dtype=torch.float64),),
+    )
+
+
+def body_details() -> None:
+    world = communicator()
+    one = mlp()
+    trainable = laid_out(plan_of("interleaved1f1b", 4, pipeline=2), one)
+    assert "stages.0.0.weight" not in trainable.state_dict()["model"]
+    assert list(trainable.state_dict()["model"]) == list(one.state_dict())
+    torch.manual_seed(2)
+    x, y = torch.randn(2, 8, 4, dtype=torch.float64)
+    before = F.mse_loss(one(x), y)
+    torch.testing.assert_close(trainable.step(x, y).loss, before.detach())
+    assert (trainable.data_rank, trainable.data_size) == (0, 1)
+    state = trainable.state_dict()
+    one.load_state_dict(state["model"])
+    assert len(state["optimizer"]["state"]) == 8
+    for rows in (8, 3):  # as many microbatches as in a step, and too few samples for them
+        found = trainable.eval(x[:rows], y[:rows])
+        torch.testing.assert_close(found.output, one(x[:rows]))
+        torch.testing.assert_close(found.loss, F.mse_loss(one(x[:rows]), y[:rows]).float())
+    text = str(trainable.describe())
+    assert "pipeline.schedule = interleaved1f1b" in text
+    assert text.count(".weight ") == 2
+    # Another layout takes the state over, and goes on with the same numbers.
+    other = laid_out(plan_of("gpipe", 2, ("1",), pipeline=2))
+    other.load_state_dict(state)
+    assert other.steps == 1
+    torch.testing.assert_close(other.step(x, y).loss, trainable.step(x, y).loss)
+    mixed = x if world.rank == 0 else x + 1
+    fresh = laid_out(plan_of("gpipe", 2, pipeline=2))
+    with pytest.raises(ValueError, match="ranks .1. were given another batch than rank 0"):
+        fresh.step(mixed, y)
+    with pytest.raises(ValueError, match="all microbatches of a step must have equally many"):
+        laid_out(plan_of("gpipe", 2, pipeline=2)).step(x[:5], y[:5])
+
+
+def test_state_evaluation_and_description(ranks: Ranks) -> None:
+    ranks(2, body_details)
+
+
+def body_refusals() -> None:
+    def refused(text: str, *args: Any, model: nn.Module | None = None, **more: Any) -> None:
+        with pytest.raises(PlanError, match=text):
+            laid_out(plan_of(*args, **more, pipeline=2), model)
+
+    refused(r"Number of microbatches \(1\) must be greater than or equal", "1f1b", 1)
+    refused("split has 2 cuts, which makes 3 stages", "gpipe", 2, ("1", "2"))
+    refused("gpipe has one stage a rank, but split makes 2", "gpipe", 2, ("1", "2", "3"))
+    refused(
+        "split names .'2', '1', '3'.: expected some of 0, 1, 2, 3, in this order",
+        "loopedbfs",
+        2,
+        ("2", "1", "3"),
+    )
+    refused("too few for 4 stages", "zbv", 4, model=nn.Sequential(*mlp()[:2]))
+    recompute = TrainPlan(recompute=("a",))
+    refused(
+        "without train.recompute", "gpipe", 2, ("c",), recompute, model=Chain("behind").double()
+    )
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    refused("the model has BatchNorm", "gpipe", 2, model=norm)
+    plan = plan_of("gpipe", 2, pipeline=2)
+    with pytest.raises(PlanError, match="give parallelize example="):
+        parallelize(mlp(), plan, optimizer=None, loss=F.mse_loss)
+
+
+def test_what_cannot_be_cut_is_refused(ranks: Ranks) -> None:
+    ranks(2, body_refusals)
