@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
+from meshwright.pipelining.balance import balanced
 from meshwright.plan import PipelinePlan
 
 __all__ = ["CutModel", "chunks_of", "cut_model"]
@@ -65,9 +66,10 @@ def cut_model(
 ) -> CutModel:
     """The stages of ``model``, with its parameters under its names.
 
-    ``split`` names the modules that stages begin with. By default stages are balanced by what their
-    modules multiply by (``auto``: parameters of two and more dims, but for embedding tables, which
-    are looked up), or by all parameters. Raises ``PlanError`` where the model cannot be cut so.
+    ``split`` names the modules that stages begin with. By default stages are balanced by what they
+    multiply by (``auto``: the operations of a traced model; of the modules of a chain parameters of
+    two and more dims, but for embedding tables, which are looked up), or by parameters. Raises
+    ``PlanError`` where the model cannot be cut so.
     """
     count = chunks_of(plan, ranks) * ranks
     links = _chain(model, example)
@@ -77,22 +79,26 @@ def cut_model(
         names = [links[a:b] for a, b in itertools.pairwise(bounds)]
         modules = stages_by_name(model, names)
         return CutModel(modules, ties=_separate(modules))
-    candidates = _blocks(model)
-    if not isinstance(plan.split, str):
-        candidates = [name for name, _ in model.named_modules() if name]
-    elif len(candidates) < count:
-        candidates = list(_links(model))
-    starts = _starts(model, plan, candidates, count)
     sizes = tuple(
         {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
         for value in example
     )
-    spec = dict.fromkeys(starts, SplitPoint.BEGINNING)
-    pipe = pipeline(model, example, split_spec=spec, dynamic_shapes=sizes)
+    cuts: dict[str, Any] = {}
+    if isinstance(plan.split, str):
+        measure = "flops" if plan.split == "auto" else plan.split
+        cuts["split_policy"] = balanced(count, measure)
+    else:
+        names = [name for name, _ in model.named_modules() if name]
+        starts = _starts(model, plan, names, count)
+        cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
+    try:
+        pipe = pipeline(model, example, dynamic_shapes=sizes, **cuts)
+    except ValueError as error:
+        raise PlanError(f"the model cannot be cut into {count} stages: {error}") from error
     if pipe.num_stages != count:
         raise PlanError(
-            f"the modules {list(starts)} cut the model into {pipe.num_stages} stages, expected "
-            f"{count}: name others in [pipeline] split"
+            f"[pipeline] split = {plan.split!r} cuts the model into {pipe.num_stages} stages, "
+            f"expected {count}: name other modules"
         )
     info = pipe.info()
     return CutModel([pipe.get_stage_module(n) for n in range(count)], info.ties, info)
@@ -176,16 +182,6 @@ def _separate(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 # ------------------------------------------------------------------------------------ balance
-
-
-def _blocks(model: nn.Module) -> list[str]:
-    """The items of the lists of modules in ``model``: where a stage may begin."""
-    return [
-        f"{name}.{number}" if name else number
-        for name, part in model.named_modules()
-        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
-        for number, _ in part.named_children()
-    ]
 
 
 def _starts(

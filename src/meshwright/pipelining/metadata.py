@@ -90,8 +90,27 @@ class TensorMeta:
         )
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor to receive into."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        """A tensor to receive into: without holes, as values travel."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it lies as it travels."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+    def laid_out(self, received: torch.Tensor) -> torch.Tensor:
+        """What has travelled, with its strides; as it is where elements shared memory."""
+        if 0 in self.stride:
+            return received
+        made = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=received.device
+        )
+        return made.copy_(received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +123,16 @@ class Signature:
     """The leaves that are tensors."""
     wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """Which leaves are tensors that require a gradient."""
+    strided: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Which of ``tensors`` are laid out again when they have come."""
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
         object.__setattr__(self, "tensors", tensors)
         numbers = (n for n, leaf in enumerate(self.leaves) if _requires_grad(leaf))
         object.__setattr__(self, "wanted", tuple(numbers))
+        strided = (n for n, meta in enumerate(tensors) if not meta.is_plain)
+        object.__setattr__(self, "strided", tuple(strided))
 
     def to_bytes(self) -> bytes:
         """This as JSON; equal signatures give equal bytes."""

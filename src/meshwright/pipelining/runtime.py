@@ -148,19 +148,29 @@ class Runtime:
             self.steps += 1
         if not isinstance(error, Exception) or step.failure is not None:
             return
-        key = str(step.number)
+        action = step.entry.action
+        key = self._tell(step.number, error, action.stage, str(action))
+        if not step.transfers.has_sent:
+            self._noticed = key
+
+    def refused(self, error: Exception) -> None:
+        """A step could not begin on this rank: tell those that wait for it, until it can."""
+        if self.broken is None and not self._noticed:
+            self._noticed = self._tell(self.steps, error, min(self.stages), "step()")
+
+    def _tell(self, number: int, error: Exception, stage: int, action: str) -> str:
+        """Leave a notice of a failure for the other ranks; its key, empty when one is there."""
         text = json.dumps(
             {
                 "rank": self._communicator.ranks[self._rank],
-                "stage": step.entry.action.stage,
-                "action": str(step.entry.action),
+                "stage": stage,
+                "action": action,
                 "type": _kind(error),
                 "name": type(error).__name__,
                 "text": str(error),
             }
         )
-        if self._notices.post(key, text) and not step.transfers.has_sent:
-            self._noticed = key
+        return str(number) if self._notices.post(str(number), text) else ""
 
     def peer_error(self, number: int) -> Exception | None:
         """The failure of another rank in step ``number``, as an error of this one."""

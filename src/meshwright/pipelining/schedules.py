@@ -166,16 +166,21 @@ class PipelineSchedule:
         return_outputs: bool,
         loss_kwargs: Mapping[str, Any] | None,
     ) -> Any:  # noqa: ANN401
-        batch = self._split(args, kwargs, target, loss_kwargs)
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses must be a list but got a {type(losses)}")
-        last = self._stages.get(self._first.num_stages - 1)
-        if training and last is not None and batch.targets is None:
-            raise RuntimeError(
-                "step() with a loss_fn needs a target on the rank of the last stage, but got none"
-            )
         if self._runtime is None:
             raise RuntimeError("this schedule has no order of actions")
+        last = self._stages.get(self._first.num_stages - 1)
+        try:
+            batch = self._split(args, kwargs, target, loss_kwargs)
+            if losses is not None and not isinstance(losses, list):
+                raise TypeError(f"losses must be a list but got a {type(losses)}")
+            if training and last is not None and batch.targets is None:
+                raise RuntimeError(
+                    "step() with a loss_fn needs a target on the rank of the last stage, but got "
+                    "none"
+                )
+        except Exception as error:
+            self._runtime.refused(error)
+            raise
         self._runtime.run(batch, training=training)
         if losses is not None and last is not None and batch.targets is not None:
             losses[:] = batch.losses

@@ -286,6 +286,9 @@ class Transfers:
         """Wait for the outputs of another rank's stage, for one microbatch."""
         received = self._wait(leg)
         signature = received.signature
+        for number in signature.strided:
+            meta = signature.tensors[number]
+            received.buffers[number] = meta.laid_out(received.buffers[number])
         if len(received.buffers) == len(signature.leaves):
             for number in signature.wanted:
                 received.buffers[number].requires_grad_()

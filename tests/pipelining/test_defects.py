@@ -1,0 +1,301 @@
+"""What torch 2.13 gets wrong in pipelines, one row each, and the tests that show ours right.
+
+Most of it is shown where it belongs; what has no other place has its test here.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.comm import communicator
+from meshwright.pipelining import (
+    PipelineScheduleMulti,
+    PipelineStage,
+    ScheduleDualPipeV,
+    ScheduleLoopedBFS,
+    TensorChunkSpec,
+    get_schedule_class,
+)
+from meshwright.pipelining.transfers import Transfers
+from meshwright.schedule.builders import stage_ranks
+from meshwright.testing import Ranks
+
+CPU = torch.device("cpu")
+TESTS = Path(__file__).resolve().parent.parent
+
+DEFECTS: dict[str, tuple[str, ...]] = {
+    "1 halves of the backward with replicas give wrong gradients": (
+        "pipelining/test_residency.py::test_replicas_of_torch_are_one_process",
+        "pipelining/test_residency.py::test_ours_is_one_process",
+    ),
+    "2 evaluation divides gradients": (
+        "pipelining/test_schedules.py::test_every_schedule_is_one_process",
+    ),
+    "3 two accumulated steps give 1.25 times the gradient": (
+        "pipelining/test_defects.py::test_two_steps_give_exactly_twice_the_gradient",
+    ),
+    "4 microbatch 0 runs twice": (
+        "pipelining/test_schedules.py::test_statistics_move_once_a_microbatch",
+    ),
+    "5 uneven batches": (
+        "pipelining/test_schedules.py::test_every_schedule_is_one_process",
+        "pipelining/test_microbatch.py::test_uneven_batches_weigh_their_rows",
+    ),
+    "6 another batch size or dtype aborts the peer": (
+        "pipelining/test_schedules.py::test_shapes_change",
+        "pipelining/test_schedules.py::test_rank_0_fails_alone",
+    ),
+    "7 fewer samples than microbatches": (
+        "pipelining/test_defects.py::test_a_batch_that_is_too_small_is_one_error_everywhere",
+    ),
+    "8 evaluation with a loss and no target": (
+        "pipelining/test_schedules.py::test_every_schedule_is_one_process",
+    ),
+    "9 the parser takes more than actions": (
+        "schedule/test_actions.py::test_other_text_is_refused",
+        "schedule/test_actions.py::test_whatever_is_accepted_is_written_as_it_was",
+    ),
+    "10 the order of 1F1B that is shown is not one that runs": (
+        "schedule/test_lowering.py::test_1f1b_in_full",
+        "pipelining/test_defects.py::test_the_order_shown_is_the_order_run",
+    ),
+    "11 the simulator refuses gathers, overlaps and reductions": (
+        "schedule/test_simulate.py::test_every_lowered_schedule_is_simulated",
+    ),
+    "12 bubbles are put in by a second rule": (
+        "schedule/test_builders.py::test_makespans",
+        "schedule/test_lowering.py::test_random_orders_are_completed",
+    ),
+    "13 DualPipeV calls itself ZBV": (
+        "pipelining/test_defects.py::test_names_and_chunk_specs_of_schedules",
+        "schedule/test_builders.py::test_sizes_that_a_schedule_cannot_have",
+    ),
+    "14 LoopedBFS takes no chunk specs": (
+        "pipelining/test_defects.py::test_names_and_chunk_specs_of_schedules",
+    ),
+    "15 tied parameters are never synchronised": (
+        "pipelining/test_ties.py::test_holders_stay_one_parameter",
+        "pipelining/test_ties.py::test_holders_may_be_spread_over_data_ranks",
+    ),
+    "16 no clipping over stages": (
+        "pipelining/test_ties.py::test_holders_stay_one_parameter",
+        "test_composition_pipelined.py::test_trains_as_one_process",
+    ),
+    "17 edges between stages that are not neighbours": (
+        "pipelining/test_schedules.py::test_skips",
+    ),
+    "18 values are not checked by default, and peers are left waiting": (
+        "pipelining/test_schedules.py::test_rank_0_fails_alone",
+        "pipelining/test_schedules.py::test_a_failing_stage_is_named_on_every_rank",
+    ),
+    "19 as many receive buffers as microbatches, for good": (
+        "pipelining/test_defects.py::test_receive_buffers_are_those_in_flight",
+    ),
+    "20 a split spec patches the model": ("pipelining/test_tracing.py::test_split_spec",),
+    "21 views break in the halves of the backward": (
+        "pipelining/test_defects.py::test_views_between_stages",
+    ),
+    "22 nested sharded units": ("pipelining/test_residency.py::test_ours_is_one_process",),
+    "23 replicate and FSDP1 inside a stage": (
+        "pipelining/test_residency.py::test_ours_is_one_process",
+        "pipelining/test_residency.py::test_a_stage_alone_on_its_mesh",
+    ),
+}
+"""By defect of the specification, the tests that show that ours has not got it."""
+
+
+def test_every_defect_has_its_tests() -> None:
+    assert [int(name.split()[0]) for name in DEFECTS] == list(range(1, 24))
+    for listed in DEFECTS.values():
+        assert listed
+        for test in listed:
+            file, _, name = test.partition("::")
+            tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+            names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+            assert names.count(name) == 1, test
+
+
+def made(name: str, layers: list[nn.Module], microbatches: int, **more: Any) -> tuple[Any, Any]:
+    """A schedule on all ranks, and the stages of this one."""
+    world, kind = communicator(), get_schedule_class(name)
+    holders = stage_ranks(world.size, len(layers), "v" if "V" in name else "loop")
+    mine = [s for s, rank in enumerate(holders) if rank == world.rank]
+    stages = [PipelineStage(layers[s], s, len(layers), CPU) for s in mine]
+    is_multi = issubclass(kind, PipelineScheduleMulti)
+    return kind(stages if is_multi else stages[0], microbatches, **more), mine
+
+
+def linear(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4).double() for _ in range(count)]
+
+
+def body_twice() -> None:
+    layers = linear(2)
+    schedule, mine = made("1F1B", layers, 4, loss_fn=nn.MSELoss())
+    x = torch.randn(8, 4, dtype=torch.float64)
+    kwargs = {"target": x} if 1 in mine else {}
+    args = (x,) if 0 in mine else ()
+    schedule.step(*args, **kwargs)
+    (weight,) = [layers[s].weight for s in mine]
+    once = weight.grad.clone()
+    weight.grad = None
+    schedule.step(*args, **kwargs)
+    assert torch.equal(weight.grad, once)
+    schedule.eval(*args)
+    weight.grad = once.clone()
+    for parameter in (p for s in mine for p in layers[s].parameters()):
+        parameter.grad = None
+    for number in (1, 2):
+        schedule.step(*args, **kwargs)
+        if number == 1:
+            once = weight.grad.clone()
+    # The sums of microbatches are made in another order: once + (a + b) or (once + a) + b.
+    torch.testing.assert_close(weight.grad, 2 * once, rtol=1e-15, atol=0)
+
+
+def test_two_steps_give_exactly_twice_the_gradient(ranks: Ranks) -> None:
+    ranks(2, body_twice)
+
+
+def body_too_small() -> None:
+    world = communicator()
+    schedule, mine = made("GPipe", linear(world.size), 4, loss_fn=nn.MSELoss())
+    x = torch.ones(3, 4, dtype=torch.float64)
+    args = (x,) if 0 in mine else ()
+    kwargs = {"target": x} if world.size - 1 in mine else {}
+    with pytest.raises(ValueError, match=r"batch size 3 .*4 chunks|3 .* 4"):
+        schedule.step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_batch_that_is_too_small_is_one_error_everywhere(ranks: Ranks, size: int) -> None:
+    ranks(size, body_too_small, timeout=20)
+
+
+class Noted(nn.Module):
+    """Notes in which order it runs forwards and backwards."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.layer, self.order, self.count = nn.Linear(4, 4), order, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number, self.count = self.count, self.count + 1
+        self.order.append(f"F{number}")
+        y = self.layer(x)
+        y.register_hook(lambda _: self.order.append(f"B{number}"))
+        return y
+
+
+def body_order() -> None:
+    world = communicator()
+    order: list[str] = []
+    layers: list[nn.Module] = [Noted(order) for _ in range(world.size)]
+    schedule, mine = made("1F1B", layers, 5, loss_fn=nn.MSELoss())
+    x = torch.ones(5, 4)
+    kwargs = {"target": x} if world.size - 1 in mine else {}
+    schedule.step(*((x,) if 0 in mine else ()), **kwargs)
+    shown = [str(action)[1:] for action in schedule.schedule.actions(world.rank)]
+    assert order == shown
+    assert sorted(shown) == sorted(f"{kind}{k}" for kind in "FB" for k in range(5))
+
+
+def test_the_order_shown_is_the_order_run(ranks: Ranks) -> None:
+    ranks(4, body_order)
+
+
+def test_names_and_chunk_specs_of_schedules(ranks: Ranks) -> None:
+    def body() -> None:
+        world = communicator()
+        stage = PipelineStage(nn.Linear(2, 2), world.rank, 2, CPU)
+        with pytest.raises(ValueError, match="DualPipeV requires exactly 2 stages per rank, but"):
+            ScheduleDualPipeV([stage], 4)
+        spec = (TensorChunkSpec(1),)
+        schedule = ScheduleLoopedBFS([stage], 2, None, spec, output_merge_spec=TensorChunkSpec(1))
+        stage.submod = nn.Tanh()
+        x = torch.arange(12.0).view(3, 4)
+        out = schedule.step(*((x,) if world.rank == 0 else ()))
+        if world.rank:
+            torch.testing.assert_close(out, torch.tanh(torch.tanh(x)))
+
+    ranks(2, body)
+
+
+def body_buffers() -> None:
+    """After each receive, how many of those so far are still held."""
+    schedule, mine = made("1F1B", linear(2), 16, loss_fn=nn.MSELoss())
+    x = torch.ones(16, 4, dtype=torch.float64)
+    args, kwargs = ((x,), {}) if 0 in mine else ((), {"target": x})
+    held: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+    take_outputs = Transfers.take_outputs
+
+    def counted(self: Transfers, leg: Any) -> Any:
+        values = take_outputs(self, leg)
+        held.extend(weakref.ref(leaf) for leaf in values.leaves)
+        most[0] = max(most[0], sum(ref() is not None for ref in held))
+        return values
+
+    gc.disable()
+    try:
+        Transfers.take_outputs = counted  # pyrefly: ignore[bad-assignment]
+        schedule.step(*args, **kwargs)
+    finally:
+        Transfers.take_outputs = take_outputs
+        gc.enable()
+    if 1 in mine:
+        assert len(held) == 16
+        assert most[0] <= 2  # one in use, one that was just received
+    assert sum(ref() is not None for ref in held) <= 1
+
+
+def test_receive_buffers_are_those_in_flight(ranks: Ranks) -> None:
+    ranks(2, body_buffers)
+
+
+class Views(nn.Module):
+    """Its outputs are views: of what it computes, and of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8).double()
+
+    def forward(self, x: torch.Tensor, passed: torch.Tensor | None = None) -> Any:
+        both = self.layer(x).view(-1, 2, 4)
+        first, second = both.unbind(1)
+        return first.t().t() + (0 if passed is None else passed), second[:, :]
+
+
+def body_views(name: str) -> None:
+    world = communicator()
+    count = 2 * world.size
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Views() for _ in range(count)]
+    loss_fn = lambda output, target: (output[0] * output[1] - target).square().sum()  # noqa: E731
+    schedule, mine = made(name, layers, 4, loss_fn=loss_fn, scale_grads=False)
+    x, target = torch.randn(2, 8, 4, dtype=torch.float64)
+    kwargs = {"target": target} if count - 1 in mine else {}
+    schedule.step(*((x,) if 0 in mine else ()), **kwargs)
+    found = [p.grad.clone() for s in mine for p in layers[s].parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    value: Any = (x,)
+    for layer in layers:
+        value = layer(*value)
+    loss_fn(value, target).backward()
+    for a, b in zip(found, (p for s in mine for p in layers[s].parameters()), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_views_between_stages(ranks: Ranks) -> None:
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        ranks(2, body_views, name)
