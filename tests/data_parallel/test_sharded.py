@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import replicate
 from meshwright.data_parallel.optimizer import flat_groups
 from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
@@ -549,74 +548,6 @@ def body_no_dtensor_operator() -> None:
 
 def test_no_dtensor_operator_runs_in_a_step(ranks: Ranks) -> None:
     ranks(2, body_no_dtensor_operator)
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-class Strided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 2).t())
-
-
-def body_refusals() -> None:
-    raises(
-        ValueError,
-        "fully_shard does not support containers that do not implement forward: ",
-        lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
-    )
-    once = fully_shard(nn.Linear(2, 2))
-    raises(
-        AssertionError,
-        "Each distinct composable distributed API can only be applied to a module once.",
-        lambda: fully_shard(once),
-    )
-    raises(AssertionError, "FSDP does not support deepcopy.", lambda: copy.deepcopy(once))
-    scalar = "fully_shard doesn't support scalar parameters. Change scale to a 1D tensor"
-    raises(ValueError, scalar, lambda: fully_shard(Scalar()))
-    raises(NotImplementedError, "non-contiguous", lambda: fully_shard(Strided()))
-    whole_mesh = init_device_mesh("cpu", (1, 1, 2))
-    text = "fully_shard expects a 1D or 2D DeviceMesh but got"
-    raises(ValueError, text, lambda: fully_shard(nn.Linear(2, 2), mesh=whole_mesh))
-    unnamed = init_device_mesh("cpu", (1, 2))
-    text = "Please init the 2D mesh for HSDP with mesh_dim_names specified"
-    raises(AssertionError, text, lambda: fully_shard(nn.Linear(2, 2), mesh=unnamed))
-    text = "reshard_after_forward should be a bool or an int representing the group size"
-    raises(ValueError, text, lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="no"))
-    text = "If passing reshard_after_forward as an int, it should be a factor of"
-    raises(ValueError, text, lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3))
-    text = "FSDP does not support uneven sharding on dim"
-    raises(
-        NotImplementedError,
-        text,
-        lambda: fully_shard(nn.Linear(3, 2, bias=False), shard_placement_fn=lambda _: Shard(1)),
-    )
-    raises(
-        AssertionError,
-        "Shard dim 2 is invalid",
-        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(2)),
-    )
-    meta = fully_shard(nn.Linear(2, 2, device="meta"))
-    text = "FSDP parameters should be materialized from meta device before training"
-    raises(RuntimeError, text, lambda: meta(torch.ones(1, 2)))
-    inner = nn.Sequential(fully_shard(nn.Linear(2, 2)))
-    inner[0](torch.ones(1, 2))
-    fully_shard(inner)
-    text = "FSDP state has already been lazily initialized for 0\nFSDP requires"
-    raises(RuntimeError, text, lambda: inner(torch.ones(1, 2)))
-    raises(
-        RuntimeError,
-        "Cannot apply `replicate()` on a Module already managed by `fully_shard`",
-        lambda: replicate(once),
-    )
-
-
-def test_what_is_refused(ranks: Ranks) -> None:
-    ranks(2, body_refusals)
 
 
 def body_settings() -> None:

@@ -13,7 +13,12 @@ from torch import nn
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import fully_shard
 from meshwright.errors import CollectiveMismatchError
-from meshwright.fsdp import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
+from meshwright.fsdp import (
+    FullyShardedDataParallel,
+    ModuleWrapPolicy,
+    ShardedGradScaler,
+    ShardingStrategy,
+)
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
@@ -232,3 +237,35 @@ def test_join(ranks: Ranks, body: Callable[[], None]) -> None:
 def test_a_rank_without_batches_needs_the_optimizers(ranks: Ranks) -> None:
     with pytest.raises(Exception, match=r"Pass join\(optimizers=\[...\]\) on every rank"):
         ranks(2, body_unknown_optimizer)
+
+
+def body_clipped() -> None:
+    world = communicator()
+    counts = (1, 3)
+    one = Net()
+    ours = facade(copy.deepcopy(one))
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, one))
+    with ours.join():
+        for step in range(counts[world.rank]):
+            mine.zero_grad()
+            ours(data(world.rank, step)).square().mean().backward()
+            ours.clip_grad_norm_(0.05)
+            mine.step()
+    for step in range(max(counts)):
+        theirs.zero_grad()
+        for rank, count in enumerate(counts):
+            if step < count:
+                (one(data(rank, step)).square().mean() / world.size).backward()
+        assert torch.nn.utils.clip_grad_norm_(one.parameters(), 0.05) > 0.05
+        theirs.step()
+    same(ours, one)
+    scaler = ShardedGradScaler()
+    with ours.join():
+        mine.zero_grad()
+        scaler.scale(ours(data(world.rank, 0)).square().mean()).backward()
+        with pytest.raises(RuntimeError, match="ShardedGradScaler does not work inside join"):
+            scaler.step(mine)
+
+
+def test_clipping_is_joined_and_scaling_is_refused(ranks: Ranks) -> None:
+    ranks(2, body_clipped)

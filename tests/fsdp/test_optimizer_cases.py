@@ -169,7 +169,11 @@ def body_named() -> None:
                 )
             names = [name for name, p in model.named_parameters() if p.requires_grad]
             assert list(state["state"]) == names
-            torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"])
+            # What a rank has no element of is not saved by it, and what it counts means nothing.
+            held = optimizer.state_dict()["state"]
+            held = {name: own for name, own in held.items() if own["exp_avg"].numel()}
+            found = other.state_dict()["state"]
+            torch.testing.assert_close({name: found[name] for name in held}, held)
 
 
 def test_optimizers_that_know_parameters_by_name(ranks: Ranks) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "local_of",
     "mesh_communicators",
     "mesh_over",
+    "savable",
     "torch_placements",
 ]
 
@@ -108,6 +109,19 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
             f"{tuple(local.shape)} and {local.dtype}"
         )
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def savable(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor that `copy.deepcopy` and `torch.save` take, on the same memory; others as they are.
+
+    They look for memory of the wrapper's own where its local tensor is a view with an offset.
+    """
+    if not isinstance(tensor, DTensor) or not tensor._local_tensor.storage_offset():
+        return tensor
+    local = tensor._local_tensor
+    found = DTensor(local.new_empty(0), tensor._spec, requires_grad=tensor.requires_grad)
+    found._local_tensor = local
+    return found
 
 
 def at_rest(tensor: DTensor) -> AtRest:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Phase, Unit
+from meshwright.data_parallel.untraced import untraced
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
 
@@ -174,10 +175,18 @@ class Driver:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The forward pre-hook: whole parameters are there afterwards."""
+        if torch.compiler.is_compiling():
+            return untraced(self.before_forward, module, args, kwargs)
         if self.is_driven:
             if self.unit is not None:
                 self.unit.wait_unshard()
             return self._cast_inputs(args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"{self.name or type(module).__name__} is sharded and was called inside of a "
+                "transform of torch.func (vmap, grad, ...), which hides when its backward comes. "
+                "Call it outside, or use replicate"
+            )
         iteration = self.iteration or self.start(module)
         is_recompute = torch._C._current_graph_task_id() != -1
         following: Driver | None = None
@@ -201,6 +210,8 @@ class Driver:
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """The forward hook: the unit is freed, unless it is kept."""
+        if torch.compiler.is_compiling():
+            return untraced(self.after_forward, module, args, output)
         dtype = self.cast.outputs
         if dtype is not None:
             output = tree_map(partial(_cast, dtype=dtype), output)

@@ -61,6 +61,8 @@ class Iteration:
         self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
         self.announce: Callable[[], None] | None = None
         """Called before gradients are set, which may be a collective."""
+        self.announce_clip: Callable[[float, float], None] | None = None
+        """Called with the largest norm and its kind before gradients are clipped."""
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []

@@ -34,6 +34,7 @@ class Notice(IntEnum):
     REDUCE_FURTHER = 5
     DELIVER = 6
     STEP = 7
+    CLIP = 8
 
 
 class Attendance:

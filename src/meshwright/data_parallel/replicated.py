@@ -25,6 +25,7 @@ from meshwright.data_parallel.low_precision import compute_in
 from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions, resolved
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.data_parallel.untraced import untraced
 
 __all__ = [
     "Replicate",
@@ -96,11 +97,16 @@ class ReplicateState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module's forward pre-hook."""
+        if torch.compiler.is_compiling():
+            return untraced(self.before_forward, module, args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """The module's forward hook."""
-        self.replica.after_forward(output)
+        if torch.compiler.is_compiling():
+            untraced(self.after_forward, module, args, output)
+        else:
+            self.replica.after_forward(output)
 
 
 class ReplicatedModule(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import local_of
+from meshwright.comm.dtensor import local_of, savable
 from meshwright.data_parallel.buffer import ALONE
 from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
@@ -333,6 +333,7 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     holders = () if driver.unit is None else driver.unit.slots
     for part in dict.fromkeys(where for slot in holders for where, _ in slot.places):
         part.register_state_dict_pre_hook(partial(_put_away, driver))
+        part.register_state_dict_post_hook(_make_savable)
         part.register_load_state_dict_pre_hook(partial(_put_away, driver))
 
 
@@ -340,6 +341,14 @@ def _put_away(driver: Driver, *_: object) -> None:
     """State dicts hold what is at rest, also where whole parameters are kept for the backward."""
     if driver.unit is not None:
         driver.unit.reshard()
+
+
+def _make_savable(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """What state dicts hold can be copied and saved, also where nobody asks us."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = savable(value)
 
 
 def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:

@@ -5,6 +5,7 @@ Shards of a rank that is done are still needed, and still learn. So it does, on 
     UNSHARD n          gathers unit n, and frees it
     REDUCE n           takes part with zeros in the reduction of unit n; REDUCE_FURTHER n in hybrid
     DELIVER            sets its shards' gradients
+    CLIP               clips its gradients as the others (of the facade)
     STEP k             steps its optimizer k, with the learning rates and the like of the others
 
 Notices carry what comes next on every rank that trains, and are compared: the order check of the
@@ -21,7 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from meshwright.comm import Communicator
 from meshwright.data_parallel.driver import driver_of
@@ -29,7 +33,7 @@ from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.join import Attendance, Notice
 from meshwright.data_parallel.unit import Unit
 
-__all__ = ["join_sharded"]
+__all__ = ["JoinsUnevenInputs", "join_sharded", "joins"]
 
 
 @contextlib.contextmanager
@@ -46,8 +50,9 @@ def join_sharded(
     number of those that still train; with a communication hook, which divides itself, by that
     alone. The optimizers that step ``module`` inside the block are noticed, and a rank that is done
     steps its own with the others; one that may have no batch at all needs ``optimizers``. Gradients
-    are taken to be zeroed between a step and the next backward pass. Collectives of the user's own
-    on the same axes, those of clipping and of gradient scalers among them, are not joined.
+    are taken to be zeroed between a step and the next backward pass. The facade's own clipping is
+    joined. Collectives of the user's own on the same axes are not, `torch.nn.utils.clip_grad_norm_`
+    of DTensors among them, and `ShardedGradScaler` refuses to work inside the block.
 
     Raises RuntimeError on all ranks at the end of the first with ``throw_on_early_termination``,
     ValueError for a module that is not a sharded root.
@@ -91,6 +96,7 @@ class _Joined:
         before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
         self.iteration.announce = self._before_delivery
+        self.iteration.announce_clip = self._before_clip
         for unit in self._units:
             # A rank that is done holds no part of what was whole in a forward of the others.
             unit.forget_block()
@@ -100,7 +106,7 @@ class _Joined:
             yield
         finally:
             handle.remove()
-            self.iteration.announce = None
+            self.iteration.announce = self.iteration.announce_clip = None
             for unit, (factor, block) in zip(self._units, before, strict=True):
                 unit.announce = None
                 unit.settings = replace(unit.settings, divide_factor=factor, block=block)
@@ -127,9 +133,17 @@ class _Joined:
         self._attendance.give(Notice.DELIVER)
         self._has_stepped = False
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _before_clip(self, max_norm: float, norm_type: float) -> None:
+        self._attendance.give(Notice.CLIP)
+        _share(self._attendance.communicators, json.dumps([max_norm, norm_type]).encode())
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` has parameters of the root."""
         mine = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not self.holds(optimizer):
             return
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
@@ -146,6 +160,10 @@ class _Joined:
             return
         if notice is Notice.STEP:
             self._step(number)
+            return
+        if notice is Notice.CLIP:
+            payload = _share(self._attendance.communicators, b"")
+            self._module.clip_grad_norm_(*json.loads(payload))  # pyrefly: ignore[not-callable]
             return
         unit = self._units[number]
         if notice is Notice.UNSHARD:
@@ -188,6 +206,33 @@ class _Joined:
         if not self._divides_by_all:
             active = len(self._attendance.active)
             unit.settings = replace(unit.settings, divide_factor=float(active))
+
+
+class JoinsUnevenInputs(nn.Module):
+    """What the classes of sharded modules have in common."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+        if not enable:
+            return contextlib.nullcontext()
+        return join_sharded(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            optimizers=optimizers,
+        )
+
+
+def joins(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` steps a root that is inside of a `join_sharded` block."""
+    owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
+    return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
 
 
 def _root_iteration(module: nn.Module) -> Iteration:

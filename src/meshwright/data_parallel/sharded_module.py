@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
-from meshwright.data_parallel.sharded_join import join_sharded
+from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.unit import Unit
 
 __all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
@@ -34,7 +34,7 @@ class UnshardHandle:
             unit.wait_unshard()
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(JoinsUnevenInputs):
     """A module whose parameters `fully_shard` has sharded.
 
     Settings take hold from the next forward or backward pass on, in this module and, where there
@@ -84,23 +84,6 @@ class FSDPModule(nn.Module):
         finally:
             for unit, synchronise in before.items():
                 unit.settings = replace(unit.settings, synchronise=synchronise)
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-    ) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
-        if not enable:
-            return contextlib.nullcontext()
-        return join_sharded(
-            self,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-            optimizers=optimizers,
-        )
 
     def pipeline_residency(self) -> ShardedResidency:
         """What a pipeline's schedule drives: this module's unit and all units below it."""

@@ -8,6 +8,7 @@ import torch
 from torch.amp import GradScaler
 
 from meshwright.comm import Communicator, communicator
+from meshwright.data_parallel.sharded_join import joins
 
 __all__ = ["ShardedGradScaler"]
 
@@ -50,6 +51,12 @@ class ShardedGradScaler(GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients, then agree with the others on what was found."""
+        if joins(optimizer):
+            raise RuntimeError(
+                "ShardedGradScaler does not work inside join: a rank that is done has no scaler "
+                "that would divide its gradients and know of a step that is skipped. Give every "
+                "rank as many batches, or train in bfloat16, which needs no scaler"
+            )
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         group = self._group
         if group is None:

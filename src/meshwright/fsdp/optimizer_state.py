@@ -189,14 +189,18 @@ def _take_apart(
     result: State = {k: copy.deepcopy(v) for k, v in held.items() if k not in spread}
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     shard = entry.group.axes.shard
+    # A rank without elements is given no gradients, and what it counts stands still.
+    counts = entry.is_flat or entry.index in own_pieces(entry.group)
     if is_full and shard is not None:
-        answers = exchange(shard, own is not None, spread, result)
+        answers = exchange(shard, own is not None, spread, result if counts else {})
         if not any(has_state for has_state, _, _ in answers):
             return {}
         spread = {key for _, keys, _ in answers for key in keys}
+        found: State = {} if counts else result
         for _, _, scalars in reversed(answers):
-            result = {**{k: of_numbers(v) for k, v in scalars.items()}, **result}
-    elif own is None:
+            found = {**found, **{k: of_numbers(v) for k, v in scalars.items()}}
+        result = {**result, **found}
+    elif own is None or not counts:
         return {}
     for key in sorted(spread):
         result[key] = _spread_value(entry, held.get(key), settings)

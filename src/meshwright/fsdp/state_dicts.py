@@ -4,7 +4,7 @@
 
     FULL      a gather per unit; plain tensors      loading sends nothing
     SHARDED   nothing is sent; a `ShardView` each   a DTensor each where a mesh was given
-    LOCAL     nothing is sent; `_flat_param` of a unit
+    LOCAL     nothing is sent; `_flat_param` of a unit, and originals as in SHARDED
 
 Names are those of the module before it was wrapped.
 """
@@ -12,7 +12,7 @@ Names are those of the module before it was wrapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,15 +51,11 @@ def unit_entries(
     for number, group in enumerate(unit.groups):
         if kind is StateDictType.LOCAL_STATE_DICT:
             entries[FLAT if number == 0 else f"{FLAT}_{number}"] = _local_value(group, unit.name)
-            values: Iterator[torch.Tensor] = iter(())
-        else:
-            values = iter(_values(group, unit.name, kind, groups))
-        for value in values:
+            if isinstance(unit.exposure, FlatExposure):
+                continue
+        # Views where originals are local, too: a plain tensor passes for the same on every rank.
+        for value in _values(group, unit.name, kind, groups):
             entries.update(dict.fromkeys(next(rest), value.cpu() if offloads else value))
-    if isinstance(unit.exposure, FlatExposure) or kind is not StateDictType.LOCAL_STATE_DICT:
-        return entries
-    for slot, own in zip(unit.slots, names, strict=True):
-        entries.update(dict.fromkeys(own, slot.original.detach()))
     return entries
 
 

@@ -139,6 +139,7 @@ class UnitWrapper(nn.Module):
         driver = self._driver
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
+            _check_reached(self)
             driver.start(self)
         if not self._is_checked:
             self._check_device()
@@ -377,6 +378,19 @@ def check_homogeneous(wrappers: Iterable[UnitWrapper]) -> None:
                 f"Expects one homogeneous value for {name} but got {sorted(found)}: give all "
                 "wrappers of one tree the same"
             )
+
+
+def _check_reached(root: nn.Module) -> None:
+    """Raise ValueError when a module is used inside of its wrapper and beside it, too."""
+    inside = {getattr(wrapper, WRAPPED): wrapper for wrapper in wrappers_in(root)}
+    for holder in root.modules():
+        for name, child in holder.named_children():
+            if child in inside and inside[child] is not holder:
+                raise ValueError(
+                    f"{name!r} of a {type(holder).__name__} is a {type(child).__name__} that was "
+                    "wrapped in another place, and here it is not: its parameters would be this "
+                    "rank's parts. Put the wrapper in both places, or use auto_wrap_policy"
+                )
 
 
 def _own_modules(wrapper: UnitWrapper) -> Iterator[nn.Module]:

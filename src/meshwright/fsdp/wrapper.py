@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from meshwright.comm import communicator
 from meshwright.data_parallel.driver import attach
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
-from meshwright.data_parallel.sharded_join import join_sharded
+from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
@@ -62,7 +62,7 @@ PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] 
 )
 
 
-class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
+class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrapper):
     """Shards the parameters, gradients and optimizer state of ``module`` over the ranks.
 
     One wrapper is one unit: it gathers its parameters before its forward and its backward, frees
@@ -246,23 +246,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
             for unit, settings in zip(units, before, strict=True):
                 unit.settings = settings
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-    ) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
-        if not enable:
-            return contextlib.nullcontext()
-        return join_sharded(
-            self,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-            optimizers=optimizers,
-        )
-
     def pipeline_residency(self) -> ShardedResidency:
         """What a pipeline's schedule drives: all wrappers of the root."""
         return sharded_residency(self, WrapperResidency)
@@ -278,6 +261,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, UnitWrapper):
         )
         self._only_idle()
         max_norm, norm_type = float(max_norm), float(norm_type)
+        iteration = self._driver.start(self)
+        if iteration.announce_clip is not None:
+            iteration.announce_clip(max_norm, norm_type)
         spread, gradients = spread_gradients(self)
         if not gradients:
             warnings.warn(

@@ -1,0 +1,520 @@
+"""Models and steps that users write and a table of features does not show: one class each.
+
+A case has the units ``a`` and ``b`` where it says nothing else, takes batches of five features, and
+is trained by its own ``step``, which is the same for one process and for ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["CASES", "Case"]
+
+Pair = namedtuple("Pair", "p q")
+
+
+def layer(inputs: int = 5, outputs: int = 5, **options: Any) -> nn.Linear:
+    return nn.Linear(inputs, outputs, **options)
+
+
+def step_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]
+) -> None:
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+
+
+class Case(nn.Module):
+    """Two layers; `forward` and `step` are what cases change."""
+
+    units: ClassVar[tuple[str, ...]] = ("a", "b")
+    refused: ClassVar[dict[str, str]] = {}
+    """By strategy, the error that says why not."""
+    tolerance: ClassVar[float] = 1e-9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a: Any = layer()
+        self.b: Any = layer()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.b(self.a(x).tanh())
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: model(x).square().mean())
+
+
+# ------------------------------------------------------------------------ what is called
+
+
+class CalledTwice(Case):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.b(self.a(x).tanh()).tanh())
+
+
+class SharedModule(Case):
+    refused = dict.fromkeys(("flat", "original"), "wrapped in another place, and here it is not")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = self.a
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x)).tanh())
+
+
+class SharedWeight(Case):
+    refused = dict.fromkeys(("flat", "original"), "Wrap with auto_wrap_policy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+
+class Recomputed(Case):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.a, x, use_reentrant=False).tanh()
+        return checkpoint(self.b, hidden, use_reentrant=False)
+
+
+class RecomputedReentrant(Case):
+    units = ("a", "b", "c")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.a, self.c(x), use_reentrant=True).tanh()
+        return checkpoint(self.b, hidden, use_reentrant=True)
+
+
+class RecomputedTogether(Case):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.b(self.a(y).tanh()), x, use_reentrant=False)
+
+
+class InAList(Case):
+    units = ("layers.0", "layers.1", "layers.2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.a, self.b
+        self.layers = nn.ModuleList([layer() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.layers:
+            x = part(x).tanh()
+        return x
+
+
+class Unused(Case):
+    units = ("a", "b", "c")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = layer()
+
+
+class OutputUnused(Unused):
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.a(x).tanh()
+        return self.b(hidden), self.c(hidden)
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: model(x)[0].square().mean())
+
+
+class Detached(Case):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).detach().tanh())
+
+
+class WeightsInTheLoss(Case):
+    units = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh()) + self.a.weight.square().sum()
+
+
+class Hooked(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.b.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+        self.b.register_full_backward_hook(lambda module, before, after: None)
+
+
+class HookOnATensor(Case):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        hidden.register_hook(lambda gradient: gradient * 2)
+        return self.b(hidden.tanh())
+
+
+class Vectorised(Case):
+    refused = dict.fromkeys(("fully_shard", "flat", "original"), "inside of a transform of torch")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: self.b(self.a(row).tanh()))(x)
+
+
+# ------------------------------------------------------------------------ what is given
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, *, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer(x) if y is None else self.layer(x) + y
+
+
+class KeywordsOnly(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Keywords(), Keywords()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x=self.a(x=x, y=None), y=x)
+
+
+@dataclass
+class Record:
+    hidden: torch.Tensor
+    nothing: None = None
+    more: Any = None
+
+
+class OfRecords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, record: Record) -> Record:
+        more = {"before": [record.hidden, None, 3]}
+        return Record(hidden=self.layer(record.hidden).tanh(), more=more)
+
+
+class Dataclasses(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = OfRecords(), OfRecords()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        record = self.b(self.a(Record(hidden=x)))
+        return record.hidden + record.more["before"][0]
+
+
+class OfLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, items: list[Any]) -> torch.Tensor:
+        return self.layer(items[0]) + items[2]["k"][0]
+
+
+class Lists(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = OfLists(), OfLists()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b([self.a([x, None, {"k": (x,)}]), None, {"k": (x, x)}])
+
+
+class OfPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, pair: Pair) -> Pair:
+        return Pair(self.layer(pair.p) + pair.q, pair.q)
+
+
+class NamedTuples(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = OfPairs(), OfPairs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(Pair(x, x))).p
+
+
+class InputReturned(Case):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.a(x), x
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: torch.mul(*model(x)).mean())
+
+
+class OddOutputs(Case):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": super().forward(x), "n": None, "f": 3.0, "t": "text", "i": torch.tensor(1)}
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        step_on(model, optimizer, lambda: model(x)["loss"].square().mean())
+
+
+class InputWithGradient(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        x = x.clone().requires_grad_()
+        step_on(model, optimizer, lambda: model(x).square().mean())
+        assert x.grad is not None
+
+
+class InPlace(Case):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        hidden += 1
+        hidden = self.b(F.relu_(hidden))
+        return hidden.mul_(2)
+
+
+class AddsToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.add_(1.0))
+
+
+class InputInPlace(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = AddsToItsInput()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh() * 1.0)
+
+
+# ------------------------------------------------------------------------ what it holds
+
+
+class FrozenFirst(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.requires_grad_(False)
+
+
+class FrozenLast(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.requires_grad_(False)
+
+
+class Buffers(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("whole", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.whole += 1
+        return super().forward(x) * self.count[0]
+
+
+class NoElements(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.y = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.z.sum() + self.y.sum()
+
+
+class Scalar(Case):
+    refused = dict.fromkeys(("fully_shard", "flat", "original"), "support scalar parameters")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class TwoDtypes(Case):
+    tolerance = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = self.b.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh().float()).double()
+
+
+class WeightNorm(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.parametrizations.weight_norm(self.a)
+
+
+class ParameterLists(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.ones(5) * n) for n in range(1, 4)])
+        self.named = nn.ParameterDict({"u": nn.Parameter(torch.ones(5))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * sum(self.listed) + self.named["u"]
+
+
+class Recurrent(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.LSTM(5, 4, batch_first=True), nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x.unsqueeze(1).repeat(1, 3, 1))[0])[0]
+
+
+class Attention(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = layer(5, 6), nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x).unsqueeze(1).repeat(1, 2, 1)
+        return self.b(hidden, hidden, hidden, need_weights=False)[0]
+
+
+class Convolution(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(1, 3, 2), nn.ConvTranspose1d(3, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.unsqueeze(1))
+
+
+class Table(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(7, 4, padding_idx=0), layer(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x.abs() * 3).long().clamp(max=6))
+
+
+class OneRow(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = layer(5, 1), layer(1, 1)
+
+
+# ------------------------------------------------------------------------ how it is trained
+
+
+class Accumulated(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        with getattr(model, "no_sync", contextlib.nullcontext)():
+            model(x).square().mean().backward()
+        model(x * 2).square().mean().backward()
+        optimizer.step()
+
+
+class GraphRetained(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+class TwoForwards(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        first, second = model(x).square().mean(), model(x * 3).square().mean()
+        if number % 2:
+            (first + second).backward()
+        else:
+            first.backward()
+            second.backward()
+        optimizer.step()
+
+
+class Evaluated(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        Case.step(model, optimizer, x, number)
+        model.eval()
+        model(x)
+        with torch.inference_mode():
+            model(x)
+        model.train()
+        with torch.no_grad():
+            model(x)
+
+
+class Flipped(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        getattr(model, "module", model).a.requires_grad_(number % 2 == 0)
+        Case.step(model, optimizer, x, number)
+
+
+class GradientGiven(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        output = model(x)
+        output.backward(2 * output.detach() / output.numel())
+        optimizer.step()
+
+
+class Compiled(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        torch._dynamo.reset()
+        Case.step(torch.compile(model, backend="aot_eager"), optimizer, x, number)
+
+
+class CompiledInside(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.compile(backend="aot_eager")
+
+
+class SavedAndLoaded(Case):
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        Case.step(model, optimizer, x, number)
+        state = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(state)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+CASES = {case.__name__: case for case in Case.__subclasses__() + Unused.__subclasses__()}
