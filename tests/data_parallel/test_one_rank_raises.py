@@ -244,3 +244,27 @@ def test_all_ranks_may_leave_a_step_out(ranks: Ranks, strategy: str, place: str)
             loop.step(raises=number in (0, 2))
 
     ranks(2, body)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_of_what_the_module_had_before(ranks: Ranks, strategy: str) -> None:
+    """Where the parameter objects stay it steps; elsewhere it would step nothing, in silence."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 2).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if strategy in ("replicate", "fully_shard"):
+            (replicate if strategy == "replicate" else fully_shard)(model)
+        else:
+            model = FSDP(model, use_orig_params=strategy == "original")
+        before = copy.deepcopy(model.state_dict())
+        model(batch(0, 0)).sum().backward()
+        if strategy in ("fully_shard", "flat"):
+            with pytest.raises(RuntimeError, match="had before it was sharded: a step would chan"):
+                optimizer.step()
+            return
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["weight"], before["weight"])
+
+    ranks(2, body)

@@ -73,7 +73,7 @@ class Iteration:
         """Whether this rank had gradients when its last backward pass ended."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
-        self._steps: StepWatch | None = None
+        self._steps = StepWatch(self._exposed, self._given)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
         self._states = UnitStates(drivers, with_training=strict)
@@ -87,7 +87,6 @@ class Iteration:
             root = self.drivers[0].name
             axes = dict.fromkeys(axis for unit in units for axis in unit.communicators)
             self._events = EventCheck(communicator, root, self._states.describe, list(axes))
-            self._steps = StepWatch(self._exposed)
 
     # --------------------------------------------------------------------------- forward
 
@@ -178,7 +177,7 @@ class Iteration:
 
     def _weights(self, has_raised: bool) -> int:
         """What optimizers have done since the last call, as far as this rank can tell."""
-        steps = Steps.NONE if self._steps is None else self._steps.take()
+        steps = self._steps.take()
         versions = [unit.exposure.version(unit) for unit in self._units]
         shards = [group.buffer.shard for unit in self._units for group in unit.groups]
         before, self._versions = self._versions, versions
@@ -197,6 +196,11 @@ class Iteration:
     def _exposed(self) -> list[torch.Tensor]:
         """What optimizers may hold."""
         return [p for unit in self._units for p in unit.exposure.parameters(unit)]
+
+    def _given(self) -> list[torch.Tensor]:
+        """What parameters were before they were sharded, as far as somebody holds it."""
+        given = (slot.given for unit in self._units for slot in unit.slots)
+        return [found for one in given if one is not None and (found := one()) is not None]
 
     def _has_gradients(self) -> bool:
         """Whether an optimizer that steps now would change anything on this rank."""

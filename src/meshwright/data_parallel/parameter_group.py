@@ -7,6 +7,7 @@ buffer, and takes gradients through accumulation, reduction and scaling.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -86,6 +87,8 @@ class Slot:
     """Where it goes, where that is more than a part of a line."""
     is_spread: bool = False
     """Whether modules of other units use it too."""
+    given: weakref.ref[nn.Parameter] | None = None
+    """The parameter object that the user had, as long as somebody holds it."""
 
     @property
     def name(self) -> str:
@@ -381,7 +384,10 @@ def collect_slots(
             slot = slots.get(id(parameter))
             if slot is None:
                 slots[id(parameter)] = Slot(
-                    names=[full_name], places=[(module, name)], original=parameter
+                    names=[full_name],
+                    places=[(module, name)],
+                    original=parameter,
+                    given=weakref.ref(parameter),
                 )
             else:
                 slot.names.append(full_name)

@@ -110,6 +110,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         names=slot.names,
         places=slot.places,
         place=slot.place,
+        given=slot.given,
         original=nn.Parameter(
             torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),
             requires_grad=slot.full.requires_grad,

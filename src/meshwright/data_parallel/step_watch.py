@@ -34,8 +34,14 @@ class StepWatch:
     Optimizers that are not `torch.optim.Optimizer` are not seen.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        given: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        """``given`` are the objects that users had for parameters that they were replaced by."""
         self._parameters = parameters
+        self._given = given
         self._begun = 0
         self._ended = 0
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
@@ -73,7 +79,15 @@ class StepWatch:
         known = self._known.get(optimizer)
         if known is None or known[0] != size:
             mine = {id(parameter) for parameter in self._parameters()}
-            known = size, any(id(p) in mine for group in groups for p in group["params"])
+            held = {id(p) for group in groups for p in group["params"]}
+            known = size, bool(held & mine)
+            left_behind = held & {id(parameter) for parameter in self._given()} - mine
+            if left_behind:
+                raise RuntimeError(
+                    f"{len(left_behind)} parameters of a {type(optimizer).__name__} are what the "
+                    "module had before it was sharded: a step would change nothing. Build the "
+                    "optimizer from the parameters of the sharded module"
+                )
             self._known[optimizer] = known
         return known[1]
 
