@@ -423,6 +423,16 @@ BEHAVIOURS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "lifted",
+        "shared parameters are changed",
+        "fsdp/test_wrapper.py::test_shared_parameters_may_be_changed",
+    ),
+    (
+        "2",
+        "an optimizer built before sharding",
+        "data_parallel/test_one_rank_raises.py::test_an_optimizer_of_what_the_module_had_before",
+    ),
+    (
+        "lifted",
         "some ranks have no gradient",
         "fsdp/test_wrapper.py::test_gradients_that_no_rank_has_are_none",
     ),

@@ -394,6 +394,47 @@ def test_a_compiled_wrapper_trains_alike(ranks: Ranks) -> None:
     ranks(2, body_compiled)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def body_shared_changes() -> None:
+    """A parameter that two modules share is written or replaced: both have the new one."""
+    x, new = torch.ones(2, 4), torch.arange(16.0).view(4, 4) / 10
+    part = new.reshape(-1).chunk(dist.get_world_size())[dist.get_rank()]
+    for how in ("data", "in place", "replaced in one place"):
+        plain = Tied()
+        model = FSDP(Tied(), use_orig_params=True)
+        model(x).sum().backward()
+        model.zero_grad()
+        weight = model.module.a.weight
+        with torch.no_grad():
+            plain.a.weight.copy_(new)
+            if how == "data":
+                weight.data = part.clone()
+            elif how == "in place":
+                weight.copy_(part)
+            else:
+                model.module.a.weight = nn.Parameter(part.clone())
+        torch.testing.assert_close(model(x), plain(x), msg=how)
+        model(x).sum().backward()
+        plain(x).sum().backward()
+        assert model.module.a.weight is model.module.b.weight
+        mine = plain.a.weight.grad.reshape(-1).chunk(dist.get_world_size())[dist.get_rank()]
+        torch.testing.assert_close(model.module.b.weight.grad, mine)
+
+
+def test_shared_parameters_may_be_changed(ranks: Ranks) -> None:
+    ranks(2, body_shared_changes)
+
+
 # A class of meshes by role, which has no meaning here.
 ABSENT = {"DataParallelMeshDims"}
 
