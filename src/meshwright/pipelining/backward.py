@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _ENGINE = torch.autograd.Variable._execution_engine
+_SOON = 1 << 18
+"""Bytes of gradients from which they do not wait for others."""
 Node = Any  # torch has no public type with the attributes of a node
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -152,24 +154,21 @@ def stage_backward_weight(
     Gradients are accumulated as by a whole backward. Returns the ``.grad`` of ``weights``. Unless
     ``retain_graph``, ``param_groups`` is emptied, and with it the forward's memory is given back.
     """
-    starts: list[GradientEdge] = []
-    gradients: list[torch.Tensor] = []
+    sums = _Sums(param_groups, retain_graph=retain_graph)
 
     def collect() -> None:
         for junction in param_groups:
             for edge, gradient in _branches(junction):
                 if gradient is not None:
-                    starts.append(edge)
-                    gradients.append(gradient)
+                    sums.add(edge, gradient)
             if not retain_graph:
                 junction.gradients = ()
 
     with torch.no_grad():
         _inside_backward(collect)
+    sums.finish()
     if not retain_graph:
         param_groups.clear()
-    if starts:
-        torch.autograd.backward(starts, gradients, retain_graph=retain_graph)
     return tuple(weight.grad for weight in weights)
 
 
@@ -346,6 +345,73 @@ def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor |
     found = weight_gradients(node, junction.gradients, junction.edges)
     for edge, gradient in zip(junction.edges, found, strict=True):
         yield GradientEdge(*node.next_functions[edge]), gradient
+
+
+class _Sums:
+    """Hands gradients of branches to autograd: many small ones at once, large ones soon.
+
+    A gradient that is handed over while it is warm, and whose memory serves the next one, costs
+    much less than one that waits for all others. Branches that lead to one parameter wait for each
+    other, so that its gradient is accumulated once.
+    """
+
+    def __init__(self, junctions: Sequence[Junction], *, retain_graph: bool) -> None:
+        self._junctions = junctions
+        self._retain_graph = retain_graph
+        self._starts: list[GradientEdge] = []
+        self._gradients: list[torch.Tensor] = []
+        self._bytes = 0
+        self._shared: frozenset[Node] | None = None
+
+    def add(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+        """Take what begins at ``edge``; nobody else holds it."""
+        self._starts.append(edge)
+        self._gradients.append(gradient)
+        self._bytes += gradient.nbytes
+        if self._bytes >= _SOON:
+            self._hand_over()
+
+    def finish(self) -> None:
+        """Hand over the rest."""
+        if self._starts:
+            starts, gradients = self._starts, self._gradients
+            self._starts, self._gradients = [], []
+            torch.autograd.backward(starts, gradients, retain_graph=self._retain_graph)
+
+    def _hand_over(self) -> None:
+        """Hand over what shares no parameter with another branch."""
+        if self._shared is None:
+            self._shared = _shared(self._junctions)
+        now: list[tuple[GradientEdge, torch.Tensor]] = []
+        later: list[tuple[GradientEdge, torch.Tensor]] = []
+        for pair in zip(self._starts, self._gradients, strict=True):
+            (later if pair[0].node in self._shared else now).append(pair)
+        self._starts, self._gradients = [e for e, _ in now], [g for _, g in now]
+        now.clear()
+        self.finish()
+        self._starts, self._gradients = [e for e, _ in later], [g for _, g in later]
+        self._bytes = 0
+
+
+def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
+    """The first nodes of branches that lead to something to which another branch leads, too."""
+    owners: dict[Node, Node] = {}
+    found: set[Node] = set()
+    for junction in junctions:
+        edges = junction.node.next_functions if junction.edges else ()
+        firsts = [edges[edge][0] for edge in junction.edges] or [junction.node.node]
+        for first in firsts:
+            stack, seen = [first], {first}
+            while stack:
+                node = stack.pop()
+                other = owners.setdefault(node, first)
+                if other is not first or firsts.count(first) > 1:
+                    found |= {other, first}
+                for following, _ in node.next_functions:
+                    if following is not None and following not in seen:
+                        seen.add(following)
+                        stack.append(following)
+    return frozenset(found)
 
 
 def _inside_backward(collect: Callable[[], None]) -> None:
