@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.pipelining import backward
 from meshwright.pipelining.backward import (
     stage_backward,
     stage_backward_input,
@@ -113,8 +114,11 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("soon", [1, 1 << 18])
 @pytest.mark.parametrize("name", MODELS)
-def test_halves_are_the_whole(name: str) -> None:
+def test_halves_are_the_whole(name: str, soon: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each gradient of a parameter handed over at once, and with all of them together."""
+    monkeypatch.setattr(backward, "_SOON", soon)
     torch.manual_seed(0)
     make, shape = MODELS[name]
     model = make().double()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from meshwright.comm.collectives import Communicator, Transfer
 from meshwright.comm.observers import Observer, Recorder, Timer
-from meshwright.comm.pending import Pending
+from meshwright.comm.pending import Pending, start_together
 from meshwright.comm.process_groups import (
     check_peers,
     communicator,
@@ -48,6 +48,7 @@ __all__ = [
     "observe",
     "peers",
     "phase",
+    "start_together",
     "subgroup",
     "tell_ran",
 ]

@@ -348,8 +348,8 @@ class Communicator:
         peer = self._global(transfer.peer)
 
         def launch() -> Launched:
-            call = lookup.current(transfer.direction)
-            work = call(transfer.tensor, peer, group=self.group, tag=transfer.tag)
+            given = transfer.direction, transfer.tensor, transfer.peer, transfer.tag
+            work = lookup.transfer(*given, world_peer=peer, group=self.group)
             if self.backend == "gloo":
                 return [TransferWaiter(work, self._idle_waiters)], None
             return [work], None

@@ -8,9 +8,9 @@ torch 2.13 spells two operations anew (``all_gather_single``, ``reduce_scatter_s
 on each call of the old name, which is the only name before. A replaced spelling wins, then the
 spelling that this torch prefers.
 
-Where nothing is replaced, the operations of sharded training go to the process group at once: of
-what a call costs before anything is sent, the checks of c10d's own functions are the larger part,
-and the door has made its own.
+Where nothing is replaced, transfers and the operations of sharded training go to the process group
+at once: of what a call costs before anything is sent, the checks of c10d's own functions are the
+larger part, and the door has made its own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "current",
     "reduce_scatter",
     "replacement",
+    "transfer",
 ]
 
 SPELLINGS = MappingProxyType(
@@ -123,6 +124,24 @@ def all_to_all(
         call = replaced or current("all_to_all")
         return call(output, tensor, splits, splits, group=group, async_op=True)
     return group.alltoall_base(output, tensor, splits or [], splits or [], c10d.AllToAllOptions())
+
+
+def transfer(
+    direction: str,
+    tensor: torch.Tensor,
+    peer: int,
+    tag: int,
+    *,
+    world_peer: int,
+    group: dist.ProcessGroup,
+) -> Any:  # noqa: ANN401 - c10d's work
+    """Send ``tensor`` to rank ``peer`` of ``group``, or receive into it; not waited for."""
+    replaced = replacement(direction)
+    if replaced is not None or tensor.is_complex():
+        call = replaced or current(direction)
+        return call(tensor, world_peer, group=group, tag=tag)
+    post = group.send if direction == "send" else group.recv
+    return post([tensor], peer, tag)
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401

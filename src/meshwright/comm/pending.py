@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.streams import Mark
 
-__all__ = ["Pending", "TransferWaiter", "Work"]
+__all__ = ["Pending", "TransferWaiter", "Work", "start_together"]
 
 SLICE = timedelta(seconds=0.5)
 """How long one wait inside c10d lasts before the peers' failures are looked at."""
@@ -61,20 +61,38 @@ class TransferWaiter:
     def __init__(self, work: Work, idle: list[_WaiterThread]) -> None:
         self._work = work
         self._idle = idle
-        self._done = threading.Event()
+        self._running = threading.Lock()
+        """Held until the transfer has ended: a lock costs a fraction of an event."""
+        self._running.acquire()
         self._error: BaseException | None = None
         self._thread: _WaiterThread | None = None
+        self._is_last = True
+        """Whether the thread has nothing else to wait for after it."""
+
+    @staticmethod
+    def start_together(waiters: Sequence[TransferWaiter]) -> None:
+        """Let one thread wait for all of them that have not been waited for, one by one.
+
+        Whoever then waits for the last is woken once, and not after each.
+        """
+        fresh = [w for w in waiters if w._thread is None and w._running.locked()]
+        for waiter in fresh[:-1]:
+            waiter._is_last = False
+        thread = fresh[0]._start() if fresh else None
+        for waiter in fresh[1:]:
+            waiter._start(thread)
 
     def is_completed(self) -> bool:
         """Whether the transfer has ended; starts the waiting thread when there is none yet."""
         self._start()
-        return self._done.is_set()
+        return not self._running.locked()
 
     def wait(self, timeout: timedelta = SLICE) -> None:
         """Wait at most ``timeout``; raises RuntimeError when it has not ended by then."""
         self._start()
-        if not self._done.wait(timeout.total_seconds()):
+        if not self._running.acquire(timeout=timeout.total_seconds()):
             raise RuntimeError("the transfer has not ended yet")
+        self._running.release()
         if self._error is not None:
             raise self._error
 
@@ -85,19 +103,26 @@ class TransferWaiter:
         except BaseException as error:  # it is raised again by the rank's own wait
             self._error = error
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and self._is_last:
             self._idle.append(thread)
-        self._done.set()
+        self._running.release()
 
-    def _start(self) -> None:
-        if self._thread is not None or self._done.is_set():
-            return
-        try:
-            self._thread = self._idle.pop()
-        except IndexError:
-            self._thread = _WaiterThread()
-            self._thread.start()
-        self._thread.inbox.put(self)
+    def _start(self, thread: _WaiterThread | None = None) -> _WaiterThread | None:
+        """Hand it to ``thread``, or to any that is idle."""
+        if self._thread is None and self._running.locked():
+            if thread is None:
+                thread = self._idle.pop() if self._idle else _WaiterThread()
+                if not thread.is_alive():
+                    thread.start()
+            self._thread = thread
+            thread.inbox.put(self)
+        return thread
+
+
+def start_together(pendings: Iterable[Pending]) -> None:
+    """Begin to wait for ``pendings`` in the background, where waiting needs a thread."""
+    works = [work for pending in pendings for work in pending.works]
+    TransferWaiter.start_together([work for work in works if isinstance(work, TransferWaiter)])
 
 
 class Pending:
@@ -144,6 +169,11 @@ class Pending:
         """Take the works that were started; ``finish`` runs once after the last of them."""
         self._works = works
         self._finish = finish
+
+    @property
+    def works(self) -> Sequence[Work]:
+        """What is still to be waited for."""
+        return self._works
 
     def observed(self, collective: Collective, start: Mark) -> None:
         """Remember what to tell the observers when it completes."""

@@ -375,7 +375,7 @@ class _Sums:
         """Hand over the rest."""
         if self._starts:
             starts, gradients = self._starts, self._gradients
-            self._starts, self._gradients = [], []
+            self._starts, self._gradients = list[GradientEdge](), list[torch.Tensor]()
             torch.autograd.backward(starts, gradients, retain_graph=self._retain_graph)
 
     def _hand_over(self) -> None:
@@ -395,22 +395,23 @@ class _Sums:
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
     """The first nodes of branches that lead to something to which another branch leads, too."""
-    owners: dict[Node, Node] = {}
-    found: set[Node] = set()
+    firsts: list[Node] = []
     for junction in junctions:
-        edges = junction.node.next_functions if junction.edges else ()
-        firsts = [edges[edge][0] for edge in junction.edges] or [junction.node.node]
-        for first in firsts:
-            stack, seen = [first], {first}
-            while stack:
-                node = stack.pop()
-                other = owners.setdefault(node, first)
-                if other is not first or firsts.count(first) > 1:
-                    found |= {other, first}
-                for following, _ in node.next_functions:
-                    if following is not None and following not in seen:
-                        seen.add(following)
-                        stack.append(following)
+        following = junction.node.next_functions if junction.edges else ()
+        firsts += [following[edge][0] for edge in junction.edges] or [junction.node.node]
+    owners: dict[Node, int] = {}
+    found: set[Node] = set()
+    for branch, first in enumerate(firsts):
+        stack, seen = [first], {first}
+        while stack:
+            node = stack.pop()
+            other = owners.setdefault(node, branch)
+            if other != branch:
+                found |= {firsts[other], first}
+            for below, _ in node.next_functions:
+                if below is not None and below not in seen:
+                    seen.add(below)
+                    stack.append(below)
     return frozenset(found)
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.comm import Communicator, Pending
+from meshwright.comm import Communicator, Pending, start_together
 from meshwright.errors import CollectiveMismatchError, PipeliningShapeError
 from meshwright.pipelining.metadata import (
     Signature,
@@ -444,8 +444,9 @@ class Transfers:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
+        start_together(pending for pending, _ in self._sent)
         while self._sent:
-            self._sent.popleft()[0].wait(watch=self._watch)
+            self._sent.pop()[0].wait(watch=self._watch)
 
     @property
     def has_posted(self) -> bool:
