@@ -11,7 +11,8 @@ dicts and checkpoints).
 
 from __future__ import annotations
 
-from meshwright.comm.collectives import Communicator, Transfer
+from meshwright.comm.collectives import Communicator
+from meshwright.comm.lookup import Transfer
 from meshwright.comm.observers import Observer, Recorder, Timer
 from meshwright.comm.pending import Pending, start_together
 from meshwright.comm.process_groups import (

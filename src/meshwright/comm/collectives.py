@@ -11,18 +11,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.comm import gloo, lookup, shared_memory
+from meshwright.comm.lookup import Transfer
 from meshwright.comm.pending import Pending, TransferWaiter, Work
 from meshwright.comm.registry import PROCESS, PhaseRecord
 from meshwright.comm.streams import Clock
 from meshwright.timeline import Collective
 
-__all__ = ["Communicator", "Issued", "Transfer"]
+__all__ = ["Communicator", "Issued"]
 
 REDUCTIONS = MappingProxyType(
     {
@@ -41,17 +42,6 @@ REMEMBERED = 16
 """How many of the last operations a rank can name in a hang report."""
 
 Launched = tuple[Sequence[Work], Callable[[], None] | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One point-to-point message of a batch. ``peer`` is a rank of the communicator."""
-
-    direction: Literal["send", "recv"]
-    tensor: torch.Tensor
-    peer: int
-    tag: int = 0
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +338,7 @@ class Communicator:
         peer = self._global(transfer.peer)
 
         def launch() -> Launched:
-            given = transfer.direction, transfer.tensor, transfer.peer, transfer.tag
-            work = lookup.transfer(*given, world_peer=peer, group=self.group)
+            work = lookup.transfer(transfer, peer, self.group)
             if self.backend == "gloo":
                 return [TransferWaiter(work, self._idle_waiters)], None
             return [work], None

@@ -16,8 +16,9 @@ larger part, and the door has made its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
     "SPELLINGS",
+    "Transfer",
     "all_gather",
     "all_to_all",
     "checks_in_detail",
@@ -58,6 +60,17 @@ _AT_IMPORT = MappingProxyType(
         if hasattr(dist, name)
     }
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One point-to-point message of a batch. ``peer`` is a rank of the communicator."""
+
+    direction: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+    label: str = ""
 
 
 def replacement(kind: str) -> Callable[..., Any] | None:
@@ -126,22 +139,15 @@ def all_to_all(
     return group.alltoall_base(output, tensor, splits or [], splits or [], c10d.AllToAllOptions())
 
 
-def transfer(
-    direction: str,
-    tensor: torch.Tensor,
-    peer: int,
-    tag: int,
-    *,
-    world_peer: int,
-    group: dist.ProcessGroup,
-) -> Any:  # noqa: ANN401 - c10d's work
-    """Send ``tensor`` to rank ``peer`` of ``group``, or receive into it; not waited for."""
+def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
+    """Begin to send or receive, with the world's number of the other rank; returns c10d's work."""
+    direction, tensor = given.direction, given.tensor
     replaced = replacement(direction)
     if replaced is not None or tensor.is_complex():
         call = replaced or current(direction)
-        return call(tensor, world_peer, group=group, tag=tag)
+        return call(tensor, world_peer, group=group, tag=given.tag)
     post = group.send if direction == "send" else group.recv
-    return post([tensor], peer, tag)
+    return post([tensor], given.peer, given.tag)
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
