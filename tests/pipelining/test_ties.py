@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -240,3 +241,81 @@ def body_spreads() -> None:
 
 def test_holders_may_be_spread_over_data_ranks(ranks: Ranks) -> None:
     ranks(4, body_spreads)
+
+
+def sharded(part: nn.Module, mesh: Any) -> nn.Module:
+    """The head is a unit of its own, the embedding lies in that of its stage."""
+    if isinstance(part.head, nn.Module):
+        mw.fully_shard(part.head, mesh=mesh)
+    return mw.fully_shard(part, mesh=mesh)
+
+
+KINDS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+    "replicate": lambda part, mesh: mw.replicate(part, device_mesh=mesh),
+    "DistributedDataParallel": lambda part, mesh: mw.DistributedDataParallel(
+        part, process_group=mesh.get_group()
+    ),
+    "fully_shard": sharded,
+    "FullyShardedDataParallel": lambda part, mesh: mw.FullyShardedDataParallel(
+        part, process_group=mesh.get_group(), use_orig_params=True
+    ),
+}
+
+
+def body_data_parallel(kind: str, name: str) -> None:
+    """Two pipelines, two replicas of each stage: three steps, accumulated, clipped."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    data, group = mesh["data"], mesh["pipeline"].get_group()
+    world, schedule_class = communicator(group), get_schedule_class(name)
+    is_multi = issubclass(schedule_class, PipelineScheduleMulti)
+    stages = 4 if is_multi else 2
+    torch.manual_seed(0)
+    model = Tied(stages)
+    alone = copy.deepcopy(model)
+    style = "v" if "V" in name else "loop"
+    mine = [s for s, r in enumerate(stage_ranks(2, stages, style)) if r == world.rank]
+    last = stages - 1
+    ties = (
+        Tie(0, ((0, "embed.weight"), (last, "head.weight"))),
+        Tie(0, ((0, "layer.bias"), (last, "layer.bias"))),
+    )
+    built = []
+    for s in mine:
+        part = KINDS[kind](Part(model, s, stages), data)
+        built.append(PipelineStage(part, s, stages, CPU, group=group, ties=ties))
+    schedule = schedule_class(built if is_multi else built[0], 4, loss_fn=cross_entropy)
+    parameters = [p for stage in built for p in stage.submod.parameters()]
+    optimizer, expected = torch.optim.SGD(parameters, 0.1), torch.optim.SGD(alone.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for _ in range(2):
+            tokens, target = torch.randint(WORDS, (2, 16, 3))
+            rank = data.get_local_rank()
+            more = {"target": target.chunk(2)[rank]} if last in mine else {}
+            schedule.step(*((tokens.chunk(2)[rank],) if 0 in mine else ()), **more)
+            cross_entropy(alone(tokens), target).backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(built, 0.05), norm)
+        optimizer.step()
+        expected.step()
+    for stage in built:
+        layer = alone.layers[stage.stage_index]
+        wanted = {"layer.weight": layer.weight, "layer.bias": layer.bias}
+        wanted |= {"embed.weight": alone.embed.weight, "head.weight": alone.embed.weight}
+        is_wrapper = isinstance(stage.submod, mw.FullyShardedDataParallel)
+        gathered = mw.FullyShardedDataParallel.summon_full_params(stage.submod)
+        with gathered if is_wrapper else contextlib.nullcontext():
+            for key, parameter in stage.submod.named_parameters():
+                name = key.removeprefix("module.").removeprefix("_fsdp_wrapped_module.")
+                torch.testing.assert_close(whole(parameter), wanted[name])
+
+
+def body_kinds(name: str) -> None:
+    for kind in KINDS:
+        body_data_parallel(kind, name)
+
+
+def test_ties_of_spread_stages_in_a_v(ranks: Ranks) -> None:
+    """Both holders are on one rank there."""
+    ranks(4, body_kinds, "ZBVZeroBubble", timeout=120)
