@@ -84,6 +84,49 @@ def test_replicas_of_torch_are_one_process(ranks: Ranks, name: str) -> None:
     ranks(4, body_torch_ddp, name)
 
 
+class Branches(nn.Module):
+    """Parameters that every replica uses, one does, none does, and one that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.positive, self.never = (nn.Linear(3, 3).double() for _ in range(3))
+        self.own = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.always(x) if x.sum() < 0 else self.always(x) + self.positive(x)
+        return x * self.own
+
+
+def body_torch_ddp_uses_different_parameters() -> None:
+    world = communicator()
+    torch.manual_seed(0)
+    layer = Branches()
+    one = copy.deepcopy(layer)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ["own"])
+    replica = DistributedDataParallel(layer, process_group=world.group, find_unused_parameters=True)
+    alone = torch.distributed.new_subgroups(1)[0]
+    stage = PipelineStage(replica, 0, 1, torch.device("cpu"), group=alone)
+    schedule = get_schedule_class("GPipe")(stage, 2, loss_fn=nn.MSELoss())
+    batches = [torch.full((4, 3), sign, dtype=torch.float64) for sign in (1.0, -1.0)]
+    goal = torch.ones(4, 3, dtype=torch.float64)
+    schedule.step(batches[world.rank], target=goal)
+    for batch in batches:
+        (nn.MSELoss()(one(batch), goal) / 2).backward()
+    for (name, a), b in zip(layer.named_parameters(), one.parameters(), strict=True):
+        if name == "own":
+            continue
+        assert (a.grad is None) == (b.grad is None) == name.startswith("never")
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-13)
+    shares = [torch.empty_like(layer.own) for _ in range(2)]
+    assert layer.own.grad is not None
+    torch.distributed.all_gather(shares, layer.own.grad)
+    assert not torch.equal(*shares)
+
+
+def test_replicas_of_torch_may_use_different_parameters(ranks: Ranks) -> None:
+    ranks(2, body_torch_ddp_uses_different_parameters)
+
+
 class Block(nn.Module):
     """A unit of its own around two more."""
 

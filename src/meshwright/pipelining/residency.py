@@ -145,7 +145,7 @@ class _ForeignReplica:
         self._module = module
         group = getattr(module, "process_group")  # noqa: B009
         self._communicator: Communicator = comm.communicator(group, axis="replicate")
-        self._pending: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
+        self._pending: list[tuple[Pending, torch.Tensor, list[nn.Parameter]]] = []
         self._is_wanted: bool | None = None
         """What was set before the step; None between steps."""
 
@@ -174,27 +174,36 @@ class _ForeignReplica:
         """There is no other copy."""
 
     def reduce(self) -> None:
-        """Start to average ``.grad`` over the replicas, dtype by dtype."""
+        """Start to average ``.grad`` over the replicas, dtype by dtype.
+
+        What a replica has not used counts as zero; what none has used gets no gradient.
+        """
         if not self._is_wanted:
             return
-        grads = [
-            p.grad for p in self._module.parameters() if p.requires_grad and p.grad is not None
-        ]
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            same = [grad for grad in grads if grad.dtype is dtype]
-            flat = torch.cat([grad.reshape(-1) for grad in same])
+        left_out = frozenset(getattr(self._module, "parameters_to_ignore", ()))
+        named = getattr(self._module, "module").named_parameters()  # noqa: B009
+        trained = [p for name, p in named if p.requires_grad and name not in left_out]
+        for dtype in dict.fromkeys(p.dtype for p in trained):
+            same = [p for p in trained if p.dtype is dtype]
+            used = torch.tensor([p.grad is not None for p in same]).to(same[0])
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+            flat = torch.cat([used, *(grad.reshape(-1) for grad in grads)])
             flat.div_(self._communicator.size)
             pending = self._communicator.all_reduce(flat, label="reduce a stage", async_op=True)
             self._pending.append((pending, flat, same))
 
     def finish(self) -> None:
         """Write the averages to ``.grad``."""
-        for pending, flat, grads in self._pending:
+        for pending, flat, parameters in self._pending:
             pending.wait()
-            at = 0
-            for grad in grads:
-                grad.copy_(flat[at : at + grad.numel()].view(grad.shape))
-                at += grad.numel()
+            used, at = flat[: len(parameters)].tolist(), len(parameters)
+            for parameter, is_used in zip(parameters, used, strict=True):
+                mean = flat[at : at + parameter.numel()].view(parameter.shape)
+                at += parameter.numel()
+                if parameter.grad is not None:
+                    parameter.grad.copy_(mean)
+                elif is_used:
+                    parameter.grad = mean.clone()
         self.drop()
 
     def drop(self) -> None:
