@@ -5,6 +5,7 @@ What rank 0 does wrong on purpose it does alone: the other ranks are not in a st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,17 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.comm import communicator
 from meshwright.pipelining import (
+    PipelineScheduleMulti,
     PipelineStage,
     PipeliningShapeError,
     ScheduleGPipe,
     SplitPoint,
     build_stage,
+    get_schedule_class,
     pipe_split,
     pipeline,
 )
+from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
 
 HIDDEN, BATCH, CHUNKS = 512, 256, 4
@@ -145,6 +149,62 @@ def body_refused() -> None:
             schedule.step(x, x, y=x)
     out = schedule.step(*(x,)[: world.rank == 0], **({} if world.rank else {"y": x}))
     assert (out is None) == (world.rank < world.size - 1)
+
+
+class Folded(nn.Module):
+    """Sizes of the batch, a mask without gradient and an early value are used in later stages."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(stages))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, early, rows = x > 0, None, x.shape[0]
+        for number, layer in enumerate(self.layers):
+            if number:
+                pipe_split()
+            x = torch.tanh(layer(x)).view(rows * 2, 4).view(rows, 8) * mask
+            early = x if early is None else early
+        return x + early
+
+
+def body_trained(name: str) -> None:
+    """Uneven batches of sizes that the trace left open, trained under any schedule."""
+    world, kind = communicator(), get_schedule_class(name)
+    is_multi = issubclass(kind, PipelineScheduleMulti)
+    count = world.size * 2 if is_multi else world.size
+    torch.manual_seed(0)
+    model = Folded(count)
+    alone = copy.deepcopy(model)
+    open_sizes = {"x": {0: torch.export.Dim("rows", min=2)}}
+    pipe = pipeline(model, (torch.zeros(3, 8).double(),), dynamic_shapes=open_sizes)
+    holders = stage_ranks(world.size, count, "v" if "V" in name else "loop")
+    mine = [s for s, r in enumerate(holders) if r == world.rank]
+    stages = [pipe.build_stage(s, CPU) for s in mine]
+    schedule = kind(stages if is_multi else stages[0], 4, loss_fn=nn.MSELoss())
+    for rows in (10, 16):
+        x, target = torch.randn(2, rows, 8, dtype=torch.float64)
+        more = {"target": target} if count - 1 in mine else {}
+        out = schedule.step(*((x,) if 0 in mine else ()), **more)
+        expected = alone(x)
+        nn.MSELoss()(expected, target).backward()
+        if out is not None:
+            torch.testing.assert_close(out, expected)
+        for stage in stages:
+            for key, parameter in stage.submod.named_parameters():
+                wanted = alone.get_parameter(key).grad
+                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-12)
+    if 0 in mine:
+        with pytest.raises(PipeliningShapeError, match="dtype mismatch"):
+            schedule.step(torch.ones(8, 8), **more)
+        with pytest.raises(PipeliningShapeError, match=r"expected \['any', 8\] actual \[2, 9\]"):
+            schedule.step(torch.ones(8, 9).double(), **more)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+def test_traced_stages_train(ranks: Ranks, name: str) -> None:
+    ranks(2, body_trained, name)
 
 
 def body_manual() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
+import inspect
 import weakref
 from typing import Any
 
@@ -404,3 +406,41 @@ def test_stages_by_name() -> None:
         stages_by_name(model, [["layers.0"], ["layers.2"]])
     with pytest.raises(AttributeError, match="has no attribute `9`"):
         stages_by_name(model, [["layers.9"]])
+
+
+TORCHS = {
+    "": "Pipe pipe_split SplitPoint pipeline PipelineStage build_stage Schedule1F1B ScheduleGPipe "
+    "ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleInterleavedZeroBubble ScheduleDualPipeV "
+    "ScheduleZBVZeroBubble",
+    ".stage": "PipelineStage",
+    ".microbatch": "TensorChunkSpec _Replicate split_args_kwargs_into_chunks merge_chunks "
+    "_CustomReducer _LossReducer sum_reducer",
+    ".schedules": "PipelineScheduleSingle PipelineScheduleMulti _PipelineSchedule ScheduleGPipe "
+    "_PipelineScheduleRuntime get_schedule_class _ScheduleForwardOnly",
+}
+HERE = (
+    "PipeInfo PipeSequential LossWrapper TrivialLossWrapper MultiUseParameterConfig Replicated "
+    "annotate_split_points generate_stage_to_rank_mapping generate_rank_to_stage_mapping "
+    "stage_backward stage_backward_input stage_backward_weight PipeliningMetadataError"
+)
+
+
+def test_names_are_torchs() -> None:
+    package = importlib.import_module("meshwright.pipelining")
+    for path, listed in TORCHS.items():
+        ours = importlib.import_module(f"meshwright.pipelining{path}")
+        torchs = importlib.import_module(f"torch.distributed.pipelining{path}")
+        for name in listed.split():
+            assert hasattr(torchs, name), name
+            assert getattr(ours, name) is getattr(package, name), name
+    assert all(hasattr(package, name) for name in HERE.split())
+    for function in (pipeline, build_stage, Pipe.__init__, Pipe.from_tracing, Pipe._from_traced):
+        theirs = importlib.import_module("torch.distributed.pipelining")
+        for part in function.__qualname__.split("."):
+            theirs = getattr(theirs, part)
+        wanted = [(p.name, p.default) for p in inspect.signature(theirs).parameters.values()]
+        assert [(p.name, p.default) for p in inspect.signature(function).parameters.values()][
+            : len(wanted)
+        ] == wanted
+    assert package.generate_stage_to_rank_mapping(2, 4, "v") == {0: 0, 1: 1, 2: 1, 3: 0}
+    assert package.generate_rank_to_stage_mapping(2, 4) == {0: [0, 2], 1: [1, 3]}

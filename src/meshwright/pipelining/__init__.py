@@ -29,10 +29,15 @@ from meshwright.pipelining.front import (
     stages_by_name,
 )
 from meshwright.pipelining.microbatch import (
+    Replicated,
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
+    sum_reducer,
 )
+from meshwright.pipelining.microbatch import _CustomReducer as _CustomReducer
+from meshwright.pipelining.microbatch import _LossReducer as _LossReducer
+from meshwright.pipelining.microbatch import _Replicate as _Replicate
 from meshwright.pipelining.pipe import (
     MultiUseParameterConfig,
     Pipe,
@@ -53,8 +58,13 @@ from meshwright.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    generate_rank_to_stage_mapping,
+    generate_stage_to_rank_mapping,
     get_schedule_class,
 )
+from meshwright.pipelining.schedules import _PipelineSchedule as _PipelineSchedule
+from meshwright.pipelining.schedules import _PipelineScheduleRuntime as _PipelineScheduleRuntime
+from meshwright.pipelining.schedules import _ScheduleForwardOnly as _ScheduleForwardOnly
 from meshwright.pipelining.split_points import SplitPoint, annotate_split_points, pipe_split
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.ties import Tie
@@ -75,6 +85,7 @@ __all__ = [
     "PipelineStage",
     "PipeliningMetadataError",
     "PipeliningShapeError",
+    "Replicated",
     "Residency",
     "Schedule1F1B",
     "ScheduleDualPipeV",
@@ -93,6 +104,8 @@ __all__ = [
     "balanced",
     "build_stage",
     "clip_grad_norm_",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
     "get_schedule_class",
     "merge_chunks",
     "pipe_split",
@@ -102,4 +115,5 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "stages_by_name",
+    "sum_reducer",
 ]

@@ -64,6 +64,9 @@ class LossReducer(CustomReducer):
     """A reducer of losses."""
 
 
+# torch's names.
+_Replicate, _CustomReducer, _LossReducer = Replicated, CustomReducer, LossReducer
+
 sum_reducer = LossReducer(torch.tensor(0.0), torch.add)
 """Adds the losses of all microbatches."""
 

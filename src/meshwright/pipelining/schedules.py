@@ -41,6 +41,8 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
     "get_schedule_class",
 ]
 
@@ -404,3 +406,25 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
             f"Unknown schedule name '{schedule_name}'. The valid options are {list(_CLASSES)}"
         )
     return lowered[schedule_name.lower()]
+
+
+def generate_stage_to_rank_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, int]:
+    """By stage its rank: round and round (``loop``) or back and forth (``v``).
+
+    Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
+    """
+    return dict(enumerate(builders.stage_ranks(pp_size, num_stages, style)))
+
+
+def generate_rank_to_stage_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, list[int]]:
+    """By rank its stages, the inverse of `generate_stage_to_rank_mapping`."""
+    ranks = builders.stage_ranks(pp_size, num_stages, style)
+    return {rank: [s for s, r in enumerate(ranks) if r == rank] for rank in range(pp_size)}
+
+
+# torch's names, which programs import.
+_PipelineSchedule, _PipelineScheduleRuntime = PipelineSchedule, PipelineScheduleRuntime
