@@ -246,16 +246,32 @@ def test_compiled_functional_collectives(ranks: Ranks, backend: str) -> None:
             importlib.import_module("torch._inductor.compile_fx")
         newer = getattr(functional, "all_gather_single_autograd", None)
         all_gather = newer or functional.all_gather_tensor_autograd
+        scatter = getattr(functional, "reduce_scatter_single", None)
+        reduce_scatter = scatter or functional.reduce_scatter_tensor
 
-        def step(x: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(4.0)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             summed = functional.all_reduce(x * 2, "sum", world)
             gathered = all_gather(summed + 1, 0, world)
-            return gathered.sin()
+            share = reduce_scatter(gathered * x.sum(), "sum", 0, world)
+            swapped = functional.all_to_all_single(x + numbers, [2, 2], [2, 2], world)
+            first = functional.broadcast(x, 0, world)
+            both = functional.all_reduce_coalesced([x, share], "max", world)
+            return gathered.sin(), share + 0, swapped * 2, first - 1, *(each + 0 for each in both)
 
         x = torch.full((4,), float(rank))
         compiled = torch.compile(step, fullgraph=True, backend=backend)
-        assert torch.allclose(compiled(x), torch.full((8,), 3.0).sin())
-        assert torch.allclose(compiled(x), step(x))
+        found = compiled(x)
+        ones = torch.ones(4)
+        expected = [
+            (3 * torch.ones(8)).sin(),
+            12 * ones,
+            2 * torch.tensor([0.0, 1, 1, 2]) + 4 * rank,
+        ]
+        expected += [-ones, ones, 12 * ones]
+        for got, eager, wanted in zip(found, step(x), expected, strict=True):
+            assert torch.allclose(got, wanted) and torch.allclose(got, eager)
 
     ranks(2, body, connected=False, timeout=120)
 
