@@ -495,7 +495,8 @@ class GradientGiven(Case):
 class Compiled(Case):
     @staticmethod
     def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
-        torch._dynamo.reset()
+        if number == 0:
+            torch._dynamo.reset()
         Case.step(torch.compile(model, backend="aot_eager"), optimizer, x, number)
 
 

@@ -178,20 +178,30 @@ class Iteration:
     def _weights(self, has_raised: bool) -> int:
         """What optimizers have done since the last call, as far as this rank can tell."""
         steps = self._steps.take()
-        versions = [unit.exposure.version(unit) for unit in self._units]
-        shards = [group.buffer.shard for unit in self._units for group in unit.groups]
-        before, self._versions = self._versions, versions
-        if any(now is not then for now, then in zip(shards, self._shards, strict=False)):
-            before.clear()  # converted since then: versions count something else now
-        self._shards = shards
         has_delivered, self._has_delivered = self._has_delivered, False
         if steps is Steps.RAISED:
             return INTERRUPTED
-        if steps is Steps.ENDED or (before and versions != before):
+        has_changed = None if self._steps.has_seen else self._have_versions_changed()
+        if steps is Steps.ENDED or has_changed:
             return STEPPED
         # Gradients that were to be used and are gone without a step were left out.
         has_unused = has_delivered or self._has_gradients() or has_raised
-        return ACCUMULATES if before and has_unused else UNKNOWN
+        is_known = self._steps.has_seen or has_changed is False
+        return ACCUMULATES if is_known and has_unused else UNKNOWN
+
+    def _have_versions_changed(self) -> bool | None:
+        """Whether somebody has written to weights since the last call; None if unknown.
+
+        For optimizers that are not torch's: it takes a while with many DTensors.
+        """
+        versions = [unit.exposure.version(unit) for unit in self._units]
+        shards = [group.buffer.shard for unit in self._units for group in unit.groups]
+        before, self._versions = self._versions, versions
+        then, self._shards = self._shards, shards
+        # What was converted since then counts something else now.
+        if len(then) != len(shards) or any(a is not b for a, b in zip(then, shards, strict=True)):
+            return None
+        return versions != before
 
     def _exposed(self) -> list[torch.Tensor]:
         """What optimizers may hold."""

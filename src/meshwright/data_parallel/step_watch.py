@@ -44,6 +44,8 @@ class StepWatch:
         self._given = given
         self._begun = 0
         self._ended = 0
+        self.has_seen = False
+        """Whether one of them has ever stepped: who else changes weights need not be looked for."""
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -61,6 +63,7 @@ class StepWatch:
         """What has happened since the last call. A step that runs now counts as one that raised."""
         begun, ended = self._begun, self._ended
         self._begun = self._ended = 0
+        self.has_seen = self.has_seen or bool(begun or ended)
         if begun > ended:
             return Steps.RAISED
         return Steps.ENDED if ended else Steps.NONE
