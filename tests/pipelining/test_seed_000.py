@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.comm import communicator
 from meshwright.pipelining import (
@@ -21,6 +21,7 @@ from meshwright.pipelining import (
     PipeliningShapeError,
     ScheduleGPipe,
     SplitPoint,
+    balanced,
     build_stage,
     get_schedule_class,
     pipe_split,
@@ -75,6 +76,19 @@ class WithKeyword(Example):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x if y is None else x + y)
+
+
+class Places(nn.Module):
+    """Makes tensors on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) + torch.arange(HIDDEN, device=x.device)
+        return x
 
 
 def hook_of(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -147,6 +161,11 @@ def body_refused() -> None:
             schedule.step(x, y=x, z=x)
         with pytest.raises(ValueError, match="expects 1 positional arguments.* got 2"):
             schedule.step(x, x, y=x)
+    placed = pipeline(Places(), (part,), split_policy=balanced(2))
+    elsewhere = placed.build_stage(world.rank, torch.device("meta")).submod
+    given = [torch.empty(BATCH // CHUNKS, HIDDEN, device="meta")]
+    assert {t.device.type for t in tree_leaves(elsewhere(*given))} == {"meta"}
+    assert {p.device.type for p in placed.parameters()} == {"cpu"}
     out = schedule.step(*(x,)[: world.rank == 0], **({} if world.rank else {"y": x}))
     assert (out is None) == (world.rank < world.size - 1)
 

@@ -284,6 +284,11 @@ def pipeline(
     what several use. ``dynamic_shapes`` is torch.export's: sizes that may differ from those of the
     microbatch.
 
+    A stage is one graph. The modules within it are there for the names of parameters: hooks on them
+    do not run, and what the model has decided in Python while it was traced, by its mode or by
+    constants, stays decided. ``train`` and ``eval`` of a stage switch dropout and normalisation,
+    also dropout that the model keeps on in evaluation.
+
     Raises ``ValueError`` for both ways at once, ``AttributeError`` for modules that do not exist,
     ``RuntimeError`` when the model cannot be traced, with the module, the line and another way.
     """
