@@ -209,7 +209,7 @@ def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_pat
     for words in (
         "text: ",
         "step 6/6  loss ",
-        "finished at step 6 of 6 on 2 ranks",
+        "finished at step 6 of 6 on 2 ranks over shared memory, ",
         "unigram byte frequencies give",
         "parity: replicate=2 equals one process over 3 steps in float64",
         f"checkpoint {tmp_path}/run/checkpoints/step_00000006",

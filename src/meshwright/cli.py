@@ -230,9 +230,10 @@ def _train_here(config: TrainConfig) -> int:
 def _summary(outcome: Outcome) -> list[str]:
     minutes, seconds = divmod(round(outcome.seconds), 60)
     state = "finished" if outcome.is_finished else "stopped on request"
+    carrier = "shared memory" if outcome.backend == "meshwright" else outcome.backend
     lines = [
-        f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks, "
-        f"{minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s"
+        f"{state} at step {outcome.step} of {outcome.steps} on {outcome.ranks} ranks over "
+        f"{carrier}, {minutes}:{seconds:02} now, {outcome.tokens_per_second:,.0f} tokens/s"
     ]
     if outcome.loss is not None:
         lines.append(f"training loss {outcome.loss:.4f} nats a byte")

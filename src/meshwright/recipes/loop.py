@@ -50,6 +50,8 @@ class Outcome:
     step: int
     steps: int
     ranks: int
+    backend: str
+    """What carried the collectives: ``meshwright`` (shared memory), ``gloo``, ``nccl``."""
     loss: float | None
     """Training loss of the last step in nats a byte; None when no step was taken."""
     validation_loss: float | None
@@ -173,6 +175,7 @@ class _Training:
             step=self._step,
             steps=self._config.run.steps,
             ranks=self._world.size,
+            backend=self._world.backend,
             loss=self._losses[-1] if self._losses else None,
             validation_loss=validation,
             unigram_loss=self._unigram_loss(),
