@@ -131,7 +131,9 @@ def body_one(strategy: str, place: str) -> tuple[str, float]:
         loop.step(raises=False)
     begun = time.monotonic()
     try:
-        for number in range(3):
+        # A replica sends nothing in its forward pass: its next batch takes the place of that one.
+        makes_up = loop.is_odd and (strategy, place) == ("replicate", "forward")
+        for number in range(4 if makes_up else 3):
             loop.step(raises=number == 0)
     except CommunicationError as error:
         return str(error), time.monotonic() - begun
@@ -141,7 +143,7 @@ def body_one(strategy: str, place: str) -> tuple[str, float]:
 EXPECTED = {
     "forward": r"rank 1 raised in a forward pass",
     "loss": r"a forward pass in training on rank 1, a backward pass on rank 0|"
-    r'rank 1 (called|issued) broadcast.*"broadcast buffers',
+    r'rank 1 (called|issued) broadcast.*"broadcast buffers|rank 0 issued all_reduce #\d+ "reduce',
     "backward": r"rank 1 raised in a backward pass|rank 1 gave up a backward pass|"
     r'rank 1 (called|issued) all_gather.*"unshard',
     "optimizer": r"ranks \[1\] raised in an optimizer step|rank 1 was in .* after 2 changes",
@@ -152,9 +154,7 @@ EXPECTED = {
 def check_one(ranks: Ranks, strategy: str, place: str) -> None:
     said = ranks(2, body_one, strategy, place, timeout=30)
     if (strategy, place) == ("replicate", "forward"):
-        # That forward pass sends nothing: rank 1 is one batch ahead, until rank 0 has one more.
-        assert said[1][0] == ""
-        assert re.search("rank 1 is done and leaves the run", said[0][0]), said
+        assert [text for text, _ in said] == ["", ""]
         return
     if (strategy, place) == ("replicate", "backward"):
         assert re.search(EXPECTED[place], said[0][0]), said
