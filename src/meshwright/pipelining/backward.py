@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.pipelining.weight_rules import set_needs, weight_gradients
+from meshwright.pipelining.weight_rules import reads_hooked, set_needs, weight_gradients
 
 __all__ = [
     "Junction",
@@ -165,7 +165,10 @@ def stage_backward_weight(
                 junction.gradients = ()
 
     with torch.no_grad():
-        _inside_backward(collect)
+        if any(junction.edges and reads_hooked(junction.node) for junction in param_groups):
+            _inside_backward(collect)
+        else:
+            collect()
     sums.finish()
     if not retain_graph:
         param_groups.clear()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["set_needs", "weight_gradients"]
+__all__ = ["reads_hooked", "set_needs", "weight_gradients"]
 
 Gradients = Sequence[torch.Tensor | None]
 Node = Any  # torch has no public type with the attributes of a node
@@ -46,6 +46,17 @@ def weight_gradients(node: Node, gradients: Gradients, edges: Sequence[int]) -> 
         whole = node(*gradients)
     listed = (whole,) if isinstance(whole, torch.Tensor) else whole
     return [_fitted(listed[edge], node.next_functions[edge]) for edge in edges]
+
+
+def reads_hooked(node: Node) -> bool:
+    """Whether what `weight_gradients` reads of ``node`` may have been packed away by a hook.
+
+    So a checkpoint keeps things, which recomputes all of them for each pass of autograd.
+    """
+    names = _READS.get(node.name())
+    if names is None:
+        return True
+    return any(getattr(getattr(node, name), "unpack_hook", True) is not None for name in names)
 
 
 def set_needs(node: Node, wanted: Callable[[int], bool]) -> None:
@@ -141,6 +152,18 @@ def _convolution(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Fo
     )
     return [found[edge] for edge in edges]
 
+
+_READS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "AddmmBackward0": ("_raw_saved_mat1",),
+        "MmBackward0": ("_raw_saved_self",),
+        "NativeLayerNormBackward0": ("_raw_saved_input",),
+        "MulBackward0": ("_raw_saved_self", "_raw_saved_other"),
+        "AddBackward0": (),
+        "ConvolutionBackward0": ("_raw_saved_input",),
+    }
+)
+"""By the name of a node with a rule, the activations that the rule reads."""
 
 RULES: Mapping[str, Callable[[Node, torch.Tensor, Sequence[int]], Found]] = MappingProxyType(
     {
