@@ -5,6 +5,7 @@ What rank 0 does wrong on purpose it does alone: the other ranks are not in a st
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.comm import communicator
+from meshwright.errors import CollectiveMismatchError, PipelinePeerError
 from meshwright.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
@@ -274,6 +276,29 @@ def body_manual() -> None:
 @pytest.mark.parametrize("body", [body_traced, body_manual])
 def test_stages(ranks: Ranks, body: Callable[[], None], size: int) -> None:
     ranks(size, body)
+
+
+class Plain(nn.Sequential):
+    """Two cuts give stages with inputs and outputs of the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+def body_split_differently() -> None:
+    world = communicator()
+    pipe = pipeline(Plain(), (torch.ones(2, 8),), split_spec={str(world.rank): SplitPoint.END})
+    schedule = ScheduleGPipe(pipe.build_stage(world.rank, CPU), 2)
+    if world.rank == 0:  # It may hear of it before it is done, or not.
+        with contextlib.suppress(PipelinePeerError):
+            schedule.step(torch.ones(4, 8))
+    else:
+        with pytest.raises(CollectiveMismatchError, match="disagree: split is .* on rank 1 and"):
+            schedule.step()
+
+
+def test_ranks_that_cut_differently_are_named(ranks: Ranks) -> None:
+    ranks(2, body_split_differently)
 
 
 def test_what_a_traced_stage_refuses(ranks: Ranks) -> None:

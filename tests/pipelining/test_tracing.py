@@ -130,6 +130,8 @@ def test_everything_is_equal() -> None:
         torch.testing.assert_close(statistics[f"norm.{name}"], value)
     assert int(statistics["norm.num_batches_tracked"]) == 1
     torch.testing.assert_close(pipe(x, 2, more=more)[0], alone(x, 2, more=more))
+    with pytest.raises(TypeError, match=r"see \['other', 'more'\]"):
+        pipe(x, 2, other=more)
     with pytest.raises(PipeliningShapeError, match="'power' was traced as 2, actual 3"):
         pipe(x, 3, more=more)
 

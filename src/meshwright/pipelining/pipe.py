@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import Source, StageEdges
+from meshwright.pipelining.metadata import digest
 from meshwright.pipelining.split_points import SplitPoint, marked
 from meshwright.pipelining.splitting import Argument, Cut, Expected, Traced, cut
 from meshwright.pipelining.stage import as_outputs
@@ -50,6 +51,8 @@ class PipeInfo:
     """The arguments of the model, as it was traced."""
     outputs: tuple[tuple[Expected | None, ...], ...] = ()
     """What each stage gives, leaf by leaf."""
+    split: int = 0
+    """A digest of what runs in which stage: all ranks must have the same."""
 
 
 class _SplitGraph(fx.GraphModule):
@@ -110,14 +113,14 @@ class Pipe(nn.Module):
         Raises `PipeliningShapeError` for constants that differ from those of the trace.
         """
         given: list[Any] = []
+        known = {argument.key: argument for argument in self._facts.arguments}
+        passed = {**dict(enumerate(args)), **kwargs}
+        wrong = [key for key in passed if key not in known]
+        wrong += [key for key, a in known.items() if key not in passed and not a.has_default]
+        if wrong:
+            raise TypeError(f"expected the arguments {list(known)} of the trace; see {wrong}")
         for argument in _ordered(self._facts.arguments):
-            if isinstance(argument.key, int):
-                if argument.key >= len(args):
-                    raise TypeError(f"the model was traced with an argument {argument.name!r}")
-                given.append(args[argument.key])
-            else:
-                default = argument.leaves[0] if argument.has_default else None
-                given.append(kwargs.get(argument.key, default))
+            given.append(passed[argument.key] if argument.key in passed else argument.leaves[0])
             if argument.has_default:
                 problems = mismatches(argument.leaves[0], given[-1], f"argument {argument.name!r}")
                 if problems:
@@ -144,6 +147,7 @@ class Pipe(nn.Module):
             facts.ties,
             facts.arguments,
             facts.outputs,
+            facts.split,
         )
 
     def build_stage(
@@ -173,7 +177,10 @@ class Pipe(nn.Module):
         found = traced(mod, exported_program, split_policy)
         stages = cut(found)
         split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
-        split_gm.meta["facts"] = _Facts(stages.edges, stages.ties, found.arguments, stages.outputs)
+        targets = [[str(n.target) for n in stage.graph.nodes] for stage in stages.stages]
+        split_gm.meta["facts"] = _Facts(
+            stages.edges, stages.ties, found.arguments, stages.outputs, digest(targets)
+        )
         has_loss = output_loss_value_spec is not None
         return cls(split_gm, len(stages.stages), has_loss, output_loss_value_spec)
 
@@ -198,6 +205,7 @@ class _Facts:
     ties: tuple[Tie, ...] = ()
     arguments: tuple[Argument, ...] = ()
     outputs: tuple[tuple[Expected | None, ...], ...] = ()
+    split: int = 0
 
 
 def _rooted(stages: Cut) -> dict[str, Any]:
@@ -264,6 +272,7 @@ def build_stage(
         pipe_info.arguments,
         pipe_info.outputs[stage_index],
         pipe_info.ties,
+        pipe_info.split,
     )
 
 

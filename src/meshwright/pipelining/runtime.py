@@ -89,7 +89,8 @@ class Runtime:
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
         self._tied = TiedParameters(modules, ties, training.stage_ranks, residencies)
-        self._own = json.dumps(_facts(training, loss_fn is not None, ties))
+        split = getattr(next(iter(stages.values())), "split", 0)
+        self._own = json.dumps({**_facts(training, loss_fn is not None, ties), "split": split})
         self.plan = digest(self._own)
         """What all ranks of the pipeline must agree on, as a number."""
         self._notices.post(f"plan/{self._rank}", self._own)

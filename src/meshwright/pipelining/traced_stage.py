@@ -36,12 +36,15 @@ class TracedStage(PipelineStage):
         arguments: Sequence[Argument],
         outputs: Sequence[Expected | None],
         ties: Sequence[Tie],
+        split: int = 0,
     ) -> None:
         super().__init__(
             submodule, stage_index, len(edges), device, group=group, edges=edges, ties=ties
         )
         self._arguments_by_key = {argument.key: argument for argument in arguments}
         self._outputs = tuple(outputs)
+        self.split = split
+        """A digest of what runs in which stage, which ranks compare."""
 
     def check_microbatches(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
