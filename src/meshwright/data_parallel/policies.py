@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 import torch
 
@@ -24,6 +25,26 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     """Whether floating-point inputs are cast to ``param_dtype``."""
 
+    @classmethod
+    def of(cls, policy: object) -> MixedPrecisionPolicy:
+        """``policy``, which may be another library's with the same fields; no casts for None.
+
+        Raises TypeError for anything else.
+        """
+        if policy is None:
+            return cls()
+        if isinstance(policy, cls):
+            return policy
+        found: dict[str, Any] = {
+            field.name: getattr(policy, field.name, field) for field in fields(cls)
+        }
+        if any(isinstance(value, Field) for value in found.values()):
+            raise TypeError(
+                f"expected mp_policy to be a MixedPrecisionPolicy, found {type(policy).__name__} "
+                f"without {' and '.join(n for n, v in found.items() if isinstance(v, Field))}"
+            )
+        return cls(**found)
+
     def types_for(self, master: torch.dtype) -> BufferTypes:
         """The dtypes of the buffer of parameters whose own dtype is ``master``."""
         return BufferTypes.of(master, self.param_dtype, self.reduce_dtype)
@@ -32,6 +53,23 @@ class MixedPrecisionPolicy:
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Shards stay on the device that computes."""
+
+    @staticmethod
+    def of(policy: object) -> OffloadPolicy:
+        """``policy``, which may be another library's: one that pins memory offloads.
+
+        Raises TypeError for what is no such policy.
+        """
+        if isinstance(policy, OffloadPolicy):
+            return policy
+        pins = getattr(policy, "pin_memory", None)
+        if pins is not None:
+            return CPUOffloadPolicy(pin_memory=pins)
+        if policy is None or type(policy).__name__ == "OffloadPolicy":
+            return OffloadPolicy()
+        raise TypeError(
+            f"expected offload_policy to be an OffloadPolicy, found {type(policy).__name__}"
+        )
 
 
 @dataclass(frozen=True)

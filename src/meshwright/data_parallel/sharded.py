@@ -155,8 +155,8 @@ class FullyShard:
             target=target_of(_mesh(mesh), dp_mesh_dims),
             reshard_after_forward=reshard_after_forward,
             placement_of=shard_placement_fn,
-            precision=mp_policy or MixedPrecisionPolicy(),
-            offload=offload_policy or OffloadPolicy(),
+            precision=MixedPrecisionPolicy.of(mp_policy),
+            offload=OffloadPolicy.of(offload_policy),
             ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
         )
         _check_reshard(options)

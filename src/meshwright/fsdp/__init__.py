@@ -1,8 +1,9 @@
 """`FullyShardedDataParallel`, with the API of torch's class of that name, on our engine.
 
 `fully_shard` and what belongs to it are here as well, under the names that torch's package has.
-Bottom-up: `options` (what a user may choose), `wrap` (which modules become units), `groups`,
-`checks`, `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
+Bottom-up: `options` (what a user may choose), `counterparts` (options of other libraries), `wrap`
+(which modules become units), `groups`, `checks`, `exposure` (how parameters look from outside),
+`traversal` (the tree of wrappers),
 `building` (from module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`,
 `state_dicts`, `unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule
 drives), `state_dict_types`, `optimizer_exchange` (what ranks tell each other), `optimizer_state`,

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.comm import Communicator, communicator, subgroup
 from meshwright.data_parallel.buffer import DataAxes
+from meshwright.fsdp.counterparts import own_member
 from meshwright.fsdp.options import ShardingStrategy, row_of
 from meshwright.mesh import DeviceMesh
 
@@ -85,7 +86,7 @@ def find_groups(
     has_policy: bool,
 ) -> Groups:
     """The groups that the constructor's arguments name; may make the automatic ones."""
-    chosen = strategy or ShardingStrategy.FULL_SHARD
+    chosen = own_member(ShardingStrategy, strategy or ShardingStrategy.FULL_SHARD)
     if process_group is not None and mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time. Pass one of them"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.options import (
     CONFIGS,
     OptimStateDictConfig,
@@ -36,9 +37,12 @@ def set_settings(
         FutureWarning,
         stacklevel=4,
     )
+    kind = own_member(StateDictType, kind)
     expected, expected_optim = CONFIGS[kind]
-    config = expected() if config is None else config
-    optim_config = expected_optim() if optim_config is None else optim_config
+    config = expected() if config is None else own_config(expected, config)
+    optim_config = (
+        expected_optim() if optim_config is None else own_config(expected_optim, optim_config)
+    )
     if type(config) is not expected:
         raise RuntimeError(
             f"Expected state_dict_config of type {expected.__name__} for {kind} but got "

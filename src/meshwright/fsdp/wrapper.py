@@ -21,6 +21,7 @@ from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
+from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, optimizer_of
@@ -104,7 +105,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._groups = find_groups(
             sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
         )
-        self._precision = mixed_precision or MixedPrecision()
+        self._precision = own_config(MixedPrecision, mixed_precision or MixedPrecision())
+        if backward_prefetch is not None:
+            backward_prefetch = own_member(BackwardPrefetch, backward_prefetch)
         self._offloads = cpu_offload is not None and cpu_offload.offload_params
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
         self.limit_all_gathers = limit_all_gathers
