@@ -209,6 +209,7 @@ def _met(row: Sequence[str]) -> set[tuple[int, str, int, str]]:
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(3), 2)}
 
 
+@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("size", SIZES)
 def test_every_pair(ranks: Ranks, size: int) -> None:
     combinations = pairwise()

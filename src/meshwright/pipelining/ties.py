@@ -48,6 +48,10 @@ class Wire(Protocol):
         """Wait for message ``number`` of ``stage`` to ``target``, which is on this rank."""
         ...
 
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class _Held:
@@ -152,6 +156,7 @@ class TiedParameters:
             residency.wait_unshard()
         self._look_up()
         self._exchange_values(wire)
+        wire.finish()  # what is being sent lies where the shards will take the memory back
         for held in self._held:
             for stage, place in held.places.items():
                 if stage != held.tie.owner:
@@ -200,6 +205,7 @@ class TiedParameters:
             for held, gradient in zip(shared, found, strict=True):
                 if gradient is not None:
                     parts[self._held.index(held)][other] = gradient
+        wire.finish()  # reductions write to where these gradients lie
         for held, gradients in zip(self._held, parts, strict=True):
             self._set_sum(held, gradients)
         self._close()
