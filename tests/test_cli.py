@@ -152,7 +152,10 @@ def test_a_wrong_command_is_one_line(
         (["--train.recompute", '["layer.*"]'], "matches no module; did you mean 'layers.*'?"),
         (["--train.compile", "true"], "compile = true is not available in this version"),
         (["--train.batch_norm", "sync"], "has no effect: the model has no BatchNorm"),
-        (["--axes.pipeline", "2"], "axis pipeline = 2 is not available in this version"),
+        (
+            ["--axes.replicate=1", "--axes.pipeline=2", "--pipeline.microbatches=1"],
+            "[pipeline] Number of microbatches (1) must be",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_found_before_any_process_starts(

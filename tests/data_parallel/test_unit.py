@@ -42,6 +42,12 @@ class FlatExposure:
         for slot in unit.slots:
             slot.show(slot.full)
 
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        return [self.flats[id(group)] for group in unit.groups]
+
+    def version(self, unit: Unit) -> int:
+        return sum(flat._version for flat in self.parameters(unit))
+
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         return [slot.full.requires_grad for slot in group.slots]
 
