@@ -293,6 +293,65 @@ def test_shapes_change(ranks: Ranks) -> None:
     ranks(2, body_shapes)
 
 
+def body_frozen(name: str) -> None:
+    """Parts of the model are frozen and trained again, with batches of one shape."""
+    world = communicator()
+    count = world.size * chunks_of(name)
+    layers = [Layer(seed) for seed in range(count)]
+    ones = copy.deepcopy(layers)
+    schedule = made(name, layers, 4, nn.MSELoss())
+    x, target = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.manual_seed(3))
+    args, kwargs = given(name, count, x, target)
+    for early, late in ((False, True), (True, True), (False, True), (True, False), (True, True)):
+        for some in (layers, ones):
+            for s, layer in enumerate(some):
+                layer.requires_grad_(early if s < count // 2 else late)
+                layer.zero_grad()
+        schedule.step(*args, **kwargs)
+        nn.MSELoss()(nn.Sequential(*ones)(x), target).backward()
+        compare(layers, ones, mine(name, world.size), 1.0)
+
+
+@pytest.mark.backends("shm", "gloo")
+def test_parameters_may_be_frozen_and_trained_again(ranks: Ranks) -> None:
+    for name in ("1F1B", "ZBVZeroBubble"):
+        ranks(2, body_frozen, name)
+
+
+def body_after_failures() -> None:
+    """What a failed step has left is not taken for another schedule's, and losses are checked."""
+    world = communicator()
+    stage = PipelineStage(nn.Linear(4, 4).double(), world.rank, world.size, CPU)
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.manual_seed(5))
+
+    def pair(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return (output - target).square().sum(), target.numel()
+
+    for loss, rows, text in (
+        (pair, 8, "a tuple, whose first value is a sum"),
+        (
+            lambda output, target: (output - target).square().mean(),
+            4,
+            "target of microbatch 0 has a shape mismatch",
+        ),
+    ):
+        schedule = ScheduleGPipe(stage, 4, loss_fn=loss)
+        args, target = ((x,), {}) if world.rank == 0 else ((), {"target": x[:rows]})
+        with pytest.raises(ValueError if rows == 8 else PipeliningShapeError, match=text):
+            schedule.step(*args, **target)
+        world.barrier()
+    y = x[:6] + 1
+    out = ScheduleGPipe(stage, 2).step(*((y,) if world.rank == 0 else ()))
+    again = ScheduleGPipe(stage, 2).step(*((y,) if world.rank == 0 else ()))
+    if world.rank == 1:
+        assert torch.equal(out, again)
+
+
+@pytest.mark.backends("shm", "gloo")
+def test_a_schedule_after_one_that_has_failed(ranks: Ranks) -> None:
+    ranks(2, body_after_failures)
+
+
 def body_alone() -> None:
     """What rank 0 finds wrong by itself needs no other rank, and may be tried again."""
     world = communicator()

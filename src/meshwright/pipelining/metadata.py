@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
@@ -33,6 +34,7 @@ __all__ = [
     "shapes",
     "signature_of",
     "tensors_in",
+    "trained",
 ]
 
 Constant = bool | int | float | str | torch.dtype | None
@@ -164,6 +166,18 @@ class Signature:
                 return False
         return True
 
+    def check_gradients(self, values: Values, where: str) -> None:
+        """Raise `PipeliningShapeError` where ``values`` need a gradient that nobody will send."""
+        for number, (meta, leaf) in enumerate(zip(self.leaves, values.leaves, strict=True)):
+            if not isinstance(meta, TensorMeta) or meta.requires_grad:
+                continue
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise PipeliningShapeError(
+                    f"{where}, value {number}, requires a gradient, and did not for another "
+                    "microbatch of the same shapes, so none will come: make the stage's outputs "
+                    "require gradients in all microbatches or in none"
+                )
+
 
 def _requires_grad(leaf: object) -> bool:
     return isinstance(leaf, TensorMeta) and leaf.requires_grad
@@ -277,3 +291,8 @@ def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
             return list(given)
     leaves = tree_leaves((list(given), dict(named)))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def trained(module: nn.Module) -> tuple[bool, ...]:
+    """Which parameters are trained now: on that depends which outputs require gradients."""
+    return tuple([parameter.requires_grad for parameter in module.parameters()])

@@ -20,6 +20,7 @@ __all__ = [
     "LossReducer",
     "Replicated",
     "TensorChunkSpec",
+    "check_loss",
     "chunk_weights",
     "is_plain",
     "merge_chunks",
@@ -271,6 +272,32 @@ def chunk_weights(targets: Sequence[Any]) -> list[float]:
         rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         sizes.append(rows[0] if rows else 1)
     return [size / sum(sizes) for size in sizes]
+
+
+def check_loss(
+    loss: object, output: object, targets: Sequence[Any], microbatch: int, *, is_weighed: bool
+) -> None:
+    """Raise for a loss whose gradient would silently be another than that of the whole batch.
+
+    Raises ``ValueError`` for a (sum, count) that is weighed by rows, and `PipeliningShapeError` for
+    an output and a target of which one has but one row, to be spread over those of the other.
+    """
+    if is_weighed and isinstance(loss, tuple):
+        raise ValueError(
+            "loss_fn returned a tuple, whose first value is a sum, but scale_grads=True weighs "
+            "mean losses by rows: pass scale_grads=False and divide gradients by the whole count"
+        )
+    target = targets[microbatch]
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return
+    is_alike = output.dim() == target.dim() > 0 and output.shape[1:] == target.shape[1:]
+    rows = output.shape[:1] + target.shape[:1]
+    if is_alike and rows[0] != rows[1] and 1 in rows:
+        raise PipeliningShapeError(
+            f"the target of microbatch {microbatch} has a shape mismatch: expected "
+            f"{list(output.shape)} as the output actual {list(target.shape)}: give a target with "
+            "as many rows as the batch"
+        )
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: object = None) -> Any:  # noqa: ANN401

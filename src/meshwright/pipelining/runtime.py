@@ -13,12 +13,13 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
 from meshwright.pipelining.listener import Listener
-from meshwright.pipelining.metadata import Values, digest, signature_of
+from meshwright.pipelining.metadata import Values, digest, signature_of, trained
+from meshwright.pipelining.microbatch import check_loss
 from meshwright.pipelining.program import Entry, Leg, program
 from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.ties import Tie, TiedParameters
-from meshwright.pipelining.transfers import Memory, Transfers
+from meshwright.pipelining.transfers import Memory, Transfers, first_tag
 from meshwright.schedule.actions import (
     RECV_B,
     RECV_F,
@@ -65,9 +66,9 @@ class Runtime:
         communicator: Communicator,
         loss_fn: Callable[..., Any] | None,
         residencies: Mapping[int, Several],
-        name: str,
+        number: int,
     ) -> None:
-        """``training`` and ``evaluation`` are lowered, over the same stages."""
+        """Both schedules are lowered, over the same stages; the group gave this one ``number``."""
         self.schedules = {True: training, False: evaluation}
         self.stages = stages
         self.steps = 0
@@ -81,10 +82,11 @@ class Runtime:
             mode: program(s, self._rank, stages, residencies) for mode, s in self.schedules.items()
         }
         self._memory = Memory()
+        self._first_tag = first_tag(training, number)
         self._ids: dict[object, tuple[int, ...]] = {}
         self._weights: dict[object, torch.Tensor] = {}
         self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
-        self._notices = Notices(communicator, name)
+        self._notices = Notices(communicator, f"schedule {number}")
         self._noticed = ""
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
@@ -249,6 +251,7 @@ class _Step:
             self._watch,
             runtime.plan,
             runtime.disagreement,
+            runtime._first_tag,
         )
         for stage in runtime.stages.values():
             stage.clear_runtime_states()
@@ -309,14 +312,14 @@ class _Step:
             before.append(theirs)
         count, cache = self.schedule.microbatches, self.runtime._ids
         given = self._given(stage)
-        key = (stage, self.training, *before, given)
+        flags = self.training and trained(self.runtime.stages[stage].submod)
+        key = (stage, flags, *before, given)
         found = cache.get(key)
         if found is None:
             texts = self._texts(stage) if given is self.batch.key else given
             rows = [[ids[k] for ids in before] for k in range(count)]
             found = tuple(
-                digest(stage, self.training, row, texts[k] if texts else "")
-                for k, row in enumerate(rows)
+                digest(stage, flags, row, texts[k] if texts else "") for k, row in enumerate(rows)
             )
             if len(cache) >= _KEPT:
                 cache.clear()
@@ -380,6 +383,8 @@ class _Step:
         if known is None and not stage.is_last:
             where = f"{stage.name} output of microbatch {k}"
             self.memory.outputs[index, ids[k]] = signature_of(values, where)
+        elif known is not None:
+            known.check_gradients(values, f"{stage.name} output of microbatch {k}")
         for target in entry.targets:
             target.put_outputs(k, index, values)
 
@@ -388,6 +393,7 @@ class _Step:
         if loss_fn is None or targets is None:
             return
         loss = loss_fn(output, targets[microbatch], **self.batch.loss_kwargs)
+        check_loss(loss, output, targets, microbatch, is_weighed=bool(self.batch.weights))
         self.batch.losses.append(loss)
         if self.training:
             start = loss[0] if isinstance(loss, tuple) else loss

@@ -95,6 +95,7 @@ class PipelineSchedule:
     def _use(self, compute: Schedule, lowered: Schedule | None = None) -> None:
         """Take ``compute`` as the order to run, checked, with transfers added."""
         communicator = self._first.communicator
+        number = communicator.number("schedule")
         mine = compute.stages_of(communicator.rank)
         if tuple(sorted(self._stages)) != mine:
             raise ValueError(
@@ -118,7 +119,7 @@ class PipelineSchedule:
             communicator,
             self._loss_fn,
             residencies,
-            f"schedule {communicator.number('schedule')}",
+            number,
         )
 
     # -------------------------------------------------------------------------- steps

@@ -33,13 +33,16 @@ from meshwright.pipelining.metadata import (
 from meshwright.pipelining.program import PAYLOAD, Leg, tag_of
 from meshwright.schedule.actions import SEND_F, Schedule
 
-__all__ = ["Edge", "Ids", "Memory", "Transfers"]
+__all__ = ["Edge", "Ids", "Memory", "Transfers", "first_tag"]
 
 _HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK = range(PAYLOAD)
 _NAMES = ("header", "ids", "length of the signature", "signature", "gradients")
 _TIED = PAYLOAD + 1
 _TIED_MESSAGES = 4096
 """More than one stage has for another of tied parameters in one step."""
+
+_TAGS = 1 << 31
+"""Tags that Gloo has."""
 
 Edge = tuple[int, int]
 """A stage, and the rank that reads its outputs."""
@@ -107,11 +110,12 @@ class Transfers:
         watch: Callable[[], None],
         plan: int,
         disagreement: Callable[[int], str],
+        first_tag: int,
     ) -> None:
         """``headers`` keeps posted receives of headers, by step and stage, from one try of a step
         to the next; ``watch`` is called while this rank waits, and raises when a peer failed;
         ``plan`` is a digest of what all ranks must agree on, ``disagreement`` tells how a rank's
-        differs."""
+        differs; tags begin at ``first_tag``."""
         self.has_sent = False
         """Whether anything of this step has left this rank."""
         self._communicator = communicator
@@ -123,7 +127,7 @@ class Transfers:
         self._watch = watch
         self._plan = plan
         self._disagreement = disagreement
-        self._parity = step % 2
+        self._first_tag = first_tag + step % 2
         self._can_look = communicator.backend != "gloo"
         """Whether it costs nothing to see that a message has left."""
         self._sent: deque[tuple[Pending, torch.Tensor]] = deque()
@@ -246,7 +250,7 @@ class Transfers:
         self.has_sent = True
         payload = tensor.contiguous()
         if payload.numel():
-            tag = leg.tag + self._parity
+            tag = leg.tag + self._first_tag
             sent = self._communicator.send(payload, leg.peer, tag=tag, label=leg.label)
             self._sent.append((sent, payload))
             if self._can_look:
@@ -267,7 +271,7 @@ class Transfers:
         self.has_sent = True
         tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
-        sent = self._communicator.send(tensor, rank, tag=tag + self._parity, label=label)
+        sent = self._communicator.send(tensor, rank, tag=tag + self._first_tag, label=label)
         self._sent.append((sent, tensor))
 
     def let_go(self) -> None:
@@ -397,7 +401,7 @@ class Transfers:
         mask: tuple[bool, ...] | None = None,
     ) -> _Receive:
         """Post the receive of one message."""
-        communicator, tag = self._communicator, leg.tag + self._parity
+        communicator, tag = self._communicator, leg.tag + self._first_tag
         buffers = [meta.empty(communicator.device) for meta in metas]
         pendings = [
             communicator.recv(buffer, leg.peer, tag=tag, label=leg.label)
@@ -420,7 +424,7 @@ class Transfers:
         tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
         rank = self._schedule.stage_ranks[stage]
-        return self._communicator.recv(buffer, rank, tag=tag + self._parity, label=label)
+        return self._communicator.recv(buffer, rank, tag=tag + self._first_tag, label=label)
 
     # --------------------------------------------------------------- tied parameters
 
@@ -442,7 +446,7 @@ class Transfers:
     def _tied_tag(self, stage: int, target: int, number: int) -> int:
         start = tag_of(self._schedule, _TIED, 0, 0, 0, backward=False)
         pair = stage * self._schedule.stages + target
-        return start + 2 * (pair * _TIED_MESSAGES + number) + self._parity
+        return start + 2 * (pair * _TIED_MESSAGES + number) + self._first_tag
 
     # --------------------------------------------------------------------------- both
 
@@ -456,3 +460,14 @@ class Transfers:
     def has_posted(self) -> bool:
         """Whether receives of payload are under way."""
         return bool(self._posted)
+
+
+def first_tag(schedule: Schedule, number: int) -> int:
+    """Where the tags of schedule ``number`` of a group begin.
+
+    A schedule that has failed may have left messages, which no later one must take for its own.
+    Beginnings lie far apart, whatever the sizes of the schedules: number times the golden ratio.
+    """
+    last = tag_of(schedule, _TIED, 0, 0, 0, backward=False)
+    own = last + 2 * (schedule.stages * schedule.stages * _TIED_MESSAGES + 1)
+    return number * 2_654_435_761 % max(_TAGS - own, 1)
