@@ -388,7 +388,22 @@ def body_schedules_that_differ() -> None:
         schedule.step(*args, **kwargs)
 
 
+def body_joined() -> None:
+    """A schedule inside join is refused by name, and works behind it."""
+    for wrap in (mw.fully_shard, replicate_on):
+        layers = blocks(2)
+        schedule, mine, _, args, kwargs, _ = pair(layers, 4, wrap=wrap)
+        schedule.step(*args, **kwargs)
+        module: Any = layers[mine[0]]
+        with pytest.raises(RuntimeError, match="join.. does not reach into a pipeline"):  # noqa: SIM117
+            with module.join():
+                schedule.step(*args, **kwargs)
+        communicator().barrier()
+        schedule.step(*args, **kwargs)
+
+
 def test_details_of_sharded_stages(ranks: Ranks) -> None:
+    ranks(4, body_joined)
     ranks(4, body_few_at_a_time)
     ranks(4, body_mixed)
     ranks(4, body_alone, mw.fully_shard)

@@ -22,6 +22,11 @@ from meshwright.data_parallel.unit import ParameterGroup, Unit
 
 __all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
 
+_JOINED = (
+    "join() does not reach into a pipeline, whose schedule reduces the gradients of its stages: "
+    "leave the block, and give every data-parallel rank equally many steps"
+)
+
 
 class ReplicaResidency:
     """Of a module that every rank holds whole; ``replica`` may set it up, collectively."""
@@ -35,6 +40,8 @@ class ReplicaResidency:
     def begin(self, what: str, *, training: bool) -> None:
         """Get ready for a step. Buffers are those of the first rank, once for each step."""
         replica = self._replica()
+        if replica.reducer.on_reduction is not None:
+            raise RuntimeError(_JOINED)
         if not self._has_begun:
             replica.begin()
         self._has_begun = True
@@ -104,6 +111,8 @@ class ShardedResidency:
                 f"{iteration.drivers[0].name!r} before: give the stage the whole of it, or build "
                 "the pipeline before the first forward"
             )
+        if iteration.announce is not None:
+            raise RuntimeError(_JOINED)
         self._is_training = training
         if self._begun != what:
             iteration.begin_driven(what, training=training)
