@@ -506,6 +506,48 @@ class CompiledInside(Case):
         self.a.compile(backend="aot_eager")
 
 
+class Rows(nn.Module):
+    """Its output is a view of its parameter."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, rows * 5).view(rows, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[:1]
+
+
+class ParametersReturned(Case):
+    """By units whose memory is gone before it is used: from the allocator, and pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Rows(20)
+        self.b = Rows(30_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [self.a(x), self.b(x)]
+        return (x + rows[0]) * rows[1]
+
+
+class ParametersReturnedByTheRoot(Case):
+    units: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self.b(self.a(x)), {"bias": self.b.bias}
+
+    @staticmethod
+    def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:
+        with torch.no_grad():
+            before = model(x)[1]["bias"].sum().item()
+
+        def loss() -> torch.Tensor:
+            output, kept = model(x)
+            return output.square().mean() + kept["bias"].square().sum() * before
+
+        step_on(model, optimizer, loss)
+
+
 class SavedAndLoaded(Case):
     @staticmethod
     def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, number: int) -> None:

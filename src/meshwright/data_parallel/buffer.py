@@ -284,6 +284,13 @@ class FlatBuffer:
         """Gather over all ranks the next time."""
         self._kept = None
 
+    def lends(self, address: int) -> bool:
+        """Whether what lies at ``address`` is gone after `release`."""
+        if self._whole is None:
+            return False
+        start = self.full.data_ptr()
+        return 0 < start <= address < start + self.full.nbytes
+
     def release(self) -> None:
         """Give the memory of the whole line back."""
         if self._whole is not None:

@@ -217,6 +217,8 @@ class Driver:
             output = tree_map(partial(_cast, dtype=dtype), output)
         if self.is_driven:
             return output
+        if self.unit is not None:
+            output = self._without_parameters(output, self.unit)
         iteration = self.iteration or self.start(module)
         if torch._C._current_graph_task_id() != -1:
             return output
@@ -261,6 +263,19 @@ class Driver:
         other = following.unit if following is not None else None
         if other is not None and unit.settings.forward_prefetch:
             other.unshard()
+
+    @staticmethod
+    def _without_parameters(output: Any, unit: Unit) -> Any:  # noqa: ANN401
+        """``output``, where views of whole parameters are copied: their memory will be gone."""
+        if isinstance(output, torch.Tensor):
+            return output.clone() if unit.lends(output) else output
+        if not any(unit.lends(tensor) for tensor in tensors_in(output)):
+            return output
+
+        def kept(value: object) -> object:
+            return value.clone() if isinstance(value, torch.Tensor) and unit.lends(value) else value
+
+        return tree_map(kept, output)
 
     def _watch_outputs(self, output: object) -> None:
         if isinstance(output, torch.Tensor):

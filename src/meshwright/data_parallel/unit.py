@@ -289,6 +289,13 @@ class Unit:
                 group.used = [False] * len(group.slots)
                 group.buffer.distrust()
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the memory of the whole parameters."""
+        if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+            return False
+        address = tensor.data_ptr()
+        return any(group.buffer.lends(address) for group in self.groups)
+
     def drop(self) -> None:
         """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
         if self._phase is Phase.GATHERING:

@@ -11,8 +11,9 @@ drives), `state_dict_types`, `optimizer_exchange` (what ranks tell each other), 
 
 Where this differs from torch's class on purpose:
 
-* torch's `get_optimizer_state_dict` is refused with both kinds of parameters: it would take this
-  rank's elements for the whole. `FullyShardedDataParallel.optim_state_dict` is what saves.
+* torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are refused with both kinds of
+  parameters: they would take this rank's elements for the whole, and the whole for this rank's.
+  `FullyShardedDataParallel.optim_state_dict` and `optim_state_dict_to_load` save and load.
 * ``limit_all_gathers`` changes nothing: two gathers at most are ever on their way.
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
 * Where parameters change between forward and backward that is an error in every strategy.
