@@ -127,6 +127,35 @@ def test_lines_that_are_dropped_give_their_pages_back() -> None:
     del kept
 
 
+def test_a_line_that_the_collector_drops_while_pages_move_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = PagePool()
+    if not pool.is_available:
+        pytest.skip("pages cannot be moved here")
+    first, second, dropped = (pool.open(n * BLOCK) for n in (4, 1, 2))
+    for window in (first, dropped):
+        pool.fill(window)
+    pool.empty(first)  # four blocks at home, two in the window that is dropped
+    make, to_drop = pages._Extent, [dropped]
+
+    def extent(*args: float) -> object:
+        while to_drop:
+            pool.close(to_drop.pop())
+            # Its pages come home only when those that are on their way have arrived.
+            assert dropped.extents
+        return make(*args)
+
+    monkeypatch.setattr(pages, "_Extent", extent)
+    pool.fill(second)
+    assert not to_drop
+    assert not dropped.extents
+    assert pool.nbytes == 5 * BLOCK
+    for window in (first, second):
+        pool.close(window)
+    assert pool.nbytes == 0
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     wrong: list[int] = []
 

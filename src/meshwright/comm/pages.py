@@ -109,6 +109,9 @@ class PagePool:
         self._free: deque[_Extent] = deque()
         """At home, those that came last at the right end."""
         self._windows = 0
+        self._is_moving = False
+        """Whether `fill` or `empty` is under way, within which the collector closes no window."""
+        self._to_close: list[Window] = []
         self._kernel: _Kernel | None = None
         self._works: bool | None = None
 
@@ -130,44 +133,34 @@ class PagePool:
 
     def close(self, window: Window) -> None:
         """Forget the addresses of ``window``; its pages come home."""
-        kernel = self._ready()
         with self._lock:
-            self.empty(window)
-            kernel.give_back(window.start, window.nbytes)
-            self._windows -= 1
-            if not self._windows:
-                self._trim(float("inf"))
+            self._to_close.append(window)
+            if not self._is_moving:
+                self._close_waiting()
 
     def fill(self, window: Window) -> None:
         """Give ``window`` pages, with whatever they hold; nothing where it has some."""
-        kernel = self._ready()
+        if sum([extent.nbytes for extent in window.extents]) == window.nbytes:
+            return
         with self._lock:
-            at = sum(extent.nbytes for extent in window.extents)
-            while at < window.nbytes:
-                extent = self._take(window.nbytes - at)
-                try:
-                    kernel.move(extent.home, window.start + at, extent.nbytes)
-                except MemoryError:
-                    self._free.append(extent)
-                    raise
-                window.extents.append(extent)
-                at += extent.nbytes
+            self._is_moving = True
+            try:
+                self._bring(window)
+            finally:
+                self._is_moving = False
+                self._close_waiting()
 
     def empty(self, window: Window) -> None:
         """Take the pages of ``window`` home."""
         if not window.extents:
             return
-        kernel, now = self._ready(), time.monotonic()
         with self._lock:
-            at = window.start
-            for extent in window.extents:
-                kernel.move(at, extent.home, extent.nbytes)
-                extent.used = now
-                at += extent.nbytes
-            self._free.extend(window.extents)
-            window.extents.clear()
-            kernel.seal(window.start, window.nbytes)
-            self._trim(now - KEPT_SECONDS)
+            self._is_moving = True
+            try:
+                self._take_home(window)
+            finally:
+                self._is_moving = False
+                self._close_waiting()
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +185,46 @@ class PagePool:
         rest = _Extent(extent.home + nbytes, extent.nbytes - nbytes, extent.used)
         free[index] = rest
         return _Extent(extent.home, nbytes)
+
+    def _take_home(self, window: Window) -> None:
+        kernel, now = self._ready(), time.monotonic()
+        at = window.start
+        for extent in window.extents:
+            kernel.move(at, extent.home, extent.nbytes)
+            extent.used = now
+            at += extent.nbytes
+        self._free.extend(window.extents)
+        window.extents.clear()
+        kernel.seal(window.start, window.nbytes)
+        self._trim(now - KEPT_SECONDS)
+
+    def _bring(self, window: Window) -> None:
+        at = sum([extent.nbytes for extent in window.extents])
+        while at < window.nbytes:
+            extent = self._take(window.nbytes - at)
+            try:
+                self._ready().move(extent.home, window.start + at, extent.nbytes)
+            except MemoryError:
+                self._free.append(extent)
+                raise
+            window.extents.append(extent)
+            at += extent.nbytes
+
+    def _close_waiting(self) -> None:
+        while self._to_close:
+            self._is_moving = True
+            try:
+                self._close(self._to_close.pop())
+            finally:
+                self._is_moving = False
+
+    def _close(self, window: Window) -> None:
+        if window.extents:
+            self._take_home(window)
+        self._ready().give_back(window.start, window.nbytes)
+        self._windows -= 1
+        if not self._windows:
+            self._trim(float("inf"))
 
     def _trim(self, before: float) -> None:
         """Give back what was last used before that time."""
