@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from meshwright.pipelining import (
     StageEdges,
     get_schedule_class,
 )
+from meshwright.pipelining.metadata import Values, signature_of
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
 
@@ -340,6 +341,29 @@ def body_after_failures() -> None:
         with pytest.raises(ValueError if rows == 8 else PipeliningShapeError, match=text):
             schedule.step(*args, **target)
         world.barrier()
+    for loss, value, kind, text in (
+        (
+            lambda output, _: output.sum().item(),
+            x,
+            TypeError,
+            "expected loss_fn to return a tensor",
+        ),
+        (lambda output, _: output.mean(), 2.0, PipeliningShapeError, "outputs have 3 and 2 rows"),
+    ):
+        schedule = ScheduleGPipe(stage, 3, loss_fn=loss)
+        args, target = ((x,), {}) if world.rank == 0 else ((), {"target": value})
+        with pytest.raises(PipelinePeerError if world.rank == 0 else kind, match=text):
+            schedule.step(*args, **target)
+        world.barrier()
+    schedule = ScheduleGPipe(stage, 4, loss_fn=nn.MSELoss())
+    if world.rank == 0:
+        # Gloo waits until what was sent has been received, and hears of it.
+        with contextlib.suppress(PipelinePeerError):
+            schedule.eval(x)
+    else:
+        with pytest.raises(CollectiveMismatchError, match="0 is in an evaluation and rank 1 in a"):
+            schedule.step(target=x)
+    world.barrier()
     y = x[:6] + 1
     out = ScheduleGPipe(stage, 2).step(*((y,) if world.rank == 0 else ()))
     again = ScheduleGPipe(stage, 2).step(*((y,) if world.rank == 0 else ()))
@@ -350,6 +374,19 @@ def body_after_failures() -> None:
 @pytest.mark.backends("shm", "gloo")
 def test_a_schedule_after_one_that_has_failed(ranks: Ranks) -> None:
     ranks(2, body_after_failures)
+
+
+class Pair(NamedTuple):
+    """Nested values of a class that no other process is sure to have."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_classes_of_the_user_do_not_cross_stages() -> None:
+    values = Values.of((Pair(torch.ones(2), torch.ones(3)),))
+    with pytest.raises(PipeliningShapeError, match="cannot go to another rank: expected tuples"):
+        signature_of(values, "outputs").to_bytes()
 
 
 def body_alone() -> None:

@@ -137,9 +137,19 @@ class Signature:
         object.__setattr__(self, "strided", tuple(strided))
 
     def to_bytes(self) -> bytes:
-        """This as JSON; equal signatures give equal bytes."""
+        """This as JSON; equal signatures give equal bytes.
+
+        Raises `PipeliningShapeError` for values that are nested in a class of their own.
+        """
+        try:
+            spec = None if self.spec is None else json.loads(treespec_dumps(self.spec))
+        except NotImplementedError as error:
+            raise PipeliningShapeError(
+                f"values nested as {self.spec} cannot go to another rank: expected tuples, lists "
+                "and dicts, or classes registered with torch.utils._pytree under a serialized name"
+            ) from error
         document = {
-            "spec": None if self.spec is None else json.loads(treespec_dumps(self.spec)),
+            "spec": spec,
             "leaves": [_to_json(leaf) for leaf in self.leaves],
         }
         return json.dumps(document, sort_keys=True).encode()

@@ -275,20 +275,37 @@ def chunk_weights(targets: Sequence[Any]) -> list[float]:
 
 
 def check_loss(
-    loss: object, output: object, targets: Sequence[Any], microbatch: int, *, is_weighed: bool
+    loss: object,
+    outputs: Sequence[Any],
+    targets: Sequence[Any],
+    microbatch: int,
+    *,
+    is_weighed: bool,
 ) -> None:
     """Raise for a loss whose gradient would silently be another than that of the whole batch.
 
-    Raises ``ValueError`` for a (sum, count) that is weighed by rows, and `PipeliningShapeError` for
-    an output and a target of which one has but one row, to be spread over those of the other.
+    ``outputs`` are those of this microbatch and all before. Raises ``TypeError`` for a loss that is
+    no tensor, ``ValueError`` for a (sum, count) that is weighed by rows, and `PipeliningShapeError`
+    for an output and a target of which one has but one row, to be spread over those of the other,
+    and for microbatches of different sizes with a target whose rows do not tell.
     """
     if is_weighed and isinstance(loss, tuple):
         raise ValueError(
             "loss_fn returned a tuple, whose first value is a sum, but scale_grads=True weighs "
             "mean losses by rows: pass scale_grads=False and divide gradients by the whole count"
         )
-    target = targets[microbatch]
-    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+    if not isinstance(loss[0] if isinstance(loss, tuple) and loss else loss, torch.Tensor):
+        raise TypeError(f"expected loss_fn to return a tensor, found {type(loss).__name__}")
+    target, output, first = targets[microbatch], outputs[-1], outputs[0]
+    if not isinstance(output, torch.Tensor) or not output.dim():
+        return
+    if not isinstance(target, torch.Tensor) or not target.dim():
+        if is_weighed and not isinstance(target, tuple | list | dict) and len(first) != len(output):
+            raise PipeliningShapeError(
+                f"microbatches 0 and {microbatch} have a shape mismatch: outputs have {len(first)} "
+                f"and {len(output)} rows, and a target without rows does not tell what their "
+                "losses weigh: give a target with a row for each of the batch"
+            )
         return
     is_alike = output.dim() == target.dim() > 0 and output.shape[1:] == target.shape[1:]
     rows = output.shape[:1] + target.shape[:1]

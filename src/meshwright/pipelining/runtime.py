@@ -249,7 +249,7 @@ class _Step:
             runtime._headers,
             self.ids,
             self._watch,
-            runtime.plan,
+            2 * runtime.plan + training,
             runtime.disagreement,
             runtime._first_tag,
         )
@@ -393,7 +393,8 @@ class _Step:
         if loss_fn is None or targets is None:
             return
         loss = loss_fn(output, targets[microbatch], **self.batch.loss_kwargs)
-        check_loss(loss, output, targets, microbatch, is_weighed=bool(self.batch.weights))
+        outputs = self.runtime.stages[max(self.runtime.stages)].output_chunks
+        check_loss(loss, outputs, targets, microbatch, is_weighed=bool(self.batch.weights))
         self.batch.losses.append(loss)
         if self.training:
             start = loss[0] if isinstance(loss, tuple) else loss
@@ -450,8 +451,6 @@ class _Step:
     def post(self, entry: Entry) -> None:
         """RECV_F and RECV_B: post now, or as soon as the sizes are known."""
         self._unposted += self.transfers.post(entry.posts)
-
-    # ---------------------------------------------------------------------- residency
 
     def unshard(self, entry: Entry) -> None:
         """UNSHARD."""

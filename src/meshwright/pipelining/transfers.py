@@ -41,6 +41,8 @@ _TIED = PAYLOAD + 1
 _TIED_MESSAGES = 4096
 """More than one stage has for another of tied parameters in one step."""
 
+_MODES = ("an evaluation", "a training step")
+_ALIKE = "every rank has to call step() and eval() equally often and in the same order"
 _TAGS = 1 << 31
 """Tags that Gloo has."""
 
@@ -114,7 +116,8 @@ class Transfers:
     ) -> None:
         """``headers`` keeps posted receives of headers, by step and stage, from one try of a step
         to the next; ``watch`` is called while this rank waits, and raises when a peer failed;
-        ``plan`` is a digest of what all ranks must agree on, ``disagreement`` tells how a rank's
+        ``plan`` is twice a digest of what all ranks must agree on, plus one in training;
+        ``disagreement`` tells how a rank's
         differs; tags begin at ``first_tag``."""
         self.has_sent = False
         """Whether anything of this step has left this rank."""
@@ -154,13 +157,17 @@ class Transfers:
             return None
         pending.wait(watch=self._watch)
         plan, step, combined, count = buffer.tolist()
-        if plan != self._plan:
+        if plan // 2 != self._plan // 2:
             raise CollectiveMismatchError(self._disagreement(self._schedule.stage_ranks[stage]))
+        if plan != self._plan:
+            raise CollectiveMismatchError(
+                f"rank {self._schedule.stage_ranks[stage]} is in {_MODES[plan % 2]} and rank "
+                f"{self._communicator.rank} in {_MODES[self._plan % 2]}: {_ALIKE}"
+            )
         if step != self._step:
             raise CollectiveMismatchError(
                 f"stage {stage} on rank {self._schedule.stage_ranks[stage]} is in step {step} of "
-                f"this schedule, and rank {self._communicator.rank} in step {self._step}: every "
-                "rank has to call step() and eval() equally often and in the same order"
+                f"this schedule, and rank {self._communicator.rank} in step {self._step}: {_ALIKE}"
             )
         ids = self._memory.lists.get((stage, combined))
         if ids is None:
