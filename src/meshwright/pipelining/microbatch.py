@@ -300,7 +300,9 @@ def check_loss(
     if not isinstance(output, torch.Tensor) or not output.dim():
         return
     if not isinstance(target, torch.Tensor) or not target.dim():
-        if is_weighed and not isinstance(target, tuple | list | dict) and len(first) != len(output):
+        leaves = tree_flatten(target)[0]
+        has_rows = any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves)
+        if is_weighed and not has_rows and len(first) != len(output):
             raise PipeliningShapeError(
                 f"microbatches 0 and {microbatch} have a shape mismatch: outputs have {len(first)} "
                 f"and {len(output)} rows, and a target without rows does not tell what their "
