@@ -31,6 +31,9 @@ size, processes    reduce_scatter   all_to_all + local sum     all_gather  n bro
 There all-to-all sends every share, the own one too, since it takes one stretch of memory. A local
 sum runs in rank order, in float32 for half-precision tensors, so that the result does not depend
 on who arrived first.
+
+Gloo sees no difference between swaps: where one of two ranks reduces and the other gathers as many
+bytes, both end, with wrong values. Shared memory names both; strategies compare what they do.
 """
 
 from __future__ import annotations
