@@ -365,10 +365,10 @@ def body_after_failures() -> None:
             schedule.step(target=x)
     world.barrier()
     y = x[:6] + 1
-    out = ScheduleGPipe(stage, 2).step(*((y,) if world.rank == 0 else ()))
+    out = ScheduleGPipe(stage, 4).step(*((y,) if world.rank == 0 else ()))
     again = ScheduleGPipe(stage, 2).step(*((y,) if world.rank == 0 else ()))
     if world.rank == 1:
-        assert torch.equal(out, again)
+        torch.testing.assert_close(out, again)
 
 
 @pytest.mark.backends("shm", "gloo")
