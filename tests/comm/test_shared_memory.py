@@ -319,7 +319,7 @@ def test_many_random_calls(ranks: Ranks, seed: int, size: int) -> None:
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([2, 3, 4]))
 def test_random_calls_on_gloo(ranks: Ranks, seed: int, size: int) -> None:
-    """The same calls give the same numbers there."""
+    """The same calls, one after another, give the same numbers there."""
     ranks(size, random_calls, seed, 60, "gloo", connected=False, timeout=120)
 
 
@@ -329,6 +329,8 @@ def random_calls(seed: int, count: int, backend: str = "cpu:meshwright") -> None
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(seed)
     pending: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor, object]] = []
+    sends: list[dist.Work | None] = []
+    """Kept: a message that is dropped before it has left takes its memory with it."""
     for call in range(count):
         kind = draw.choice(["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"])
         dtype = draw.choice([torch.float32, torch.float64, torch.int32, torch.bool])
@@ -361,12 +363,13 @@ def random_calls(seed: int, count: int, backend: str = "cpu:meshwright") -> None
             work = dist.broadcast(mine, root, group=group, async_op=is_async)
             out, expected = mine, tensors[root]
         else:
-            dist.isend(mine, (rank + 1) % size, group=group, tag=call % 3)
+            sends.append(dist.isend(mine, (rank + 1) % size, group=group, tag=call % 3))
             out = torch.zeros(numel * size, dtype=dtype)
             work = dist.irecv(out, (rank - 1) % size, group=group, tag=call % 3)
             expected = tensors[(rank - 1) % size]
         pending.append((work, out, expected, (seed, call, kind, dtype, numel, mine)))
-        while pending and draw.random() < 0.4:
+        # Gloo hangs where messages and collectives of several groups are under way together.
+        while pending and (backend == "gloo" or draw.random() < 0.4):
             _finish(*pending.pop(draw.randrange(len(pending))))
     for entry in pending:
         _finish(*entry)
