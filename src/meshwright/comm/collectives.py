@@ -121,10 +121,6 @@ class Communicator:
         self._check(tensor)
 
         def launch() -> Launched:
-            if self.backend == "gloo" and lookup.replacement("all_reduce") is None:
-                launched = gloo.all_reduce(tensor, self.group, reduction)
-                if launched is not None:
-                    return launched
             call = lookup.current("all_reduce")
             return _works(call(tensor, op=op, group=self.group, async_op=async_op)), None
 
@@ -173,10 +169,6 @@ class Communicator:
         rows = list(output.view(self.size, *tensor.shape).unbind(0))
 
         def launch() -> Launched:
-            if self.backend == "gloo" and lookup.replacement("all_gather_list") is None:
-                works = gloo.all_gather(output, tensor, self.group, self.ranks)
-                if works is not None:
-                    return works, None
             call = lookup.current("all_gather_list")
             return _works(call(rows, tensor, group=self.group, async_op=async_op)), None
 

@@ -1,46 +1,27 @@
 """Faster algorithms for Gloo, made of Gloo's own operations, chosen by size.
 
-Gloo's reduce-scatter sends the whole tensor through an all-reduce, its all-gather passes every
-block around a ring, and its all-reduce does both. Two ranks need no ring: each sends the other
-what that is owed, in one all-to-all, and sums for itself. CPU time of one process of two over
-loopback, in milliseconds:
-
-=====================  ============  ===================  ==============
-size of the whole      Gloo's own    from one all-to-all  two broadcasts
-=====================  ============  ===================  ==============
-all-gather, 4 KB       0.29          0.17                 0.36
-all-gather, 256 KB     0.33          0.15                 0.34
-all-gather, 1 MB       0.89          0.30                 0.48
-all-gather, 8 MB       3.2           1.9                  1.6
-all-reduce, 4 KB       0.43          0.16
-all-reduce, 256 KB     0.62          0.34
-all-reduce, 1 MB       1.3           0.82
-all-reduce, 8 MB       5.6           4.6
-all-reduce, 32 MB      23            28
-=====================  ============  ===================  ==============
-
-Among more ranks (wall time, medians):
+Gloo's reduce-scatter sends the whole tensor through an all-reduce, and its all-gather passes
+every block around a ring. Between 2 and 4 processes over loopback (milliseconds, medians):
 
 =================  ===============  =========================  ==========  ============
 size, processes    reduce_scatter   all_to_all + local sum     all_gather  n broadcasts
 =================  ===============  =========================  ==========  ============
+256 KB, 2          0.67             0.34                       0.37        0.33
+4 MB, 2            5.18             2.58                       1.99        1.29
 32 MB, 2           80.5             21.8                       53.1        19.8
 32 MB, 4           194.8            46.2                       126.0       40.3
 =================  ===============  =========================  ==========  ============
 
-There all-to-all sends every share, the own one too, since it takes one stretch of memory. A local
-sum runs in rank order, in float32 for half-precision tensors, so that the result does not depend
-on who arrived first.
-
-Gloo sees no difference between swaps: where one of two ranks reduces and the other gathers as many
-bytes, both end, with wrong values. Shared memory names both; strategies compare what they do.
+Two ranks send each other half of the tensor; more send every share, their own too, since all-to-all
+takes one stretch of memory. The local sum runs in rank order, in float32 for half-precision
+tensors, so that the result does not depend on who arrived first. An all-reduce from the same parts
+did not win over Gloo's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,14 +31,10 @@ from meshwright.comm import lookup
 if TYPE_CHECKING:
     from meshwright.comm.pending import Work
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "reduce_scatter"]
 
 BROADCASTS_FROM = 64 * 1024
 """Bytes of the gathered tensor from which concurrent broadcasts beat the ring."""
-GATHERED_IN_SWAPS = 4 * 2**20
-"""Bytes of the gathered tensor up to which one all-to-all of two ranks beats two broadcasts."""
-REDUCED_IN_SWAPS = 8 * 2**20
-"""Bytes up to which two ranks swap whole tensors to sum them."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,39 +47,17 @@ def all_gather(
     ``output`` is contiguous and holds ``len(ranks)`` times the elements of ``tensor``, which may be
     this rank's own part of ``output``.
     """
-    size = output.numel() * output.element_size()
-    swaps = len(ranks) == 2 and size <= GATHERED_IN_SWAPS
-    if len(ranks) == 1 or not (swaps or size >= BROADCASTS_FROM) or not tensor.numel():
+    if len(ranks) == 1 or output.numel() * output.element_size() < BROADCASTS_FROM:
         return None
-    rank = dist.get_rank(group)
-    parts = output.view(-1).chunk(len(ranks))
-    mine = parts[rank]
-    if mine.data_ptr() != tensor.data_ptr():
-        mine.copy_(tensor.view(-1))
-    if swaps:
-        return [_swap(parts[1 - rank], mine, rank, group)]
     broadcast = lookup.current("broadcast")
+    parts = output.view(-1).chunk(len(ranks))
+    mine = parts[dist.get_rank(group)]
+    if mine.data_ptr() != tensor.data_ptr():
+        mine.copy_(tensor.reshape(-1))
     return [
-        broadcast(part, src=source, group=group, async_op=True)
-        for part, source in zip(parts, ranks, strict=True)
+        broadcast(part, src=rank, group=group, async_op=True)
+        for part, rank in zip(parts, ranks, strict=True)
     ]
-
-
-def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, reduction: str
-) -> tuple[list[Work], Callable[[], None]] | None:
-    """Swap whole tensors and sum them here in rank order; None where Gloo's own way is better.
-
-    Returns the work and the local sum into ``tensor``, to run when it is done.
-    """
-    size = tensor.numel() * tensor.element_size()
-    if reduction != "sum" or dist.get_world_size(group) != 2 or not 0 < size <= REDUCED_IN_SWAPS:
-        return None
-    rank = dist.get_rank(group)
-    line = tensor.view(-1)
-    received = torch.empty_like(line)
-    shares = [line, received] if rank == 0 else [received, line]
-    return [_swap(received, line, rank, group)], partial(_sum_in_rank_order, line, shares)
 
 
 def reduce_scatter(
@@ -121,32 +76,29 @@ def reduce_scatter(
         # What the other rank is owed is one stretch of memory: the own share stays where it is.
         rank = dist.get_rank(group)
         received = torch.empty_like(parts[0])
-        shares = [parts[0], received] if rank == 0 else [received, parts[1]]
-        work = _swap(received, parts[1 - rank], rank, group)
+        splits = [received.numel() if peer != rank else 0 for peer in range(size)]
+        shares = [parts[rank], received]
+        work: Any = lookup.current("all_to_all")(
+            received, parts[1 - rank], splits, splits, group=group, async_op=True
+        )
     else:
         received = torch.empty_like(parts)
         shares = list(received)
-        work = lookup.all_to_all(received.view(-1), tensor.view(-1), group)
-    return [work], partial(_sum_in_rank_order, output.view(-1), shares)
+        work = lookup.current("all_to_all")(
+            received.view(-1), tensor.view(-1), group=group, async_op=True
+        )
 
+    def sum_in_rank_order() -> None:
+        total = output.view(-1)
+        if tensor.dtype in _HALF:
+            total = torch.empty_like(total, dtype=torch.float32)
+            # Adding two half-precision shares would round before it widens.
+            total.copy_(shares[0]).add_(shares[1])
+        else:
+            torch.add(shares[0], shares[1], out=total)
+        for share in shares[2:]:
+            total.add_(share)
+        if total.dtype != output.dtype:
+            output.view(-1).copy_(total)
 
-def _swap(received: torch.Tensor, sent: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Work:
-    """Send the other one of two ranks a line, and receive one of that length."""
-    if not (sent.is_floating_point() or sent.dtype == torch.int64):
-        received, sent = received.view(torch.uint8), sent.view(torch.uint8)
-    splits = [0, sent.numel()] if rank == 0 else [sent.numel(), 0]
-    return lookup.all_to_all(received, sent, group, splits)
-
-
-def _sum_in_rank_order(output: torch.Tensor, shares: Sequence[torch.Tensor]) -> None:
-    """Write the sum of ``shares`` to ``output``, which may be one of them."""
-    total = output
-    if output.dtype in _HALF:
-        # Adding two half-precision shares would round before it widens.
-        total = shares[0].to(torch.float32).add_(shares[1])
-    else:
-        torch.add(shares[0], shares[1], out=total)
-    for share in shares[2:]:
-        total.add_(share)
-    if total is not output:
-        output.copy_(total)
+    return [work], sum_in_rank_order

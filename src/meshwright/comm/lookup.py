@@ -28,7 +28,6 @@ __all__ = [
     "SPELLINGS",
     "Transfer",
     "all_gather",
-    "all_to_all",
     "checks_in_detail",
     "current",
     "reduce_scatter",
@@ -123,20 +122,6 @@ def reduce_scatter(
     options.reduceOp = op  # pyrefly: ignore[bad-assignment]
     options.asyncOp = async_op
     return _waited(group._reduce_scatter_base(output, tensor, options), async_op=async_op)
-
-
-def all_to_all(
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup,
-    splits: list[int] | None = None,
-) -> Any:  # noqa: ANN401 - c10d's work
-    """Start to exchange parts of 1-D ``tensor``: ``splits`` elements with each rank, or as many."""
-    replaced = replacement("all_to_all")
-    if replaced is not None or tensor.is_complex():
-        call = replaced or current("all_to_all")
-        return call(output, tensor, splits, splits, group=group, async_op=True)
-    return group.alltoall_base(output, tensor, splits or [], splits or [], c10d.AllToAllOptions())
 
 
 def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
