@@ -116,13 +116,14 @@ def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    ranks(1, run_tiny, whole, *IN_DOUBLE)
-    first = ranks(4, stop_in_step, parts, 1, *IN_DOUBLE, "axes.replicate=4")[0]
+    longer = (*IN_DOUBLE, "run.steps=18")  # a request to stop is noticed some steps later
+    ranks(1, run_tiny, whole, *longer)
+    first = ranks(4, stop_in_step, parts, 1, *longer, "axes.replicate=4")[0]
     sharded = ("axes.shard=4", "run.accept_changes=true")
-    second = ranks(4, stop_in_step, parts, first.step + 1, *IN_DOUBLE, *sharded)[0]
-    assert 1 <= first.step < second.step < 6
+    second = ranks(4, stop_in_step, parts, first.step + 1, *longer, *sharded)[0]
+    assert 1 <= first.step < second.step < 18
     assert not second.is_finished
-    last = ranks(4, go_on, parts, "axes.replicate=2", "axes.shard=2")
+    last = ranks(4, go_on, parts, "run.steps=18", "axes.replicate=2", "axes.shard=2")
     assert all(outcome.is_finished for outcome in last)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-12)
     found, wanted = saved_tensors(parts), saved_tensors(whole)
