@@ -3,10 +3,9 @@
 Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `pages` (memory that is
 moved), `registry` (the state of this process), `lines` (tensors whose memory comes and goes),
 `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`, `shared_memory` (a folder:
-the backend of CPU ranks on one host), `collectives` (the door),
-`timelines` (measurements of all ranks), `process_groups` (joining and leaving), `functional`
-(autograd), `launch`, `spread` (over which axes a tensor lies), `dtensor` and `shard_view` (state
-dicts and checkpoints).
+the backend of CPU ranks on one host), `collectives` (the door), `timelines` (measurements of all
+ranks), `process_groups` (joining and leaving), `functional` (autograd), `launch`, `spread` (over
+which axes a tensor lies), `dtensor` and `shard_view` (state dicts and checkpoints).
 """
 
 from __future__ import annotations

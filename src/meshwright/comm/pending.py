@@ -55,7 +55,7 @@ class TransferWaiter:
 
     A Gloo transfer cannot be polled, and a wait for it that times out closes the pair of ranks for
     good. So the wait without a bound happens in a daemon thread, and the caller's bounded waits
-    are on an event. The thread is taken from ``idle`` and returns there.
+    are on a lock. The thread is taken from ``idle`` and returns there.
     """
 
     def __init__(self, work: Work, idle: list[_WaiterThread]) -> None:
@@ -65,6 +65,8 @@ class TransferWaiter:
         """Held until the transfer has ended: a lock costs a fraction of an event."""
         self._running.acquire()
         self._error: BaseException | None = None
+        self._has_started = False
+        """Whether a thread has it or has had it: whoever waits holds the lock for a moment, too."""
         self._thread: _WaiterThread | None = None
         self._is_last = True
         """Whether the thread has nothing else to wait for after it."""
@@ -75,7 +77,7 @@ class TransferWaiter:
 
         Whoever then waits for the last is woken once, and not after each.
         """
-        fresh = [w for w in waiters if w._thread is None and w._running.locked()]
+        fresh = [waiter for waiter in waiters if not waiter._has_started]
         for waiter in fresh[:-1]:
             waiter._is_last = False
         thread = fresh[0]._start() if fresh else None
@@ -109,10 +111,13 @@ class TransferWaiter:
 
     def _start(self, thread: _WaiterThread | None = None) -> _WaiterThread | None:
         """Hand it to ``thread``, or to any that is idle."""
-        if self._thread is None and self._running.locked():
+        if not self._has_started:
+            self._has_started = True
             if thread is None:
-                thread = self._idle.pop() if self._idle else _WaiterThread()
-                if not thread.is_alive():
+                try:  # another thread of the user's may take the last
+                    thread = self._idle.pop()
+                except IndexError:
+                    thread = _WaiterThread()
                     thread.start()
             self._thread = thread
             thread.inbox.put(self)
