@@ -39,7 +39,6 @@ __all__ = ["SLACK", "balanced", "best_cuts"]
 SLACK = 1.05
 """How much larger than the least possible the largest stage may be, to save traffic."""
 _PRECISION = 1e-4
-_PRECISION = 1e-4
 _MEASURES: Mapping[str, Callable[[fx.GraphModule, Sequence[fx.Node]], Costs]] = MappingProxyType(
     {"parameters": parameters, "flops": flops, "time": measured, "memory": measured}
 )

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.pipelining.placement import Placement
+from meshwright.pipelining.placement import Placement, attribute
 
 __all__ = ["Costs", "cuttable", "flops", "measured", "memory", "parameters", "traffic"]
 
@@ -141,7 +141,7 @@ def _weighed(
 def _held(module: nn.Module, node: fx.Node) -> nn.Parameter | None:
     if node.op != "get_attr":
         return None
-    found = _attribute(module, node)
+    found = attribute(module, node)
     return found if isinstance(found, nn.Parameter) else None
 
 
@@ -170,7 +170,7 @@ def _traced(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
     """What a node was in the trace: a tensor without elements, or the graph of a region."""
     if "val" in node.meta:
         return node.meta["val"]
-    return _attribute(module, node) if node.op == "get_attr" else None
+    return attribute(module, node) if node.op == "get_attr" else None
 
 
 def _by_position(
@@ -306,10 +306,3 @@ def _wait(result: object) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
             torch.cuda.synchronize(leaf.device)
             return
-
-
-def _attribute(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
-    found: Any = module
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.pipelining.split_points import is_marker
 
-__all__ = ["Placement", "source_of"]
+__all__ = ["Placement", "attribute", "source_of"]
 
 _REGIONS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 """Operators that run a graph under other settings and add nothing of their own."""
@@ -92,7 +93,7 @@ class Placement:
         ):
             return False
         if node.op == "get_attr":
-            value = _attribute(self._module, node)
+            value = attribute(self._module, node)
             return not isinstance(value, nn.Parameter)
         return _is_pure(self._module, node) and all(
             argument in self.everywhere for argument in node.all_input_nodes
@@ -247,7 +248,7 @@ def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
     """The graphs that a higher-order operator runs."""
     for argument in node.all_input_nodes if node.op == "call_function" else ():
         if argument.op == "get_attr":
-            found = _attribute(module, argument)
+            found = attribute(module, argument)
             if isinstance(found, fx.GraphModule):
                 yield found
 
@@ -271,8 +272,9 @@ def _refuse_inner_marker(module: nn.Module, node: fx.Node) -> None:
             _refuse_inner_marker(body, inner)
 
 
-def _attribute(module: nn.Module, node: fx.Node) -> object:
-    found: object = module
+def attribute(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401 - whatever it holds
+    """What a ``get_attr`` node of the graph of ``module`` gives: a tensor, a graph, a constant."""
+    found: Any = module
     for part in str(node.target).split("."):
         found = getattr(found, part)
     return found

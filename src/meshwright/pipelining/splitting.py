@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from meshwright.pipelining.edges import Source, StageEdges
-from meshwright.pipelining.placement import Placement
+from meshwright.pipelining.placement import Placement, attribute
 from meshwright.pipelining.split_points import is_marker
 from meshwright.pipelining.stage_module import Nesting, StageModule, follow_mode, nested
 from meshwright.pipelining.ties import Tie
@@ -235,12 +235,12 @@ class _Cutter:
 
     def _copy(self, stage: _Stage, node: fx.Node) -> None:
         if node.op == "get_attr":
-            stage.env[node] = self._attribute(stage, node, None)
+            stage.env[node] = self._held(stage, node, None)
             return
 
         def local(value: fx.Node) -> fx.Node:
             if value.op == "get_attr":
-                return self._attribute(stage, value, node)
+                return self._held(stage, value, node)
             return self._local(stage, value)
 
         copied = stage.graph.node_copy(node, local)
@@ -262,9 +262,9 @@ class _Cutter:
 
     # --------------------------------------------------------------------- attributes
 
-    def _attribute(self, stage: _Stage, node: fx.Node, user: fx.Node | None) -> fx.Node:
+    def _held(self, stage: _Stage, node: fx.Node, user: fx.Node | None) -> fx.Node:
         """A parameter, buffer or graph, under the name by which the module of ``user`` has it."""
-        value = _found(self.traced.module, str(node.target))
+        value = attribute(self.traced.module, node)
         name = str(node.target)
         if isinstance(value, torch.Tensor):
             name = _best_name(self.names.get(id(value), ()), name, user)
@@ -373,10 +373,3 @@ def _best_name(names: Iterable[str], default: str, user: fx.Node | None) -> str:
             if name.rpartition(".")[0] == path:
                 return name
     return default
-
-
-def _found(module: nn.Module, name: str) -> object:
-    found: object = module
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

@@ -3,9 +3,9 @@
 In front of the first payload between a stage and a rank that reads it goes one header: what the
 sender takes the schedule to be, the step's number, and an id of each microbatch's signature, which
 follows from the inputs before anything is computed (as one digest of the list, which follows where
-it is new). Where an id is known the receive is posted at once. The first microbatch of
-an unknown one carries its signature in front of its payload. Gradients have the signature of the
-outputs they belong to; which of them are none is told once for each id.
+it is new). Where an id is known the receive is posted at once. The first microbatch of an unknown
+one carries its signature in front of its payload. Gradients have the signature of the outputs they
+belong to; which of them are none is told once for each id.
 
 A receive never blocks when it is posted: what it needs to know may not be there yet, and then it is
 posted by whoever waits for it.
@@ -72,7 +72,6 @@ class Memory:
     """(stage, rank, id) of outputs whose signature has been sent or received."""
     masks: dict[tuple[int, int, int], tuple[bool, ...]] = field(default_factory=dict)
     """By (stage that read, stage that made, id), for each tensor whether it gets a gradient."""
-
     digests: dict[Sequence[int], int] = field(default_factory=dict)
     """By ids of all microbatches, their digest."""
 
@@ -117,8 +116,7 @@ class Transfers:
         """``headers`` keeps posted receives of headers, by step and stage, from one try of a step
         to the next; ``watch`` is called while this rank waits, and raises when a peer failed;
         ``plan`` is twice a digest of what all ranks must agree on, plus one in training;
-        ``disagreement`` tells how a rank's
-        differs; tags begin at ``first_tag``."""
+        ``disagreement`` tells how a rank's differs; tags begin at ``first_tag``."""
         self.has_sent = False
         """Whether anything of this step has left this rank."""
         self._communicator = communicator
@@ -221,9 +219,8 @@ class Transfers:
     def send_gradients(self, leg: Leg, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of what one stage has read from another, leaf by leaf.
 
-        Raises
-        ``PipeliningShapeError`` where one has another shape or dtype than the output it belongs
-        to, or is there for one microbatch and not for another.
+        Raises ``PipeliningShapeError`` where one has another shape or dtype than the output it
+        belongs to, or is there for one microbatch and not for another.
         """
         _, stage, source, k, _, rank = leg.message
         ids = self.incoming(source, wait=True) or ()
