@@ -15,10 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, StateDictType
@@ -185,23 +181,3 @@ def body_local(folder: Path) -> None:
 def test_local_state(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, body_local, tmp_path)
     ranks(3, body_local, tmp_path)
-
-
-def body_refused() -> None:
-    """torch's functions know no parts of parameters: they would save those of one rank for all."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    for use_orig_params in (False, True):
-        model = FSDP(nn.Linear(4, 4), use_orig_params=use_orig_params)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        state = FSDP.optim_state_dict(model, optimizer)
-        with pytest.raises(RuntimeError, match="neither read nor load the optimizer of a Full"):
-            get_optimizer_state_dict(model, optimizer)
-        with pytest.raises(RuntimeError, match="neither read nor load the optimizer of a Full"):
-            set_optimizer_state_dict(model, optimizer, state)
-        optimizer.step()
-
-
-def test_functions_of_torch_are_refused_for_optimizers(ranks: Ranks) -> None:
-    ranks(2, body_refused)

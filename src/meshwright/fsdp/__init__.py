@@ -6,14 +6,15 @@ Bottom-up: `options` (what a user may choose), `counterparts` (options of other 
 `traversal` (the tree of wrappers),
 `building` (from module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`,
 `state_dicts`, `unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule
-drives), `state_dict_types`, `optimizer_exchange` (what ranks tell each other), `optimizer_state`,
+drives), `state_dict_types`, `managed_parameters` (with their names), `optimizer_exchange` (what
+ranks tell each other), `optimizer_state`, `checkpoint_functions` (what torch's find here),
 `legacy_optimizer_state`, `wrapper` (the public class); `grad_scaler`.
 
 Where this differs from torch's class on purpose:
 
-* torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are refused with both kinds of
-  parameters: they would take this rank's elements for the whole, and the whole for this rank's.
-  `FullyShardedDataParallel.optim_state_dict` and `optim_state_dict_to_load` save and load.
+* torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are refused for flat parameters,
+  which have several names each; `optim_state_dict` and `optim_state_dict_to_load` save and load.
+  With original parameters they work, and before a first step they leave the optimizer as it was.
 * ``limit_all_gathers`` changes nothing: two gathers at most are ever on their way.
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
 * Where parameters change between forward and backward that is an error in every strategy.

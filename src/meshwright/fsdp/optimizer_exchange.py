@@ -10,16 +10,22 @@ import torch
 
 from meshwright.comm import Communicator
 
-__all__ = ["exchange", "from_first_rank", "of_numbers"]
+__all__ = ["Held", "exchange", "from_first_rank", "of_numbers"]
 
 
-def exchange(
-    shard: Communicator, has_state: bool, spread: set[str], rest: Mapping[str, Any]
-) -> list[tuple[bool, list[str], dict[str, Any]]]:
-    """What each rank has of one parameter: a rank whose part is empty may have no state at all."""
-    scalars = {k: _numbers(v) for k, v in rest.items() if _numbers(v) is not None}
-    payload = json.dumps([has_state, sorted(spread), scalars]).encode()
-    return [json.loads(t) for t in shard.gather_bytes(payload, label="optimizer state keys")]
+Held = tuple[bool, dict[str, str], dict[str, Any]]
+"""What a rank has of one parameter: any state, the dtypes of what is spread, and the scalars."""
+
+
+def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
+    """What each rank has of each parameter: one whose part is empty may have no state at all."""
+    plain = [(has, spread, _scalars(rest)) for has, spread, rest in held]
+    texts = shard.gather_bytes(json.dumps(plain).encode(), label="optimizer state keys")
+    return [list(answers) for answers in zip(*map(json.loads, texts), strict=True)]
+
+
+def _scalars(rest: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {k: n for k, v in rest.items() if (n := _numbers(v)) is not None}
 
 
 def _numbers(value: object) -> list[Any] | None:

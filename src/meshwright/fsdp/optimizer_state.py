@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.comm import communicator
+from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.shard_view import ShardView
-from meshwright.data_parallel.unit import ParameterGroup, Unit
-from meshwright.fsdp.exposure import FlatExposure, exposed_of, flat_layout, own_pieces
+from meshwright.fsdp.exposure import flat_layout, own_pieces
 from meshwright.fsdp.full_parameters import cut_line, gather_line
-from meshwright.fsdp.optimizer_exchange import exchange, from_first_rank, of_numbers
+from meshwright.fsdp.managed_parameters import Managed, managed_parameters, names_by_parameter
+from meshwright.fsdp.optimizer_exchange import Held, exchange, from_first_rank, of_numbers
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -34,67 +33,18 @@ from meshwright.fsdp.options import (
 )
 from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
 from meshwright.fsdp.traversal import clean_name
-from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
+from meshwright.fsdp.unit_wrapper import wrappers_in
 
-__all__ = ["by_current_names", "names_by_parameter", "optimizer_state", "rekey", "state_to_load"]
+__all__ = [
+    "by_current_names",
+    "optimizer_state",
+    "rekey",
+    "spread_state",
+    "state_to_load",
+]
 
 State = dict[str, Any]
 """The state of one parameter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Managed:
-    """One parameter of the model as a part of a unit."""
-
-    group: ParameterGroup
-    index: int
-    names: tuple[str, ...]
-    exposed: nn.Parameter
-    """What the optimizer holds: its own object, or the flat parameter of its unit."""
-    is_flat: bool
-    wrapper: UnitWrapper
-
-
-def _managed(model: nn.Module) -> list[_Managed]:
-    """All parameters that units manage, in order."""
-    found: list[_Managed] = []
-    prefixes = {module: clean_name(name) for name, module in model.named_modules()}
-    for wrapper in wrappers_in(model):
-        unit = wrapper._unit
-        if unit is None:
-            continue
-        prefix = prefixes[wrapper]
-        found += _of_unit(wrapper, unit, f"{prefix}." if prefix else "")
-    return found
-
-
-def _of_unit(wrapper: UnitWrapper, unit: Unit, prefix: str) -> list[_Managed]:
-    is_flat = isinstance(unit.exposure, FlatExposure)
-    exposed = exposed_of(unit).parameters(unit)
-    names = iter(wrapper._driver.own_names)
-    positions = [(group, index) for group in unit.groups for index in range(len(group.slots))]
-    return [
-        _Managed(
-            group=group,
-            index=index,
-            names=tuple(prefix + name for name in next(names)),
-            exposed=exposed[0] if is_flat else exposed[number],
-            is_flat=is_flat,
-            wrapper=wrapper,
-        )
-        for number, (group, index) in enumerate(positions)
-    ]
-
-
-def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """The names that stand for each exposed parameter: several for a flat one."""
-    found: dict[nn.Parameter, tuple[str, ...]] = {}
-    for entry in _managed(model):
-        found[entry.exposed] = (*found.get(entry.exposed, ()), entry.names[0])
-    for name, parameter in model.named_parameters():
-        found.setdefault(parameter, (clean_name(name),))
-    return found
-
 
 # ------------------------------------------------------------------------------------- out
 
@@ -113,10 +63,11 @@ def optimizer_state(
     _check_local(model, settings.state_dict_type)
     names = names_by_parameter(model)
     state, groups = _by_parameter(optimizer, given)
-    found: dict[str, State] = {}
-    for entry in _managed(model):
-        found.update(_take_apart(entry, state.get(entry.exposed), settings))
-    managed = {entry.exposed for entry in _managed(model)}
+    entries = managed_parameters(model)
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_full)
+    found = {entry.names[0]: own for entry, own in parts if own}
+    managed = {entry.exposed for entry in entries}
     for parameter, own in state.items():
         if parameter not in managed:
             (name,) = _known(names, parameter)
@@ -151,14 +102,18 @@ def _by_parameter(
         held: dict[Any, State] = dict(optimizer.state)
         return held, optimizer.param_groups
     listed = [p for group in optimizer.param_groups for p in group["params"]]
-    keys = [key for group in given["param_groups"] for key in group["params"]]
-    of_key = dict(zip(keys, listed, strict=True))
+    of_key = dict(zip(_keys(given), listed, strict=True))
     state = {of_key[key]: own for key, own in given["state"].items()}
     groups = [
         {**group, "params": [of_key[key] for key in group["params"]]}
         for group in given["param_groups"]
     ]
     return state, groups
+
+
+def _keys(given: Mapping[str, Any]) -> list[Any]:
+    """What stands for the parameters in a state dict of an optimizer, in order."""
+    return [key for group in given["param_groups"] for key in group["params"]]
 
 
 def _named_group(
@@ -179,54 +134,135 @@ def _known(
     return names[parameter]
 
 
+def spread_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    *,
+    is_full: bool,
+) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` returned, each value in the shape of the whole parameter.
+
+    Whole tensors, or this rank's parts as a `ShardView`. All ranks have the same keys: those of
+    positions stay. A collective over the shards.
+    """
+    state, _ = _by_parameter(optimizer, given)
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = dict(zip(listed, _keys(given), strict=True))
+    entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
+    for entry in entries:
+        _check_form(entry, state.get(entry.exposed, {}))
+    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True):
+        state.pop(entry.exposed, None)
+        if own:
+            state[entry.exposed] = own
+    return {**given, "state": {keys[parameter]: own for parameter, own in state.items()}}
+
+
+def _check_form(entry: Managed, own: Mapping[str, Any]) -> None:
+    for key, value in own.items():
+        is_plain = not isinstance(value, torch.Tensor) or value.ndim == 0
+        if not is_plain and not _is_shard_like(value, entry.exposed.shape):
+            raise ValueError(
+                f"Tensor optimizer state does not have same shape as its parameter: {key!r} of "
+                f"{entry.names[0]} has shape {tuple(value.shape)}, this rank's part "
+                f"{tuple(entry.exposed.shape)}. What it is of the whole parameter is not known"
+            )
+
+
 def _take_apart(
-    entry: _Managed, own: Mapping[str, Any] | None, settings: StateDictSettings
-) -> dict[str, State]:
-    """The state of one parameter under its names, if any rank has some."""
-    held: dict[str, Any] = dict(own or {})
-    spread = {k for k, v in held.items() if _is_shard_like(v, entry.exposed.shape)}
+    entries: Sequence[Managed],
+    state: Mapping[nn.Parameter, State],
+    *,
+    is_full: bool,
+    is_agreed: bool,
+) -> list[tuple[Managed, State]]:
+    """The state of each parameter, if any rank has some; ``is_agreed`` asks the others."""
+    held = [_held(entry, state.get(entry.exposed)) for entry in entries]
+    answers: list[list[Held] | None] = [None] * len(entries)
+    if is_agreed:
+        by_shard: dict[Communicator, list[int]] = {}
+        for number, entry in enumerate(entries):
+            shard = entry.group.axes.shard
+            if shard is not None:
+                by_shard.setdefault(shard, []).append(number)
+        for shard, numbers in by_shard.items():
+            found = exchange(shard, [held[number] for number in numbers])
+            for number, answer in zip(numbers, found, strict=True):
+                answers[number] = answer
+    return [
+        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full))
+        for entry, answer in zip(entries, answers, strict=True)
+    ]
+
+
+def _held(entry: Managed, own: State | None) -> Held:
+    """What this rank tells the others of one parameter."""
+    shape = entry.exposed.shape
+    held = own or {}
+    spread = {
+        k: str(v.dtype).removeprefix("torch.") for k, v in held.items() if _is_shard_like(v, shape)
+    }
+    rest = {k: v for k, v in held.items() if k not in spread} if _counts(entry) else {}
+    return own is not None, spread, rest
+
+
+def _counts(entry: Managed) -> bool:
+    # A rank without elements is given no gradients, and what it counts stands still.
+    return entry.is_flat or entry.index in own_pieces(entry.group)
+
+
+def _own_state(
+    entry: Managed, own: State | None, answers: Sequence[Held] | None, *, is_full: bool
+) -> State:
+    """The state of one parameter; without ``answers`` only what this rank has elements of."""
+    held, shape = own or {}, entry.exposed.shape
+    spread = {k: v.dtype for k, v in held.items() if _is_shard_like(v, shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
     result: State = {k: copy.deepcopy(v) for k, v in held.items() if k not in spread}
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    shard = entry.group.axes.shard
-    # A rank without elements is given no gradients, and what it counts stands still.
-    counts = entry.is_flat or entry.index in own_pieces(entry.group)
-    if is_full and shard is not None:
-        answers = exchange(shard, own is not None, spread, result if counts else {})
+    counts = _counts(entry)
+    if answers is not None:
         if not any(has_state for has_state, _, _ in answers):
             return {}
-        spread = {key for _, keys, _ in answers for key in keys}
         found: State = {} if counts else result
-        for _, _, scalars in reversed(answers):
+        for _, dtypes, scalars in reversed(answers):
+            spread = {**spread, **{k: getattr(torch, name) for k, name in dtypes.items()}}
             found = {**found, **{k: of_numbers(v) for k, v in scalars.items()}}
         result = {**result, **found}
     elif own is None or not counts:
         return {}
+    is_view = answers is not None or entry.wrapper._groups.mesh is None
     for key in sorted(spread):
-        result[key] = _spread_value(entry, held.get(key), settings)
-    return {entry.names[0]: dict(sorted(result.items()))}
+        value = held.get(key)
+        result[key] = _spread_value(entry, value, spread[key], is_full=is_full, is_view=is_view)
+    return dict(sorted(result.items()))
 
 
 def _is_shard_like(value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == shape
 
 
-def _spread_value(entry: _Managed, value: torch.Tensor | None, settings: StateDictSettings) -> Any:  # noqa: ANN401
+def _spread_value(
+    entry: Managed,
+    value: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    is_full: bool,
+    is_view: bool,
+) -> torch.Tensor:
     """The state of one parameter whose parts are spread like its shards."""
     group, index = entry.group, entry.index
-    piece = own_pieces(group).get(index)
-    template = group.buffer.shard if value is None else value
-    local = template.new_empty(0)
+    piece, shard = own_pieces(group).get(index), group.buffer.shard
+    local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
     if piece is not None and value is not None:
         flat = value.reshape(-1)
         local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     shape = flat_layout(group).shapes[index]
     if group.axes.shard is None:
         return local.reshape(shape)
-    if not is_full and entry.wrapper._groups.mesh is None:
+    if not is_full and is_view:
         return sharded_value(group, index, local, entry.names[0])
-    line = template.new_zeros(group.buffer.shard.numel())
+    line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
         line[piece.offset : piece.offset + piece.numel].copy_(local)
     whole = cut_line(group, gather_line(group, line, f"optimizer state {entry.names[0]}"))[index]
@@ -265,8 +301,8 @@ def state_to_load(
     position = {parameter: number for number, parameter in enumerate(listed)}
     given = {clean_name(str(name)): own for name, own in state["state"].items()}
     found: dict[int, State] = {}
-    flats: dict[nn.Parameter, list[_Managed]] = {}
-    managed = _managed(model)
+    flats: dict[nn.Parameter, list[Managed]] = {}
+    managed = managed_parameters(model)
     for entry in managed:
         if entry.is_flat:
             flats.setdefault(entry.exposed, []).append(entry)
@@ -288,7 +324,7 @@ def state_to_load(
     return {"state": found, "param_groups": _groups_to_load(optimizer, state, names, position)}
 
 
-def _own_part(entry: _Managed, value: Any) -> Any:  # noqa: ANN401 - any state
+def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     """This rank's part of a value, in the form of the exposed parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
@@ -313,7 +349,7 @@ def _own_part(entry: _Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     return part.view(shape) if entry.group.axes.shard is None and not entry.is_flat else part
 
 
-def _put_together(entries: Sequence[_Managed], given: Mapping[str, State]) -> State:
+def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> State:
     """The state of a flat parameter from that of all its parameters."""
     found = [next((given[n] for n in e.names if n in given), None) for e in entries]
     present = [own for own in found if own]
@@ -345,7 +381,7 @@ def _put_together(entries: Sequence[_Managed], given: Mapping[str, State]) -> St
     return result
 
 
-def _line_of(entries: Sequence[_Managed], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor]) -> torch.Tensor:
     group = entries[0].group
     pieces = own_pieces(group)
     shard = group.buffer.shard

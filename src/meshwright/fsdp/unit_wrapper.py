@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Self
 
 import torch
@@ -300,13 +299,6 @@ class UnitWrapper(nn.Module):
     def _units(self) -> list[Unit]:
         return [w._unit for w in wrappers_in(self) if w._unit is not None]
 
-    def _fqn_modifiers(self) -> Mapping[str, str]:
-        """What torch's `torch.distributed.checkpoint.state_dict` asks: who is left out of names."""
-        held = {id(p) for o in _optimizers_of_caller() for g in o.param_groups for p in g["params"]}
-        if not held.isdisjoint(map(id, self.parameters())):
-            raise RuntimeError(_NO_OPTIMIZER)
-        return _CheckpointNames(self)
-
     def _only_idle(self) -> None:
         state = self.training_state
         if state is not TrainingState.IDLE:
@@ -325,47 +317,6 @@ class UnitWrapper(nn.Module):
         if not self.check_is_root():
             raise kind(text)
         self._driver.start(self)
-
-
-_NO_OPTIMIZER = (
-    "torch.distributed.checkpoint.state_dict can neither read nor load the optimizer of a "
-    "FullyShardedDataParallel: its state holds this rank's elements only. Use "
-    "FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load, whose values "
-    "torch.distributed.checkpoint saves and loads at any number of ranks, or fully_shard. "
-    "get_model_state_dict and set_model_state_dict work"
-)
-
-
-def _optimizers_of_caller() -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that one of torch's checkpoint functions was called with, if one asks.
-
-    Those functions load an optimizer without a question to the modules. What each of them begins
-    with has the optimizers; under another name in another torch it is not found.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_verify_options":
-            return tuple(frame.f_locals.get("optims", ()))
-        frame = frame.f_back
-    return ()
-
-
-class _CheckpointNames(dict[str, str]):
-    """For torch's checkpoint functions: a wrapper's place in names, read but never written.
-
-    State dicts leave ``_fsdp_wrapped_module`` out, so those functions look it up only to name the
-    entries of an optimizer's own state dict. That has this rank's elements as if they were all.
-    """
-
-    def __init__(self, wrapper: UnitWrapper) -> None:
-        inner = getattr(getattr(wrapper, WRAPPED), "_fqn_modifiers", dict)
-        super().__init__({**inner(), "": WRAPPED})
-
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """As of any dict; RuntimeError for the wrapper itself."""
-        if key == WRAPPED:
-            raise RuntimeError(_NO_OPTIMIZER)
-        return super().get(key, default)
 
 
 @_disable_dynamo
