@@ -34,6 +34,7 @@ NAMES = {
     "fully_shard",
     "init_device_mesh",
     "parallelize",
+    "parallelize_module",
     "pipeline",
     "replicate",
 }

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from meshwright.mesh import init_device_mesh
     from meshwright.pipelining import pipeline
     from meshwright.plan import Plan
+    from meshwright.tensor_parallel import parallelize_module
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "fully_shard",
     "init_device_mesh",
     "parallelize",
+    "parallelize_module",
     "pipeline",
     "replicate",
 ]
@@ -87,6 +89,7 @@ _HOME = MappingProxyType(
         "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",
         "parallelize": "composition",
+        "parallelize_module": "tensor_parallel",
         "pipeline": "pipelining",
         "replicate": "data_parallel",
     }

@@ -5,7 +5,9 @@ moved), `registry` (the state of this process), `lines` (tensors whose memory co
 `failure` and `waiting` (who failed, who is missing), `pending`, `gloo`, `shared_memory` (a folder:
 the backend of CPU ranks on one host), `collectives` (the door), `timelines` (measurements of all
 ranks), `process_groups` (joining and leaving), `functional` (autograd), `launch`, `spread` (over
-which axes a tensor lies), `dtensor` and `shard_view` (state dicts and checkpoints).
+which axes a tensor lies), `dtensor` and `shard_view` (state dicts and checkpoints),
+`partial_gradients` (gradients that are summed at the end of a backward pass), `edges` (DTensors
+that enter and leave what computes on local tensors).
 """
 
 from __future__ import annotations

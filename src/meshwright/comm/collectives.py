@@ -89,6 +89,8 @@ class Communicator:
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
+        self.unsummed: dict[int, list[Any]] = {}
+        """Partial gradients of the backward passes that are under way; see `partial_gradients`."""
         self._idle_waiters: list[Any] = []
 
     def __eq__(self, other: object) -> bool:

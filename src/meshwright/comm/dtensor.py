@@ -1,17 +1,19 @@
 """Conversion between local tensors with our placements and torch's DTensor, at the edge only.
 
 Nothing here computes: a DTensor is built around a local tensor whose storage it shares, and taken
-apart again. Forward and backward run on local tensors.
+apart again. Forward and backward run on local tensors; `local_leaf` stands for a parameter there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -29,22 +31,32 @@ __all__ = [
     "AtRest",
     "at_rest",
     "concatenated_mesh",
+    "current_mesh",
     "cut_once_more",
+    "deliver",
     "dtensor_at_rest",
     "dtensor_like",
     "flattened_mesh",
+    "hand_over",
     "is_dtensor",
     "is_replicated",
     "known_at_rest",
     "layout_of",
     "local_box",
     "local_gradient",
+    "local_leaf",
     "local_of",
     "mesh_communicators",
     "mesh_over",
+    "our_placement",
     "savable",
+    "sum_partial",
+    "take_over",
     "torch_placements",
 ]
+
+
+_HELD = "_meshwright_local_leaf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +173,7 @@ def layout_of(tensor: DTensor, name: str) -> TensorLayout:
         dtype=str(tensor.dtype).removeprefix("torch."),
         axes=Axes(tuple(names), sizes),
         placements={
-            axis: _our_placement(placement, name)
+            axis: our_placement(placement, name)
             for axis, placement in zip(names, tensor.placements, strict=True)
         },
     )
@@ -189,9 +201,14 @@ def local_box(
     return Box(tuple(offset), tuple(lengths))
 
 
-def mesh_communicators(mesh: DeviceMesh) -> tuple[Communicator, ...]:
-    """The communicator of each dim of ``mesh``, under the mesh's own axis names."""
-    names = mesh.mesh_dim_names or ("shard",) * mesh.ndim
+def current_mesh() -> DeviceMesh:
+    """The mesh whose ``with`` block the caller is in. Raises RuntimeError where there is none."""
+    return _mesh_resources.get_current_mesh()
+
+
+def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Communicator, ...]:
+    """The communicator of each dim of ``mesh``, under the mesh's own axis names, or ``unnamed``."""
+    names = mesh.mesh_dim_names or (unnamed,) * mesh.ndim
     return tuple(communicator(mesh.get_group(dim), axis=name) for dim, name in enumerate(names))
 
 
@@ -279,6 +296,143 @@ def local_gradient(
     return gradient._local_tensor
 
 
+class _Held:
+    """The leaf of one parameter. A copy of the parameter makes a leaf of its own."""
+
+    __slots__ = ("is_hooked", "is_taken", "leaf", "local", "partial")
+
+    def __init__(self, leaf: nn.Parameter, local: torch.Tensor) -> None:
+        self.leaf = leaf
+        self.local = local
+        """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
+        self.is_hooked = False
+        self.is_taken = False
+        self.partial: Callable[[nn.Parameter, torch.Tensor], None] | None = None
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter on which modules compute in place of ``parameter``, which is a DTensor.
+
+    * It lies over the storage of this rank's part, so what an optimizer writes is seen, and there
+      is one for each DTensor parameter: tied modules get the same. Conversion of the module
+      (``.to()``, ``to_empty()``) or assignment of another local tensor makes another on the next
+      call, so nobody keeps it from one forward to the next.
+    * ``requires_grad`` is that of ``parameter`` at the time of the call.
+    * As soon as autograd has accumulated into its ``.grad``, `hand_over` moves that to
+      ``parameter``, as a DTensor placed alike on the same storage; the leaf's ``.grad`` is None
+      outside of a backward. `take_over` switches this off for whoever hands over himself.
+    * It has no name and is in no module's ``parameters()``. Gradients of `torch.autograd.grad` are
+      those of the leaf, not of ``parameter``.
+
+    A parameter that is no DTensor is returned as it is: whoever manages the module has put its own
+    leaf there.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    held = vars(parameter).get(_HELD)
+    if held is None or held.local is not parameter._local_tensor:
+        local = parameter._local_tensor
+        requires_grad = parameter.requires_grad
+        held = _Held(nn.Parameter(local.detach(), requires_grad=requires_grad), local)
+        vars(parameter)[_HELD] = held
+    leaf = held.leaf
+    if leaf.requires_grad is not parameter.requires_grad:
+        leaf.requires_grad_(parameter.requires_grad)
+    if not held.is_hooked and leaf.requires_grad:
+        _hook(parameter, held)
+    return leaf
+
+
+def take_over(parameter: nn.Parameter) -> nn.Parameter:
+    """Its `local_leaf`, whose gradient stays with it until the caller calls `hand_over`.
+
+    For a data-parallel unit, which reduces the gradient of the leaf over its axes first. Call it
+    wherever `local_leaf` would be called: it holds for the leaf, not for the parameter.
+    """
+    leaf = local_leaf(parameter)
+    if leaf is not parameter:
+        vars(parameter)[_HELD].is_taken = True
+    return leaf
+
+
+def sum_partial(
+    parameter: nn.Parameter, add: Callable[[nn.Parameter, torch.Tensor], None]
+) -> nn.Parameter:
+    """Its `local_leaf`, whose gradient is a part of a sum over ranks: ``add`` receives it.
+
+    `hand_over` calls ``add(parameter, gradient)``, and that `deliver` with the sum, now or later.
+    """
+    leaf = local_leaf(parameter)
+    if leaf is not parameter:
+        vars(parameter)[_HELD].partial = add
+    return leaf
+
+
+def hand_over(parameter: nn.Parameter) -> None:
+    """Move the gradient of the leaf of ``parameter`` to ``parameter.grad``, and add where one is.
+
+    Nothing happens when the leaf has none. A partial gradient arrives at the end of the backward
+    pass that is under way, at once when there is none. Hooks that were registered on ``parameter``
+    run as if autograd had accumulated into it.
+
+    Raises RuntimeError for a gradient that has a graph of its own (``create_graph=True``).
+    """
+    held = vars(parameter).get(_HELD)
+    gradient = None if held is None else held.leaf.grad
+    if held is None or gradient is None:
+        return
+    held.leaf.grad = None
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"a gradient of shape {tuple(gradient.shape)} has a graph of its own, which a DTensor "
+            "parameter cannot keep: call backward without create_graph=True, or differentiate "
+            "with respect to inputs (torch.autograd.grad) and call backward on the result"
+        )
+    if held.partial is not None:
+        held.partial(parameter, gradient)
+    else:
+        deliver(parameter, gradient)
+
+
+@torch.no_grad()
+def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add this rank's part of a whole ``gradient`` to ``parameter.grad``; it is not copied."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(dtensor_like(gradient, parameter))
+        gradient = gradient if changed is None else local_of(changed)
+    if parameter.grad is None:
+        parameter.grad = dtensor_like(gradient, parameter)
+    else:
+        local_of(parameter.grad).add_(gradient)
+    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
+def _hook(parameter: nn.Parameter, held: _Held) -> None:
+    # The parameter holds the leaf, so a strong reference back would be a cycle.
+    found = weakref.ref(parameter)
+
+    def accumulated(leaf: torch.Tensor) -> None:
+        owner = found()
+        mine = None if owner is None else vars(owner).get(_HELD)
+        if owner is None or mine is None or mine.leaf is not leaf:
+            raise RuntimeError(
+                f"a backward pass reached a parameter of local shape {tuple(leaf.shape)} that was "
+                "converted or deleted after its forward pass: run the forward pass again"
+            )
+        if not mine.is_taken:
+            hand_over(owner)
+
+    held.leaf.register_post_accumulate_grad_hook(accumulated)
+    held.is_hooked = True
+
+
 def torch_placements(
     placements: Sequence[Placement | TorchPlacement],
 ) -> tuple[TorchPlacement, ...]:
@@ -298,7 +452,10 @@ def _torch_placement(placement: Placement | TorchPlacement) -> TorchPlacement:
             return placement
 
 
-def _our_placement(placement: TorchPlacement, name: str) -> Placement:
+def our_placement(placement: Placement | TorchPlacement, name: str) -> Placement:
+    """``placement`` as ours; ours pass through. Raises `LayoutError` for a strided one."""
+    if isinstance(placement, Shard | Replicate | Partial):
+        return placement
     if type(placement) is TorchShard:
         return Shard(placement.dim)
     if isinstance(placement, TorchReplicate):

@@ -1,0 +1,114 @@
+"""`parallelize_module`: which style goes to which module of a model."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+
+from torch import nn
+
+from meshwright.comm.dtensor import current_mesh
+from meshwright.mesh import DeviceMesh
+from meshwright.tensor_parallel.layouts import Site, check_mesh
+from meshwright.tensor_parallel.styles import ParallelStyle
+from meshwright.tensor_parallel.weights import check_ties, verify_replicated
+
+__all__ = ["matches", "parallelize_module"]
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Run ``module`` over the ranks of ``device_mesh``, in place, and return it.
+
+    ``parallelize_plan`` is a style for the module itself, or names styles by patterns of module
+    names: each part between dots is matched by `fnmatch` (``layers.*.mlp.up``; "" is the module).
+    The mesh has one dim: slice a larger one by name. None takes the mesh of the ``with`` block.
+
+    The parameters that styles cut or replicate become DTensors, at rest: forward and backward run
+    on local tensors. Values come from rank ``src_data_rank`` of the axis; None takes those that
+    are there, and then parameters that ranks share are compared. Ties are kept.
+
+    Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
+    of another type, ValueError for a mesh of several dims or for ties that the plan breaks,
+    `LayoutError` where ranks hold different values of what they share.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    if parallelize_plan is None:
+        warnings.warn(
+            "No parallelize_plan is provided and auto-parallel is not supported "
+            "at the moment, so this parallelize_module call will do nothing.",
+            stacklevel=2,
+        )
+        return module
+    plan = (
+        {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    )
+    _check_plan(plan)
+    check_mesh(mesh)
+    for pattern, style in plan.items():
+        found = list(matches(module, pattern))
+        if not found:
+            warnings.warn(_unmatched(module, pattern), stacklevel=2)
+        for name, submodule in found:
+            style.src_data_rank = src_data_rank
+            style.module_name = name
+            changed = style._apply(submodule, mesh)
+            module = _put(module, name, submodule, changed)
+    check_ties(module)
+    if src_data_rank is None:
+        verify_replicated(module, Site.of(mesh, "").axis)
+    return module
+
+
+def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in ``module``, itself included, whose names match ``pattern`` part by part."""
+    if not pattern:
+        yield "", module
+        return
+    token, _, rest = pattern.partition(".")
+    for name, child in module.named_children():
+        if fnmatch(name, token):
+            for below, found in matches(child, rest):
+                yield f"{name}.{below}" if below else name, found
+
+
+def _check_plan(plan: object) -> None:
+    if isinstance(plan, Mapping):
+        wrong = {key: s for key, s in plan.items() if not isinstance(s, ParallelStyle)}
+        if not wrong:
+            return
+        found = ", ".join(f"{type(style)} for {key!r}" for key, style in wrong.items())
+    else:
+        found = str(type(plan))
+    raise TypeError(
+        "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, "
+        f"{found} found!"
+    )
+
+
+def _unmatched(module: nn.Module, pattern: str) -> str:
+    names = [name for name, _ in module.named_modules() if name]
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    hint = f" The closest names are {', '.join(close)}." if close else ""
+    return (
+        f"Parallelize plan key '{pattern}' could not be resolved: no module of "
+        f"{type(module).__name__} has a name that matches it, skipping this plan entry.{hint}"
+    )
+
+
+def _put(root: nn.Module, name: str, before: nn.Module, after: nn.Module) -> nn.Module:
+    """Let what a style has returned stand where the module stood; returns the root."""
+    if after is before:
+        return root
+    if not name:
+        return after
+    path, _, key = name.rpartition(".")
+    setattr(root.get_submodule(path), key, after)
+    return root

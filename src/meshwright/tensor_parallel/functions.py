@@ -1,0 +1,304 @@
+"""Communication of activations that autograd understands: each backward is the adjoint.
+
+A local tensor stands for a global one in one of three ways: every rank holds it (Replicate), each
+rank a part of one dim by `meshwright.layout.chunk` (Shard), or a part of a sum (Partial). The
+gradient of a Replicate or Shard tensor is placed as the tensor; the gradient of a Partial one is
+Replicate. ``n`` ranks, ``total`` the size of the whole dim:
+
+================================  =====================  =================  ====================
+function                          from, to               forward            backward
+================================  =====================  =================  ====================
+``copy_to(x)``                    Replicate, Replicate   none               all-reduce: gradients
+                                                                            that come are Partial
+``reduce_from(x)``                Partial, Replicate     all-reduce         none
+``gather_from(x, dim, total)``    Shard, Replicate       all-gather         slice; reduce-scatter
+                                                                            with ``partial=True``
+``scatter_to(x, dim)``            Replicate, Shard       slice              all-gather
+``reduce_scatter_to(x, dim)``     Partial, Shard         reduce-scatter     all-gather
+``exchange(x, dim, to, total)``   Shard, Shard           all-to-all         all-to-all
+================================  =====================  =================  ====================
+
+Each can be differentiated again. With one rank, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from meshwright.comm import Communicator
+from meshwright.layout import chunk
+
+__all__ = [
+    "Labels",
+    "copy_to",
+    "exchange",
+    "gather_from",
+    "gathered",
+    "own_part",
+    "reduce_from",
+    "reduce_scatter_to",
+    "scatter_to",
+    "start_sum",
+    "start_sum_part",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Why something is sent: the name of the module, and the direction of the pass."""
+
+    name: str
+    forward: str
+    backward: str
+
+    @staticmethod
+    def of(name: str) -> Labels:
+        """The labels of the module that is called ``name``."""
+        return Labels(name, f"{name} forward", f"{name} backward")
+
+    def turned(self) -> Labels:
+        """For what a backward does as a step that is differentiated again."""
+        return Labels(self.name, self.backward, self.backward)
+
+
+def copy_to(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
+    """``x``, of which each rank computes another part: its Partial gradients are summed."""
+    return _apply(x, _Same(), _Sum(axis, labels.backward), axis)
+
+
+def reduce_from(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
+    """The sum of every rank's ``x``, on every rank."""
+    return _apply(x, _Sum(axis, labels.forward), _Same(), axis)
+
+
+def gather_from(
+    x: torch.Tensor,
+    axis: Communicator,
+    labels: Labels,
+    *,
+    dim: int,
+    total: int,
+    partial: bool = False,
+) -> torch.Tensor:
+    """The whole of which every rank holds a chunk along ``dim``, of ``total`` rows together.
+
+    ``partial`` says that each rank computes another part of what is made of the whole, so that the
+    gradients which come back are to be summed.
+    """
+    back = _SumPart(axis, labels.backward, dim) if partial else _Slice(axis, dim)
+    return _apply(x, _Gather(axis, labels.forward, dim, total), back, axis)
+
+
+def scatter_to(x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int) -> torch.Tensor:
+    """This rank's chunk along ``dim`` of ``x``, which every rank holds."""
+    back = _Gather(axis, labels.backward, dim, x.shape[dim])
+    return _apply(x, _Slice(axis, dim), back, axis)
+
+
+def reduce_scatter_to(
+    x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int
+) -> torch.Tensor:
+    """This rank's chunk along ``dim`` of the sum of every rank's ``x``."""
+    back = _Gather(axis, labels.backward, dim, x.shape[dim])
+    return _apply(x, _SumPart(axis, labels.forward, dim), back, axis)
+
+
+def exchange(
+    x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int, to: int, total: int
+) -> torch.Tensor:
+    """The chunk along dim ``to`` of what lies in chunks of ``total`` rows along ``dim``."""
+    there = _Exchange(axis, labels.forward, dim, to, total)
+    return _apply(x, there, _Exchange(axis, labels.backward, to, dim, x.shape[to]), axis)
+
+
+# ------------------------------------------------------------------- without autograd
+
+
+def own_part(x: torch.Tensor, axis: Communicator, dim: int) -> torch.Tensor:
+    """This rank's chunk of ``x`` along ``dim``: a view."""
+    start, length = chunk(x.shape[dim], axis.size, axis.rank)
+    return x.narrow(dim, start, length)
+
+
+def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: int) -> torch.Tensor:
+    """All chunks of ``x`` along ``dim``, of ``total`` rows together."""
+    if axis.size == 1:
+        return x
+    rows = -(-total // axis.size)
+    _check_chunk(x, axis, label, dim, total)
+    if x.shape[dim] != rows:
+        shape = list(x.shape)
+        shape[dim] = rows - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    dim %= x.ndim
+    everyone = x.new_empty((axis.size, *x.shape))
+    axis.all_gather(everyone, x.contiguous(), label=label).wait()
+    if dim:
+        everyone = everyone.movedim(0, dim)
+    whole = everyone.reshape((*x.shape[:dim], axis.size * rows, *x.shape[dim + 1 :]))
+    return whole if total == axis.size * rows else whole.narrow(dim, 0, total).contiguous()
+
+
+def start_sum(x: torch.Tensor, axis: Communicator, label: str) -> Callable[[], torch.Tensor]:
+    """Begin to sum ``x``, contiguous, in place; what is returned waits, and gives the sum."""
+    if axis.size == 1:
+        return lambda: x
+    pending = axis.all_reduce(x, label=label)
+
+    def wait() -> torch.Tensor:
+        pending.wait()
+        return x
+
+    return wait
+
+
+def start_sum_part(
+    x: torch.Tensor, axis: Communicator, label: str, dim: int
+) -> Callable[[], torch.Tensor]:
+    """Begin to sum ``x``; what is returned waits, and gives this rank's chunk along ``dim``."""
+    size, total = axis.size, x.shape[dim]
+    if size == 1:
+        return lambda: x
+    dim %= x.ndim
+    rows = -(-total // size)
+    if total != rows * size:
+        shape = list(x.shape)
+        shape[dim] = rows * size - total
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    send = x.unflatten(dim, (size, rows))
+    if dim:
+        send = send.movedim(dim, 0)
+    send = send.contiguous()
+    own = x.new_empty(send.shape[1:])
+    pending = axis.reduce_scatter(own, send, label=label)
+    length = chunk(total, size, axis.rank)[1]
+
+    def wait() -> torch.Tensor:
+        pending.wait()
+        return own if length == rows else own.narrow(dim, 0, length).contiguous()
+
+    return wait
+
+
+def _check_chunk(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: int) -> None:
+    length = chunk(total, axis.size, axis.rank)[1]
+    if x.shape[dim] != length:
+        raise ValueError(
+            f"{label}: expected rank {axis.rank} of {axis.size} on axis {axis.axis} to hold "
+            f"{length} of {total} rows along dim {dim}, found shape {tuple(x.shape)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    axis: Communicator
+    label: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.clone(memory_format=torch.contiguous_format)
+        return start_sum(own, self.axis, self.label)()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    axis: Communicator
+    label: str
+    dim: int
+    total: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return gathered(x, self.axis, self.label, self.dim, self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    axis: Communicator
+    dim: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return own_part(x, self.axis, self.dim).clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True, slots=True)
+class _SumPart:
+    axis: Communicator
+    label: str
+    dim: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return start_sum_part(x, self.axis, self.label, self.dim)()
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    axis: Communicator
+    label: str
+    dim: int
+    to: int
+    total: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        axis, dim, to = self.axis, self.dim, self.to
+        _check_chunk(x, axis, self.label, dim, self.total)
+        mine = x.shape[to]
+        to_go, to_come = _lengths(axis, mine), _lengths(axis, self.total)
+        rest = x.numel() // max(x.shape[dim] * mine, 1)
+        send = torch.cat([part.reshape(-1) for part in x.split(to_go, to)])
+        received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
+        sizes = [n * to_go[axis.rank] * rest for n in to_come]
+        axis.all_to_all(
+            received,
+            send,
+            output_splits=sizes,
+            input_splits=[n * x.shape[dim] * rest for n in to_go],
+            label=self.label,
+        ).wait()
+        shape = list(x.shape)
+        shape[to] = to_go[axis.rank]
+        parts = []
+        for part, length in zip(received.split(sizes), to_come, strict=True):
+            shape[dim] = length
+            parts.append(part.view(shape))
+        return torch.cat(parts, dim)
+
+
+def _lengths(axis: Communicator, total: int) -> list[int]:
+    return [chunk(total, axis.size, rank)[1] for rank in range(axis.size)]
+
+
+_Operation = _Same | _Sum | _Gather | _Slice | _SumPart | _Exchange
+
+
+class _Adjoints(torch.autograd.Function):
+    """One operation forward and another backward; in a backward of the backward, the first."""
+
+    # The compiler reads these signatures, so they cannot be autograd's general ones.
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, x: torch.Tensor, there: _Operation, back: _Operation
+    ) -> torch.Tensor:
+        ctx.operations = there, back  # pyrefly: ignore[missing-attribute]
+        return there(x)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        there, back = ctx.operations  # pyrefly: ignore[missing-attribute]
+        return _Adjoints.apply(grad, back, there), None, None
+
+
+def _apply(
+    x: torch.Tensor, there: _Operation, back: _Operation, axis: Communicator
+) -> torch.Tensor:
+    return x if axis.size == 1 else _Adjoints.apply(x, there, back)

@@ -1,0 +1,276 @@
+"""Linear layers whose weights are cut over ranks: one autograd node with its communication.
+
+::
+
+    columns (ColwiseParallel)   y  = X W_r^T + b_r       X is whole, y a part of the features
+                                dX = sum_r dy W_r        starts, dW_r is computed meanwhile
+    rows (RowwiseParallel)      Y  = sum_r x_r W_r^T + b x_r is a part of the features
+                                dx_r = dY W_r            nothing is sent
+
+With a layout ``Shard(dim)`` of the input (columns) or output (rows) the all-reduce is a
+reduce-scatter along that dim, and the other direction an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_leaf, sum_partial
+from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
+from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
+from meshwright.tensor_parallel.functions import (
+    Labels,
+    copy_to,
+    gather_from,
+    gathered,
+    own_part,
+    reduce_from,
+    reduce_scatter_to,
+    start_sum,
+    start_sum_part,
+)
+from meshwright.tensor_parallel.layouts import Arrival, Site, normal
+
+__all__ = ["ColumnLinear", "RowLinear", "Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a style says of one module. Copies of the module share it."""
+
+    site: Site
+    input: Placement
+    output: Placement
+    is_local: bool
+    """Whether the module returns a local tensor."""
+    partial_bias: PartialGradient | None = None
+    """Sums the gradient of a bias that each rank adds to other elements."""
+
+    def __deepcopy__(self, memo: object) -> Settings:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """How the whole side of a linear layer travels: ``dim`` None is an all-reduce."""
+
+    axis: Communicator
+    labels: Labels
+    dim: int | None
+    total: int
+    """Rows of the whole along ``dim``."""
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer that holds some of the output features. Made by `ColwiseParallel`."""
+
+    _tensor_parallel: Settings
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Output features of this rank, laid out as the style says."""
+        settings = self._tensor_parallel
+        site = settings.site
+        given = site.arrive(input, settings.input)
+        _check_features(self, given, site, "ColwiseParallel")
+        dim, total = None, 0
+        if isinstance(given.placement, Shard) and given.placement.dim != given.local.ndim - 1:
+            dim = given.placement.dim
+            total = site.axis.size * given.local.shape[dim]
+            if given.shape is not None:
+                total = given.shape[dim]
+        else:
+            given = site.move(given, Replicate(), total=self.in_features)
+        passage = _Passage(site.axis, site.labels, dim, total)
+        x, weight, bias = _autocast(given.local, *_leaves(self))
+        y = _Columns.apply(x, weight, bias, passage)
+        shape = (*y.shape[:-1], self.out_features)
+        found = Arrival(y, Shard(y.ndim - 1), shape)
+        return site.depart(
+            site.move(found, settings.output, leaves=settings.is_local), is_local=settings.is_local
+        )
+
+
+class RowLinear(nn.Linear):
+    """A linear layer that holds some of the input features. Made by `RowwiseParallel`."""
+
+    _tensor_parallel: Settings
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, laid out as the style says, with the bias added once."""
+        settings = self._tensor_parallel
+        site = settings.site
+        given = site.arrive(input, settings.input)
+        _check_features(self, given, site, "RowwiseParallel")
+        wanted = Shard(given.local.ndim - 1)
+        given = site.move(given, wanted, total=self.in_features, leaves=False)
+        weight, bias = _leaves(self)
+        x, weight, bias = _autocast(given.local, weight, bias)
+        shape = (*x.shape[:-1], self.out_features)
+        output = normal(settings.output, x.ndim)
+        if isinstance(output, Partial):
+            y = functional.linear(x, weight, bias if site.axis.rank == 0 else None)
+            return site.depart(Arrival(y, output, shape), is_local=settings.is_local)
+        dim = output.dim if isinstance(output, Shard) else None
+        if dim is not None and settings.is_local:
+            site.check_equal(shape, dim)
+        passage = _Passage(site.axis, site.labels, dim, 0 if dim is None else shape[dim])
+        y = _Rows.apply(x, weight, bias, passage)
+        return site.depart(Arrival(y, output, shape), is_local=settings.is_local)
+
+
+def _leaves(module: ColumnLinear | RowLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the weight and the bias are computed with."""
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    if weight is None:
+        raise ValueError("a linear layer without a weight")
+    partial = module._tensor_parallel.partial_bias
+    if bias is not None and partial is not None:
+        forget_unsummed(module._tensor_parallel.site.axis)
+        return local_leaf(weight), sum_partial(bias, partial)
+    return local_leaf(weight), None if bias is None else local_leaf(bias)
+
+
+def _check_features(module: nn.Linear, given: Arrival, site: Site, style: str) -> None:
+    """Raise ValueError where the layout of the input is not the declared one, before it is sent."""
+    found, whole = given.local.shape[-1], module.in_features
+    last = given.local.ndim - 1
+    is_cut = isinstance(given.placement, Shard) and given.placement.dim == last
+    part = chunk(whole, site.axis.size, site.axis.rank)[1]
+    expected = part if is_cut else whole
+    if found == expected:
+        return
+    hint = ""
+    if not is_cut and found == part:
+        hint = (
+            ", which is this rank's part of them. If the module before is a ColwiseParallel that "
+            "leaves its output sharded, set input_layouts=Shard(-1) here (RowwiseParallel needs "
+            "no gather), or output_layouts=Replicate() there"
+        )
+    elif is_cut and found == whole:
+        hint = (
+            ", which are all of them on every rank: set input_layouts=Replicate() here, or leave "
+            "the output of the module before sharded"
+        )
+    raise ValueError(
+        f"{site.labels.name} ({style}): expected an input placed {given.placement}, with "
+        f"{expected} of {whole} features on rank {site.axis.rank} of axis {site.axis.axis}; found "
+        f"shape {tuple(given.local.shape)}{hint}"
+    )
+
+
+def _autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As autocast would convert them before a linear layer; autograd converts gradients back."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        passage: _Passage,
+    ) -> torch.Tensor:
+        whole = x
+        if passage.dim is not None:
+            label = passage.labels.forward
+            whole = gathered(x, passage.axis, label, passage.dim, passage.total)
+        ctx.save_for_backward(x, weight, whole)
+        ctx.passage = passage  # pyrefly: ignore[missing-attribute]
+        return functional.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight, whole = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
+        passage: _Passage = ctx.passage  # pyrefly: ignore[missing-attribute]
+        needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
+        if torch.is_grad_enabled():  # a gradient of these gradients will be asked for
+            whole = _as_whole(x, passage)
+        rows = grad.reshape(-1, grad.shape[-1])
+        finish: Callable[[], torch.Tensor] | None = None
+        if needs[0]:
+            finish = _start_sum(rows.mm(weight).view(whole.shape), passage)
+        of_weight = rows.t().mm(whole.reshape(-1, whole.shape[-1])) if needs[1] else None
+        of_bias = rows.sum(0) if needs[2] else None
+        return None if finish is None else finish(), of_weight, of_bias, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        passage: _Passage,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.passage = passage  # pyrefly: ignore[missing-attribute]
+        axis, label, dim = passage.axis, passage.labels.forward, passage.dim
+        y = functional.linear(x, weight)
+        start = start_sum(y, axis, label) if dim is None else start_sum_part(y, axis, label, dim)
+        y = start()
+        if bias is None:
+            return y
+        return y.add_(own_part(bias, axis, 0) if dim == x.ndim - 1 else bias)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
+        passage: _Passage = ctx.passage  # pyrefly: ignore[missing-attribute]
+        needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
+        of_bias = None
+        if needs[2]:
+            of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+            if passage.dim == x.ndim - 1:
+                start, length = chunk(passage.total, passage.axis.size, passage.axis.rank)
+                of_bias = functional.pad(of_bias, (start, passage.total - start - length))
+        whole = _as_whole(grad, passage)
+        rows = whole.reshape(-1, whole.shape[-1])
+        of_input = rows.mm(weight).view(x.shape) if needs[0] else None
+        of_weight = rows.t().mm(x.reshape(-1, x.shape[-1])) if needs[1] else None
+        return of_input, of_weight, of_bias, None
+
+
+def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
+    """The whole of ``x`` in a backward, of which each rank goes on to use another part."""
+    axis, labels, dim = passage.axis, passage.labels, passage.dim
+    if dim is None:
+        return copy_to(x, axis, labels.turned()) if torch.is_grad_enabled() else x
+    if torch.is_grad_enabled():
+        turned = labels.turned()
+        return gather_from(x, axis, turned, dim=dim, total=passage.total, partial=True)
+    return gathered(x, axis, labels.backward, dim, passage.total)
+
+
+def _start_sum(grad: torch.Tensor, passage: _Passage) -> Callable[[], torch.Tensor]:
+    """Begin to sum the gradient of a whole over the ranks."""
+    axis, labels, dim = passage.axis, passage.labels, passage.dim
+    if torch.is_grad_enabled():
+        turned = labels.turned()
+        if dim is None:
+            summed = reduce_from(grad, axis, turned)
+        else:
+            summed = reduce_scatter_to(grad, axis, turned, dim=dim)
+        return lambda: summed
+    if dim is None:
+        return start_sum(grad, axis, labels.backward)
+    return start_sum_part(grad, axis, labels.backward, dim)

@@ -1,0 +1,91 @@
+"""Modules that run on this rank's part of a sequence, with parameters that every rank holds.
+
+While the forward runs, the parameters are leaves over the local tensors (``self.weight`` is one
+there); before and after, whatever it ends with, they are the DTensors. Each rank uses them on other
+positions, so that their gradients are partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensor import is_dtensor, sum_partial
+from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
+from meshwright.layout import Shard
+from meshwright.tensor_parallel.layouts import Arrival, Site
+
+__all__ = ["Sequence", "SequencePart"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What the style says of one module. Copies of the module share it."""
+
+    site: Site
+    dim: int
+    is_local: bool
+    parameters: tuple[tuple[str, str, PartialGradient], ...]
+    """Path of the owner, name, and what sums the gradient."""
+
+    def __deepcopy__(self, memo: object) -> Sequence:
+        return self
+
+
+class SequencePart(nn.Module):
+    """The class that `SequenceParallel` puts before a module's own."""
+
+    _tensor_parallel: Sequence
+
+    def forward(self, *inputs: object, **options: object) -> torch.Tensor:
+        """The module's own forward on local tensors; the first input is the sequence.
+
+        Raises ValueError when that is not a tensor, TypeError when the output is not.
+        """
+        settings = self._tensor_parallel
+        site, name = settings.site, settings.site.labels.name
+        first = inputs[0] if inputs else None
+        if not isinstance(first, torch.Tensor):
+            raise ValueError(
+                f"expecting input of {self} to be a torch.Tensor or DTensor, but got {first} "
+                f"({name}: the first positional input is the sequence)"
+            )
+        placement = Shard(settings.dim)
+        given = site.move(site.arrive(first, placement), placement, leaves=False)
+        with self._on_leaves():
+            output = super().forward(given.local, *inputs[1:], **options)
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"{name}: expected one tensor as output, found {type(output).__name__}")
+        return site.depart(self._departing(output, given), is_local=settings.is_local)
+
+    def _departing(self, output: torch.Tensor, given: Arrival) -> Arrival:
+        """The output, whose sequence is as long as that of the input."""
+        if self._tensor_parallel.is_local:
+            return Arrival(output, given.placement, None)
+        dim = self._tensor_parallel.dim
+        total = self._tensor_parallel.site.whole_shape(given)[dim]
+        shape = list(output.shape)
+        shape[dim] = total
+        return Arrival(output, Shard(dim % output.ndim), tuple(shape))
+
+    @contextmanager
+    def _on_leaves(self) -> Iterator[None]:
+        """The parameters are local leaves; those that a manager has replaced stay."""
+        settings = self._tensor_parallel
+        forget_unsummed(settings.site.axis)
+        at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        try:
+            for path, key, add in settings.parameters:
+                owner = self.get_submodule(path)._parameters
+                parameter = owner[key]
+                if parameter is not None and is_dtensor(parameter):
+                    at_rest.append((owner, key, parameter))
+                    owner[key] = sum_partial(parameter, add)
+            yield
+        finally:
+            for owner, key, parameter in at_rest:
+                owner[key] = parameter

@@ -1,0 +1,209 @@
+"""Styles of layers that hold parameters: by columns, by rows, and on a part of the sequence.
+
+A style is applied to one module: its parameters become DTensors, and its class one whose forward
+moves activations and computes on local tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import nn
+
+from meshwright.comm.dtensor import our_placement, torch_placements
+from meshwright.comm.partial_gradients import PartialGradient
+from meshwright.layout import Placement, Replicate, Shard
+from meshwright.mesh import DeviceMesh
+from meshwright.tensor_parallel.embedding import ColumnEmbedding, RowEmbedding, check_embedding
+from meshwright.tensor_parallel.layouts import Site, check_mesh
+from meshwright.tensor_parallel.linear import ColumnLinear, RowLinear, Settings
+from meshwright.tensor_parallel.sequence import Sequence, SequencePart
+from meshwright.tensor_parallel.weights import distribute
+
+__all__ = ["ColwiseParallel", "ParallelStyle", "RowwiseParallel", "SequenceParallel"]
+
+
+class ParallelStyle(ABC):
+    """How one module runs over the ranks of an axis. Derive from it for styles of your own.
+
+    `parallelize_module` sets ``src_data_rank`` and ``module_name`` and calls ``_apply``, which
+    changes the module in place and returns it.
+    """
+
+    src_data_rank: int | None = 0
+    """The rank of the axis whose values parameters start from; None for those that are there."""
+    module_name: str = ""
+    """The name of the module that the style is about to be applied to."""
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
+
+    def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
+        """Where ``module`` communicates. Raises ValueError unless the mesh has one dim."""
+        check_mesh(device_mesh)
+        return Site.of(device_mesh, self.module_name or type(module).__name__)
+
+
+class _Layered(ParallelStyle):
+    """A style with one layout for the input and one for the output."""
+
+    def __init__(
+        self,
+        input_layouts: Placement | None,
+        output_layouts: Placement | None,
+        defaults: tuple[Placement, Placement],
+        use_local_output: bool,
+    ) -> None:
+        self.input_layouts = torch_placements([input_layouts or defaults[0]])
+        self.output_layouts = torch_placements([output_layouts or defaults[1]])
+        self.use_local_output = use_local_output
+
+    def _settings(self, module: nn.Module, site: Site, *, sums_bias: bool = False) -> Settings:
+        """What is said of ``module``; refuses parameters that have no part in it."""
+        known = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
+        found = set(module._parameters)
+        if found != known:
+            raise ValueError(
+                f"{site.labels.name}: expected a {type(module).__name__} with the parameters "
+                f"{sorted(known)}, found {sorted(found)}: others (of a parametrization or of a "
+                "subclass) cannot be cut here"
+            )
+        return Settings(
+            site=site,
+            input=our_placement(self.input_layouts[0], site.labels.name),
+            output=our_placement(self.output_layouts[0], site.labels.name),
+            is_local=self.use_local_output,
+            partial_bias=PartialGradient(site.axis) if sums_bias else None,
+        )
+
+    def _become(
+        self,
+        module: nn.Module,
+        kind: type[nn.Module],
+        settings: Settings,
+        placements: dict[str, Placement],
+    ) -> nn.Module:
+        for key, placement in placements.items():
+            is_partial = key == "bias" and settings.partial_bias is not None
+            site, source = settings.site, self.src_data_rank
+            distribute(module, key, placement, site, source, is_partial=is_partial)
+        vars(module)["_tensor_parallel"] = settings
+        own = type(module)
+        # A subclass's own forward runs, and its super().forward() is the one that communicates.
+        is_plain = own in (nn.Linear, nn.Embedding)
+        module.__class__ = kind if is_plain else type(own.__name__, (own, kind), {})
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class ColwiseParallel(_Layered):
+    """Cuts the output features of a `torch.nn.Linear` or `torch.nn.Embedding` over ranks.
+
+    ``input_layouts``: of the local tensor that comes (Replicate). ``output_layouts``: of what is
+    returned (``Shard(-1)``). A DTensor says its own layout. With ``use_local_output=False`` the
+    output is a DTensor.
+
+    Weight and bias of a Linear are ``Shard(0)``, the weight of an Embedding ``Shard(1)``. The
+    gradient of the input is summed over ranks while that of the weight is computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts, output_layouts, (Replicate(), Shard(-1)), use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        if isinstance(module, nn.Linear):
+            cuts: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+            return self._become(module, ColumnLinear, self._settings(module, site), cuts)
+        if isinstance(module, nn.Embedding):
+            check_embedding(module, site.labels.name, is_by_rows=False)
+            settings = self._settings(module, site)
+            return self._become(module, ColumnEmbedding, settings, {"weight": Shard(1)})
+        raise NotImplementedError(
+            "ColwiseParallel currently only support nn.Linear and nn.Embedding! "
+            f"{site.labels.name} is a {type(module).__name__}"
+        )
+
+
+class RowwiseParallel(_Layered):
+    """Cuts the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
+
+    ``input_layouts``: of the local tensor that comes (``Shard(-1)``; give Replicate for an
+    Embedding). ``output_layouts``: of what is returned (Replicate). A DTensor says its own layout.
+    With ``use_local_output=False`` the output is a DTensor.
+
+    The weight of a Linear is ``Shard(1)`` and its bias Replicate, added once, after the sum; the
+    weight of an Embedding is ``Shard(0)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts, output_layouts, (Shard(-1), Replicate()), use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        if isinstance(module, nn.Linear):
+            is_cut = isinstance(our_placement(self.output_layouts[0], site.labels.name), Shard)
+            settings = self._settings(module, site, sums_bias=is_cut)
+            cuts: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+            return self._become(module, RowLinear, settings, cuts)
+        if isinstance(module, nn.Embedding):
+            check_embedding(module, site.labels.name, is_by_rows=True)
+            settings = self._settings(module, site)
+            return self._become(module, RowEmbedding, settings, {"weight": Shard(0)})
+        raise NotImplementedError(
+            "RowwiseParallel currently only support nn.Linear and nn.Embedding! "
+            f"{site.labels.name} is a {type(module).__name__}"
+        )
+
+
+class SequenceParallel(ParallelStyle):
+    """Runs a module (a norm, dropout) on this rank's part of dim ``sequence_dim`` of its input.
+
+    A local input is taken for that part; a DTensor is cut where it is not. The parameters are
+    replicated, and their gradients summed over ranks: one all-reduce for all of them at the end of
+    each backward pass.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = torch_placements([Shard(sequence_dim)])
+        self.sequence_dim = sequence_dim
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        parameters = []
+        for path, owner in module.named_modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                add = PartialGradient(site.axis)
+                distribute(owner, key, Replicate(), site, self.src_data_rank, is_partial=True)
+                parameters.append((path, key, add))
+        settings = Sequence(site, self.sequence_dim, self.use_local_output, tuple(parameters))
+        vars(module)["_tensor_parallel"] = settings
+        own = type(module)
+        module.__class__ = type(own.__name__, (SequencePart, own), {"__module__": own.__module__})
+        return module
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(sequence_dim={self.sequence_dim}, "
+            f"use_local_output={self.use_local_output})"
+        )
