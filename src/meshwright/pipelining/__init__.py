@@ -1,10 +1,11 @@
 """Pipelines: stages of a model on different ranks, run in the order of any schedule.
 
-Bottom-up: `edges` (where a stage's arguments come from), `metadata` (what values look like),
-`microbatch` (cutting and merging), `weight_rules` and `backward` (the two halves of a backward),
-`residency` (parameters that are spread or copied over ranks), `ties` (parameters that several
-stages hold), `stage`, `program` (a rank's row with its stages and messages), `transfers` (what
-ranks tell each other in a step), `listener` (who is told of it), `runtime` (the one interpreter),
+Bottom-up: `edges` (where a stage's arguments come from), `constants` (what is no tensor),
+`metadata` (what values look like), `microbatch` (cutting and merging), `weight_rules` and
+`backward` (the two halves of a backward), `residency` (parameters that are spread or copied over
+ranks), `ties` (parameters that several stages hold), `stage`, `program` (a rank's row with its
+stages and messages), `agreed` (what ranks need not tell again), `transfers` (what they tell each
+other in a step), `failures`, `listener` (who is told of it), `runtime` (the one interpreter),
 `schedules` (the classes that users call), `clipping` (the norm over all stages).
 
 From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),

@@ -1,7 +1,8 @@
-"""What a value that crosses stages looks like: shapes, strides, dtypes, and plain constants.
+"""What a value that crosses stages looks like: shapes, strides, dtypes, and where constants are.
 
 A signature describes all outputs of a stage for one microbatch. Ranks send it as JSON, at most once
-for each signature, and know it by its id from then on.
+for each signature, and know it by its id from then on. What is no tensor in it may differ from
+microbatch to microbatch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils._pytree import (
 )
 
 from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.constants import CONSTANTS, named, refusal, room_for
 
 __all__ = [
     "Signature",
@@ -36,9 +38,6 @@ __all__ = [
     "tensors_in",
     "trained",
 ]
-
-Constant = bool | int | float | str | torch.dtype | None
-CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 
 @dataclass(slots=True)
@@ -66,6 +65,10 @@ class Values:
     def tensors(self) -> Iterator[torch.Tensor]:
         """The leaves that are tensors."""
         return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+    def constants(self) -> list[object]:
+        """The leaves that are none."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,11 @@ class TensorMeta:
 class Signature:
     """What all leaves of a value are, and how they are nested."""
 
-    leaves: tuple[TensorMeta | Constant, ...]
+    leaves: tuple[TensorMeta | None, ...]
+    """None for a constant."""
     spec: TreeSpec | None = None
+    room: int = field(default=0, compare=False)
+    """Bytes of the message that carries the constants; 0 without any."""
     tensors: tuple[TensorMeta, ...] = field(init=False, compare=False, repr=False)
     """The leaves that are tensors."""
     wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -141,16 +147,21 @@ class Signature:
 
         Raises `PipeliningShapeError` for values that are nested in a class of their own.
         """
+        text, cause = "", None
         try:
-            spec = None if self.spec is None else json.loads(treespec_dumps(self.spec))
-        except NotImplementedError as error:
+            text = "" if self.spec is None else treespec_dumps(self.spec)
+        except (NotImplementedError, TypeError) as error:
+            cause = error
+        if self.spec is not None and (not text or treespec_loads(text) != self.spec):
             raise PipeliningShapeError(
                 f"values nested as {self.spec} cannot go to another rank: expected tuples, lists "
-                "and dicts, or classes registered with torch.utils._pytree under a serialized name"
-            ) from error
+                "and dicts with keys that JSON has, or classes registered with "
+                "torch.utils._pytree under a serialized name"
+            ) from cause
         document = {
-            "spec": spec,
+            "spec": json.loads(text) if text else None,
             "leaves": [_to_json(leaf) for leaf in self.leaves],
+            "room": self.room,
         }
         return json.dumps(document, sort_keys=True).encode()
 
@@ -162,17 +173,18 @@ class Signature:
         return cls(
             tuple(_from_json(leaf) for leaf in document["leaves"]),
             None if spec is None else treespec_loads(json.dumps(spec)),
+            document["room"],
         )
 
     def describes(self, values: Values) -> bool:
-        """Whether ``values`` are as described, constants included."""
+        """Whether ``values`` are as described, whatever the values of constants."""
         if len(values.leaves) != len(self.leaves) or values.spec != self.spec:
             return False
         for meta, leaf in zip(self.leaves, values.leaves, strict=True):
             if isinstance(meta, TensorMeta):
                 if not meta.describes(leaf):
                     return False
-            elif type(leaf) is not type(meta) or leaf != meta:
+            elif type(leaf) not in CONSTANTS:
                 return False
         return True
 
@@ -198,18 +210,16 @@ def signature_of(values: Values, where: str) -> Signature:
 
     Raises ``PipeliningShapeError`` for leaves that are neither tensors nor plain constants.
     """
-    leaves: list[TensorMeta | Constant] = []
+    leaves: list[TensorMeta | None] = []
     for number, leaf in enumerate(values.leaves):
         if isinstance(leaf, torch.Tensor):
             leaves.append(TensorMeta.of(leaf))
-        elif isinstance(leaf, CONSTANTS):
-            leaves.append(leaf)
+        elif type(leaf) in CONSTANTS:
+            leaves.append(None)
         else:
-            raise PipeliningShapeError(
-                f"{where}, leaf {number}, is of type {type(leaf).__name__}; expected a tensor, "
-                "None, bool, int, float, str or dtype: only those go from stage to stage"
-            )
-    return Signature(tuple(leaves), values.spec)
+            raise PipeliningShapeError(refusal(leaf, f"{where}, value {number},"))
+    constants = values.constants()
+    return Signature(tuple(leaves), values.spec, room_for(constants) if constants else 0)
 
 
 def digest(*parts: object) -> int:
@@ -236,11 +246,11 @@ def differences(expected: Signature, actual: Values, where: str) -> str:
     return "; ".join(found)
 
 
-def _leaf_differences(meta: TensorMeta | Constant, leaf: object, name: str) -> list[str]:
-    if not isinstance(meta, TensorMeta):
-        if type(leaf) is type(meta) and leaf == meta:
-            return []
-        return [f"{name} has another value: expected {meta!r} actual {_brief(leaf)}"]
+def _leaf_differences(meta: TensorMeta | None, leaf: object, name: str) -> list[str]:
+    if meta is None:
+        if isinstance(leaf, torch.Tensor):
+            return [f"{name} is {_brief(leaf)}: expected a constant, as before"]
+        return [] if type(leaf) in CONSTANTS else [refusal(leaf, name)]
     if not isinstance(leaf, torch.Tensor):
         return [f"{name} is no tensor: expected shape {list(meta.shape)} actual {_brief(leaf)}"]
     found = []
@@ -260,22 +270,15 @@ def _brief(value: object) -> str:
     return repr(value)[:60]
 
 
-def _to_json(leaf: TensorMeta | Constant) -> object:
-    if isinstance(leaf, TensorMeta):
-        return [
-            list(leaf.shape),
-            list(leaf.stride),
-            str(leaf.dtype).removeprefix("torch."),
-            leaf.requires_grad,
-        ]
-    if isinstance(leaf, torch.dtype):
-        return {"dtype": str(leaf).removeprefix("torch.")}
-    return {"value": leaf}
+def _to_json(leaf: TensorMeta | None) -> object:
+    if leaf is None:
+        return None
+    return [list(leaf.shape), list(leaf.stride), named(leaf.dtype), leaf.requires_grad]
 
 
-def _from_json(leaf: Sequence[Any] | dict[str, Any]) -> TensorMeta | Constant:
-    if isinstance(leaf, dict):
-        return getattr(torch, leaf["dtype"]) if "dtype" in leaf else leaf["value"]
+def _from_json(leaf: Sequence[Any] | None) -> TensorMeta | None:
+    if leaf is None:
+        return None
     shape, stride, dtype, requires_grad = leaf
     return TensorMeta(tuple(shape), tuple(stride), getattr(torch, dtype), requires_grad)
 

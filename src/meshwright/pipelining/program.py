@@ -30,7 +30,7 @@ from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
 __all__ = ["PAYLOAD", "Entry", "Leg", "program", "tag_of"]
 
-PAYLOAD = 5
+PAYLOAD = 7
 """The kind of message that carries tensors; kinds below it go ahead."""
 
 

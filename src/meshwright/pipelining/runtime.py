@@ -11,7 +11,9 @@ import torch
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
-from meshwright.errors import PipelinePeerError, PipeliningShapeError
+from meshwright.errors import PipelinePeerError
+from meshwright.pipelining.agreed import Agreed
+from meshwright.pipelining.failures import Failures
 from meshwright.pipelining.listener import Listener
 from meshwright.pipelining.metadata import Values, digest, signature_of, trained
 from meshwright.pipelining.microbatch import check_loss
@@ -19,7 +21,7 @@ from meshwright.pipelining.program import Entry, Leg, program
 from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.ties import Tie, TiedParameters
-from meshwright.pipelining.transfers import Memory, Transfers, first_tag
+from meshwright.pipelining.transfers import Transfers, first_tag
 from meshwright.schedule.actions import (
     RECV_B,
     RECV_F,
@@ -81,13 +83,14 @@ class Runtime:
         self._programs = {
             mode: program(s, self._rank, stages, residencies) for mode, s in self.schedules.items()
         }
-        self._memory = Memory()
+        self._agreed = Agreed()
         self._first_tag = first_tag(training, number)
         self._ids: dict[object, tuple[int, ...]] = {}
         self._weights: dict[object, torch.Tensor] = {}
         self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
         self._notices = Notices(communicator, f"schedule {number}")
-        self._noticed = ""
+        has_replicas = any(residencies.values())
+        self._failures = Failures(communicator, self._notices, has_replicas=has_replicas)
         ties = next(iter(stages.values())).ties
         modules = {index: stage.submod for index, stage in stages.items()}
         self._tied = TiedParameters(modules, ties, training.stage_ranks, residencies)
@@ -108,9 +111,7 @@ class Runtime:
             raise PipelinePeerError(
                 f"this schedule is unusable since an earlier step failed: {self.broken}"
             ) from self.broken
-        if self._noticed:
-            self._notices.withdraw(self._noticed)
-            self._noticed = ""
+        self._failures.begin(self.steps)
         step = _Step(self, batch, training=training)
         what = f"a step of {self._what}" if training else f"an evaluation of {self._what}"
         residencies = [residency for residency in self._residencies.values() if residency]
@@ -131,7 +132,8 @@ class Runtime:
             for residency in residencies:
                 residency.drop()
             raise
-        self._memory = step.memory
+        self._agreed.keep(step.transfers.came)
+        self._agreed.keep(step.made)
         self.steps += 1
 
     def disagreement(self, rank: int) -> str:
@@ -146,48 +148,22 @@ class Runtime:
         return "the ranks of the pipeline disagree: " + "; ".join(parts)
 
     def _failed(self, step: _Step, error: BaseException) -> None:
-        if step.transfers.has_sent or step.transfers.has_posted:
+        has_begun = step.transfers.has_begun
+        if has_begun:
             self.broken = error
-            self.steps += 1
-        if not isinstance(error, Exception) or step.failure is not None:
-            return
+        else:
+            self._agreed.drop()
         action = step.entry.action
-        key = self._tell(step.number, error, action.stage, str(action))
-        if not step.transfers.has_sent:
-            self._noticed = key
+        self._failures.tell(self.steps, error, action.stage, str(action), for_good=has_begun)
 
     def refused(self, error: Exception) -> None:
         """A step could not begin on this rank: tell those that wait for it, until it can."""
-        if self.broken is None and not self._noticed:
-            self._noticed = self._tell(self.steps, error, min(self.stages), "step()")
+        if self.broken is None:
+            self._failures.tell(self.steps, error, min(self.stages), "step()", for_good=False)
 
-    def _tell(self, number: int, error: Exception, stage: int, action: str) -> str:
-        """Leave a notice of a failure for the other ranks; its key, empty when one is there."""
-        text = json.dumps(
-            {
-                "rank": self._communicator.ranks[self._rank],
-                "stage": stage,
-                "action": action,
-                "type": _kind(error),
-                "name": type(error).__name__,
-                "text": str(error),
-            }
-        )
-        return str(number) if self._notices.post(str(number), text) else ""
-
-    def peer_error(self, number: int) -> Exception | None:
-        """The failure of another rank in step ``number``, as an error of this one."""
-        text = self._notices.read(str(number))
-        if text is None:
-            return None
-        found = json.loads(text)
-        if found["rank"] == self._communicator.ranks[self._rank]:
-            return None
-        kind = _KINDS.get(found["type"], PipelinePeerError)
-        return kind(
-            f"rank {found['rank']} stage {found['stage']} failed in {found['action']}: "
-            f"{found['name']}: {found['text']}"
-        )
+    def look(self) -> None:
+        """Raise when another rank has failed in this step or an earlier one."""
+        self._failures.look(self.steps)
 
 
 def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str, Any]:
@@ -204,23 +180,6 @@ def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str,
     }
 
 
-class _PeerShapeError(PipeliningShapeError, PipelinePeerError):
-    """Another rank found a value of another shape."""
-
-
-class _PeerValueError(PipelinePeerError, ValueError):
-    """Another rank was given a wrong value."""
-
-
-_KINDS: Mapping[str, type[Exception]] = {"shape": _PeerShapeError, "value": _PeerValueError}
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, PipeliningShapeError):
-        return "shape"
-    return "value" if isinstance(error, ValueError) else ""
-
-
 class _Step:
     """One step on one rank."""
 
@@ -228,27 +187,24 @@ class _Step:
         self.runtime = runtime
         self.batch = batch
         self.training = training
-        self.number = runtime.steps
         self.schedule = runtime.schedules[training]
         self.entry = runtime._programs[training][0]
         """The action that runs, or has failed."""
-        self.failure: Exception | None = None
-        """Another rank's failure, which has ended this step."""
-        self.memory = runtime._memory.copy()
         self._unposted: list[Leg] = []
         self._listener: Listener | None = None
-        self._ids: dict[int, Sequence[int]] = {}
+        self.made: dict[int, tuple[int, ...]] = {}
+        """By stage of this rank the ids of its outputs."""
         self._losses: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._late: list[Several] = []
         """What is reduced when the row has been run."""
         self.transfers = Transfers(
             runtime._communicator,
             self.schedule,
-            self.number,
-            self.memory,
+            runtime.steps,
+            runtime._agreed,
             runtime._headers,
             self.ids,
-            self._watch,
+            runtime.look,
             2 * runtime.plan + training,
             runtime.disagreement,
             runtime._first_tag,
@@ -289,20 +245,14 @@ class _Step:
         if self._listener is not None:
             self._listener.end()
 
-    def _watch(self) -> None:
-        error = self.runtime.peer_error(self.number)
-        if error is not None:
-            self.failure = error
-            raise error
-
     # -------------------------------------------------------------------- signatures
 
-    def ids(self, stage: int, *, wait: bool) -> Sequence[int] | None:
+    def ids(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
         """The ids of what ``stage`` of this rank makes, by microbatch."""
-        found = self._ids.get(stage)
+        found = self.made.get(stage)
         if found is not None:
             return found
-        before: list[Sequence[int]] = []
+        before: list[tuple[int, ...]] = []
         for source in self.schedule.sources[stage]:
             is_local = source in self.runtime.stages
             ask = self.ids if is_local else self.transfers.incoming
@@ -324,7 +274,7 @@ class _Step:
             if len(cache) >= _KEPT:
                 cache.clear()
             cache[key] = found
-        self._ids[stage] = found
+        self.made[stage] = found
         return found
 
     def _given(self, stage: int) -> Any:  # noqa: ANN401 - anything that can be a key
@@ -372,7 +322,7 @@ class _Step:
         """F: run the stage, hand over to stages of this rank."""
         index, k, stage, batch = entry.index, entry.microbatch, entry.stage, self.batch
         ids = self.ids(index, wait=True) or ()
-        known = self.memory.outputs.get((index, ids[k]))
+        known = self.runtime._agreed[index].outputs.get(ids[k])
         if known is not None:
             stage.expected[k] = known
         args = batch.args[k] if stage.takes_batch else ()
@@ -382,7 +332,7 @@ class _Step:
         values = stage.take_outputs(k)
         if known is None and not stage.is_last:
             where = f"{stage.name} output of microbatch {k}"
-            self.memory.outputs[index, ids[k]] = signature_of(values, where)
+            self.runtime._agreed.learn(index, ids[k], signature_of(values, where))
         elif known is not None:
             known.check_gradients(values, f"{stage.name} output of microbatch {k}")
         for target in entry.targets:

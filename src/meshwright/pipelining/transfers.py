@@ -5,7 +5,8 @@ sender takes the schedule to be, the step's number, and an id of each microbatch
 follows from the inputs before anything is computed (as one digest of the list, which follows where
 it is new). Where an id is known the receive is posted at once. The first microbatch of an unknown
 one carries its signature in front of its payload. Gradients have the signature of the outputs they
-belong to; which of them are none is told once for each id.
+belong to; which of them are none is told once for each id. Constants are known only when they have
+been computed: where there are any, each microbatch has a small message for them.
 
 A receive never blocks when it is posted: what it needs to know may not be there yet, and then it is
 posted by whoever waits for it.
@@ -15,28 +16,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from meshwright.comm import Communicator, Pending, start_together
 from meshwright.errors import CollectiveMismatchError, PipeliningShapeError
-from meshwright.pipelining.metadata import (
-    Signature,
-    TensorMeta,
-    Values,
-    differences,
-    digest,
-    signature_of,
-)
+from meshwright.pipelining.agreed import Agreed
+from meshwright.pipelining.constants import packed, unpacked
+from meshwright.pipelining.metadata import Signature, TensorMeta, Values, differences
 from meshwright.pipelining.program import PAYLOAD, Leg, tag_of
 from meshwright.schedule.actions import SEND_F, Schedule
 
-__all__ = ["Edge", "Ids", "Memory", "Transfers", "first_tag"]
+__all__ = ["Ids", "Transfers", "first_tag"]
 
-_HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK = range(PAYLOAD)
-_NAMES = ("header", "ids", "length of the signature", "signature", "gradients")
+_HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK, _CONSTANTS, _REST = range(PAYLOAD)
+_NAMES = (
+    "header",
+    "ids",
+    "length of the signature",
+    "signature",
+    "gradients",
+    "constants",
+    "more constants",
+)
 _TIED = PAYLOAD + 1
 _TIED_MESSAGES = 4096
 """More than one stage has for another of tied parameters in one step."""
@@ -46,45 +50,13 @@ _ALIKE = "every rank has to call step() and eval() equally often and in the same
 _TAGS = 1 << 31
 """Tags that Gloo has."""
 
-Edge = tuple[int, int]
-"""A stage, and the rank that reads its outputs."""
-
 
 class Ids(Protocol):
     """Gives the ids of what a stage of this rank makes, once they are known."""
 
-    def __call__(self, stage: int, *, wait: bool) -> Sequence[int] | None:
+    def __call__(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
         """One id for each microbatch; None when they are not known and ``wait`` is false."""
         ...
-
-
-@dataclass(slots=True)
-class Memory:
-    """What is known of signatures from steps that have succeeded."""
-
-    lists: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    """By stage and digest, the ids of all microbatches."""
-    listed: set[tuple[int, int, int]] = field(default_factory=set)
-    """(stage, rank, digest) of lists that have been sent."""
-    outputs: dict[tuple[int, int], Signature] = field(default_factory=dict)
-    """By stage and id, the outputs of that stage."""
-    told: set[tuple[int, int, int]] = field(default_factory=set)
-    """(stage, rank, id) of outputs whose signature has been sent or received."""
-    masks: dict[tuple[int, int, int], tuple[bool, ...]] = field(default_factory=dict)
-    """By (stage that read, stage that made, id), for each tensor whether it gets a gradient."""
-    digests: dict[Sequence[int], int] = field(default_factory=dict)
-    """By ids of all microbatches, their digest."""
-
-    def copy(self) -> Memory:
-        """The same, to be changed by a step that may fail."""
-        return Memory(
-            dict(self.lists),
-            set(self.listed),
-            dict(self.outputs),
-            set(self.told),
-            dict(self.masks),
-            self.digests,
-        )
 
 
 @dataclass(slots=True)
@@ -95,6 +67,7 @@ class _Receive:
     buffers: list[torch.Tensor]
     signature: Signature
     mask: tuple[bool, ...] | None = None
+    constants: tuple[Pending, torch.Tensor] | None = None
 
 
 class Transfers:
@@ -105,7 +78,7 @@ class Transfers:
         communicator: Communicator,
         schedule: Schedule,
         step: int,
-        memory: Memory,
+        agreed: Agreed,
         headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]],
         ids: Ids,
         watch: Callable[[], None],
@@ -117,12 +90,12 @@ class Transfers:
         to the next; ``watch`` is called while this rank waits, and raises when a peer failed;
         ``plan`` is twice a digest of what all ranks must agree on, plus one in training;
         ``disagreement`` tells how a rank's differs; tags begin at ``first_tag``."""
-        self.has_sent = False
-        """Whether anything of this step has left this rank."""
+        self.has_begun = False
+        """Whether anything of this step has left this rank, or was to be received by it."""
         self._communicator = communicator
         self._schedule = schedule
         self._step = step
-        self._memory = memory
+        self._agreed = agreed
         self._headers = headers
         self._ids = ids
         self._watch = watch
@@ -132,17 +105,19 @@ class Transfers:
         self._can_look = communicator.backend != "gloo"
         """Whether it costs nothing to see that a message has left."""
         self._sent: deque[tuple[Pending, torch.Tensor]] = deque()
-        self._announced: set[Edge] = set()
-        self._incoming: dict[int, Sequence[int]] = {}
+        self._announced: set[tuple[int, int]] = set()
+        """(stage, rank that reads its outputs)."""
+        self.came: dict[int, tuple[int, ...]] = {}
+        """By stage of another rank the ids of its outputs."""
         self._posted: dict[Leg, _Receive] = {}
         self._awaited: set[Leg] = set()
         """Those that were waited for before they could be posted."""
 
     # ------------------------------------------------------------------------ headers
 
-    def incoming(self, stage: int, *, wait: bool) -> Sequence[int] | None:
+    def incoming(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
         """The ids of the outputs of ``stage`` of another rank; None when they have not come."""
-        found = self._incoming.get(stage)
+        found = self.came.get(stage)
         if found is not None:
             return found
         key = (self._step, stage)
@@ -167,31 +142,34 @@ class Transfers:
                 f"stage {stage} on rank {self._schedule.stage_ranks[stage]} is in step {step} of "
                 f"this schedule, and rank {self._communicator.rank} in step {self._step}: {_ALIKE}"
             )
-        ids = self._memory.lists.get((stage, combined))
+        known = self._agreed[stage]
+        ids = known.lists.get(combined)
         if ids is None:
             if not wait:
                 return None
+            self.has_begun = True
             rest = torch.empty(count, dtype=torch.int64)
             self._hear(rest, stage, _IDS, stage, 0).wait(watch=self._watch)
-            ids = self._memory.lists[stage, combined] = tuple(rest.tolist())
+            ids = tuple(rest.tolist())
+            known.digest_of(ids)
+        self.has_begun = True
         del self._headers[key]
-        self._incoming[stage] = ids
+        self.came[stage] = ids
         return ids
 
-    def _announce(self, stage: int, rank: int) -> Sequence[int]:
+    def _announce(self, stage: int, rank: int) -> tuple[int, ...]:
         """Send the header of ``stage`` to ``rank`` unless it has been sent; its ids."""
         ids = self._ids(stage, wait=True)
         if ids is None:
             raise PipeliningShapeError(f"stage {stage} does not know what it will send")
         if (stage, rank) not in self._announced:
             self._announced.add((stage, rank))
-            combined = self._memory.digests.get(ids)
-            if combined is None:
-                combined = self._memory.digests[ids] = digest(list(ids))
+            combined = self._agreed[stage].digest_of(ids)
             header = [self._plan, self._step, combined, len(ids)]
             self._tell(torch.tensor(header), rank, _HEADER, stage, stage, 0)
-            if (stage, rank, combined) not in self._memory.listed:
-                self._memory.listed.add((stage, rank, combined))
+            listed = self._agreed[stage].listed.setdefault(combined, set())
+            if rank not in listed:
+                listed.add(rank)
                 self._tell(torch.tensor(ids), rank, _IDS, stage, stage, 0)
         return ids
 
@@ -201,18 +179,20 @@ class Transfers:
         """Send the outputs of one microbatch to one rank."""
         _, stage, rank, k, _, _ = leg.message
         ids = self._announce(stage, rank)
-        identity = ids[k]
-        known = self._memory.outputs.get((stage, identity))
-        if known is None:
-            where = f"[Stage {stage}] output of microbatch {k}"
-            known = self._memory.outputs[stage, identity] = signature_of(values, where)
-        if (stage, rank, identity) not in self._memory.told:
-            self._memory.told.add((stage, rank, identity))
+        identity, known = ids[k], self._agreed[stage]
+        signature = known.outputs[identity]
+        told = known.told.setdefault(identity, set())
+        if rank not in told:
+            told.add(rank)
             first = ids.index(identity)
-            payload = torch.frombuffer(bytearray(known.to_bytes()), dtype=torch.uint8)
+            payload = torch.frombuffer(bytearray(signature.to_bytes()), dtype=torch.uint8)
             length = torch.tensor([payload.numel()], dtype=torch.int64)
             self._tell(length, rank, _LENGTH, stage, rank, first)
             self._tell(payload, rank, _SIGNATURE, stage, rank, first)
+        if signature.room:
+            parts = packed(values.constants(), signature.room)
+            for kind, part in zip((_CONSTANTS, _REST), parts, strict=False):
+                self._tell(part, rank, kind, stage, rank, k)
         for tensor in values.tensors():
             self._send(tensor.detach(), leg)
 
@@ -224,11 +204,12 @@ class Transfers:
         """
         _, stage, source, k, _, rank = leg.message
         ids = self.incoming(source, wait=True) or ()
-        signature = self._memory.outputs[source, ids[k]]
+        signature = self._agreed[source].outputs[ids[k]]
         mask = tuple([gradients[number] is not None for number in signature.wanted])
-        known = self._memory.masks.get((stage, source, ids[k]))
+        masks = self._agreed[source].masks.setdefault(ids[k], {})
+        known = masks.get(stage)
         if known is None:
-            self._memory.masks[stage, source, ids[k]] = mask
+            masks[stage] = mask
             if mask:
                 flags = torch.tensor([int(flag) for flag in mask], dtype=torch.int64)
                 first = ids.index(ids[k])
@@ -251,7 +232,7 @@ class Transfers:
             self._send(gradient, leg)
 
     def _send(self, tensor: torch.Tensor, leg: Leg) -> None:
-        self.has_sent = True
+        self.has_begun = True
         payload = tensor.contiguous()
         if payload.numel():
             tag = leg.tag + self._first_tag
@@ -272,7 +253,7 @@ class Transfers:
         backward: bool = False,
     ) -> None:
         """Send what goes ahead of payloads."""
-        self.has_sent = True
+        self.has_begun = True
         tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
         sent = self._communicator.send(tensor, rank, tag=tag + self._first_tag, label=label)
@@ -301,6 +282,7 @@ class Transfers:
         for number in signature.strided:
             meta = signature.tensors[number]
             received.buffers[number] = meta.laid_out(received.buffers[number])
+        constants = iter(self._take_constants(leg, received))
         if len(received.buffers) == len(signature.leaves):
             for number in signature.wanted:
                 received.buffers[number].requires_grad_()
@@ -308,12 +290,25 @@ class Transfers:
         tensors = iter(received.buffers)
         leaves: list[object] = []
         for meta in signature.leaves:
-            if not isinstance(meta, TensorMeta):
-                leaves.append(meta)
+            if meta is None:
+                leaves.append(next(constants))
             else:
                 tensor = next(tensors)
                 leaves.append(tensor.requires_grad_() if meta.requires_grad else tensor)
         return Values(leaves, signature.spec)
+
+    def _take_constants(self, leg: Leg, received: _Receive) -> list[object]:
+        """Wait for what came beside the tensors."""
+        if received.constants is None:
+            return []
+        _, stage, rank, k, _, _ = leg.message
+        pending, buffer = received.constants
+        pending.wait(watch=self._watch)
+
+        def receive(rest: torch.Tensor) -> None:
+            self._hear(rest, stage, _REST, rank, k).wait(watch=self._watch)
+
+        return unpacked(buffer, receive)
 
     def take_gradients(self, leg: Leg) -> list[torch.Tensor | None]:
         """Wait for the gradients of a stage of this rank, for one microbatch, leaf by leaf."""
@@ -357,14 +352,17 @@ class Transfers:
         ids = self.incoming(stage, wait=wait)
         if ids is None:
             return None
-        key = (stage, rank, ids[k])
-        if key not in self._memory.told:
+        outputs = self._agreed[stage].outputs
+        signature = outputs.get(ids[k])
+        if signature is None:
             if not wait:
                 return None
-            self._memory.outputs[stage, ids[k]] = self._learn(stage, rank, ids.index(ids[k]))
-            self._memory.told.add(key)
-        signature = self._memory.outputs[stage, ids[k]]
-        return self._open(leg, signature.tensors, signature)
+            signature = outputs[ids[k]] = self._learn(stage, rank, ids.index(ids[k]))
+        found = self._open(leg, signature.tensors, signature)
+        if signature.room:
+            buffer = torch.empty(signature.room, dtype=torch.uint8)
+            found.constants = self._hear(buffer, stage, _CONSTANTS, rank, k), buffer
+        return found
 
     def _learn(self, stage: int, rank: int, first: int) -> Signature:
         """Receive a signature. Its tag has the first microbatch that the header names it for."""
@@ -379,9 +377,9 @@ class Transfers:
         ids = self._ids(source, wait=True)
         if ids is None:
             return None
-        signature = self._memory.outputs[source, ids[k]]
-        key = (stage, source, ids[k])
-        mask = self._memory.masks.get(key)
+        signature = self._agreed[source].outputs[ids[k]]
+        masks = self._agreed[source].masks.setdefault(ids[k], {})
+        mask = masks.get(stage)
         if mask is None:
             count = len(signature.wanted)
             if count and not wait:
@@ -391,7 +389,7 @@ class Transfers:
                 first = ids.index(ids[k])
                 pending = self._hear(flags, stage, _MASK, source, first, backward=True)
                 pending.wait(watch=self._watch)
-            mask = self._memory.masks[key] = tuple(bool(flag) for flag in flags.tolist())
+            mask = masks[stage] = tuple(bool(flag) for flag in flags.tolist())
         metas = [
             signature.leaves[n] for n, flag in zip(signature.wanted, mask, strict=True) if flag
         ]
@@ -405,6 +403,7 @@ class Transfers:
         mask: tuple[bool, ...] | None = None,
     ) -> _Receive:
         """Post the receive of one message."""
+        self.has_begun = True
         communicator, tag = self._communicator, leg.tag + self._first_tag
         buffers = [meta.empty(communicator.device) for meta in metas]
         pendings = [
@@ -434,7 +433,7 @@ class Transfers:
 
     def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
         """Send message ``number`` about tied parameters to stage ``target`` of another rank."""
-        self.has_sent = True
+        self.has_begun = True
         payload = tensor.contiguous()
         rank, tag = self._schedule.stage_ranks[target], self._tied_tag(stage, target, number)
         label = f"stage {stage} tied {number}"
@@ -446,6 +445,7 @@ class Transfers:
         rank, tag = self._schedule.stage_ranks[stage], self._tied_tag(stage, target, number)
         label = f"stage {stage} tied {number}"
         self._communicator.recv(tensor, rank, tag=tag, label=label).wait(watch=self._watch)
+        self.has_begun = True
 
     def _tied_tag(self, stage: int, target: int, number: int) -> int:
         start = tag_of(self._schedule, _TIED, 0, 0, 0, backward=False)
@@ -459,11 +459,6 @@ class Transfers:
         start_together(pending for pending, _ in self._sent)
         while self._sent:
             self._sent.pop()[0].wait(watch=self._watch)
-
-    @property
-    def has_posted(self) -> bool:
-        """Whether receives of payload are under way."""
-        return bool(self._posted)
 
 
 def first_tag(schedule: Schedule, number: int) -> int:

@@ -1,0 +1,112 @@
+"""How a rank that fails in a step tells the others, whichever step they are in.
+
+Two notices of a schedule stand in the store. ``failed`` is the first failure that left messages
+behind: whoever is in that step or a later one raises, for what it waits for will not come. Ranks
+that are still in an earlier step finish it. ``refused`` is a step that could not begin on a rank,
+which takes the notice back when it tries again; ranks that have given the step up as often need
+not heed it. A rank that had begun such a step cannot begin it again, and says so in its turn.
+Data-parallel ranks of a stage are no ranks of the pipeline: the board of the run tells them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.comm import Communicator
+from meshwright.comm.notices import Notices
+from meshwright.comm.registry import PROCESS
+from meshwright.errors import PipelinePeerError, PipeliningShapeError
+
+__all__ = ["Failures"]
+
+_FAILED, _REFUSED = "failed", "refused"
+
+
+class Failures:
+    """Those of one schedule, as one rank tells and sees them."""
+
+    def __init__(self, communicator: Communicator, notices: Notices, *, has_replicas: bool) -> None:
+        self._notices = notices
+        self._has_replicas = has_replicas
+        self._rank = communicator.ranks[communicator.rank]
+        self._has_refused = False
+        self._given_up = (0, 0)
+        """A step, and how often it has ended on this rank before it had begun."""
+        self._seen: Mapping[str, Any] | None = None
+        """Another rank's failure, which has ended a step of this one."""
+
+    def tell(
+        self, step: int, error: BaseException, stage: int, action: str, *, for_good: bool
+    ) -> None:
+        """This rank has failed in ``step``, on its own or because another has."""
+        times = self._times(step) + (not for_good)
+        self._given_up = step, times
+        notice = self._seen or {
+            "rank": self._rank,
+            "stage": stage,
+            "action": action,
+            "type": _kind(error),
+            "name": type(error).__name__,
+            "text": str(error),
+        }
+        text = json.dumps({**notice, "step": step, "times": times, "by": self._rank})
+        if for_good:
+            self._notices.post(_FAILED, text)
+            if self._has_replicas and self._seen is None and PROCESS.monitor is not None:
+                PROCESS.monitor.publish(error)
+        elif self._seen is None and not self._has_refused:
+            self._has_refused = self._notices.post(_REFUSED, text)
+
+    def begin(self, step: int) -> None:
+        """``step`` begins: what this rank has refused it tries again.
+
+        Raises when another rank cannot.
+        """
+        self._seen = None
+        if self._has_refused:
+            self._has_refused = False
+            self._notices.withdraw(_REFUSED)
+        if self._times(step):
+            self.look(step)
+
+    def look(self, step: int) -> None:
+        """Raise when another rank has failed in ``step`` or in an earlier one."""
+        for key in (_FAILED, _REFUSED):
+            text = self._notices.read(key)
+            if text is None:
+                continue
+            found = json.loads(text)
+            if found["step"] > step or found["by"] == self._rank:
+                continue
+            if key == _REFUSED and found["times"] <= self._times(found["step"]):
+                continue
+            self._seen = found
+            again = ""
+            if found["rank"] == self._rank:
+                again = f"rank {found['by']} cannot run a step again that had ended: "
+            raise _KINDS.get(found["type"], PipelinePeerError)(
+                f"{again}rank {found['rank']} stage {found['stage']} failed in {found['action']}: "
+                f"{found['name']}: {found['text']}"
+            )
+
+    def _times(self, step: int) -> int:
+        return self._given_up[1] if self._given_up[0] == step else 0
+
+
+class _PeerShapeError(PipeliningShapeError, PipelinePeerError):
+    """Another rank found a value of another shape."""
+
+
+class _PeerValueError(PipelinePeerError, ValueError):
+    """Another rank was given a wrong value."""
+
+
+_KINDS: Mapping[str, type[Exception]] = {"shape": _PeerShapeError, "value": _PeerValueError}
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, PipeliningShapeError):
+        return "shape"
+    return "value" if isinstance(error, ValueError) else ""

@@ -1,0 +1,210 @@
+"""A rank fails while others are in another step: all are told who it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshwright as mw
+from meshwright.comm import communicator
+from meshwright.comm.notices import Notices
+from meshwright.errors import PipelinePeerError, RankFailedError
+from meshwright.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from meshwright.pipelining.failures import Failures
+from meshwright.testing import Ranks
+
+CPU = torch.device("cpu")
+
+
+def say(event: str) -> None:
+    """Tell the other ranks that ``event`` has happened."""
+    Notices(communicator(), "steps apart").post(event, "yes")
+
+
+def hear(event: str) -> None:
+    """Wait until some rank has said that ``event`` has happened."""
+    notices, until = Notices(communicator(), "steps apart"), time.monotonic() + 20
+    while notices.read(event) is None:
+        assert time.monotonic() < until, event
+        time.sleep(0.005)
+
+
+class Fails(nn.Module):
+    """Raises in its ``number``-th forward or backward, once ``event`` has been heard."""
+
+    def __init__(self, number: int, event: str, *, backward: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.left, self.event, self.backward = number, event, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if not self.backward:
+            self.count(y)
+        elif y.requires_grad:
+            y.register_hook(self.count)
+        return y
+
+    def count(self, _: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            hear(self.event)
+            raise OSError("planted")
+
+
+def body_ahead() -> None:
+    """The first rank fails in the last backward of step 1, when the last is in step 2."""
+    world = communicator()
+    layer = Fails(8, "ahead", backward=True) if world.rank == 0 else nn.Linear(4, 4)
+    stage = PipelineStage(layer, world.rank, world.size, CPU)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.MSELoss())
+    x = torch.ones(4, 4)
+    args = (x,) if stage.is_first else ()
+    kwargs = {"target": x} if stage.is_last else {}
+    schedule.step(*args, **kwargs)
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="Failed to run stage backward.*planted"):
+            schedule.step(*args)
+        return
+    with pytest.raises(PipelinePeerError, match="rank 0 stage 0 failed in 0B3: .*planted"):  # noqa: PT012
+        schedule.step(**kwargs)
+        if stage.is_last:
+            say("ahead")
+        schedule.step(**kwargs)
+
+
+def body_behind() -> None:
+    """The last rank fails in evaluation 1; the first is in evaluation 2 and cannot send."""
+    world = communicator()
+    layer = Fails(4, "ahead", backward=False) if world.rank else nn.Linear(4, 4)
+    schedule = ScheduleGPipe(PipelineStage(layer, world.rank, 2, CPU), 2)
+    x = torch.ones(500_000, 4)
+    schedule.eval(*((x,) if world.rank == 0 else ()))
+    if world.rank == 0:
+        schedule.eval(x)
+        say("ahead")
+        with pytest.raises(PipelinePeerError, match="rank 1 stage 1 failed in 1F1: .*planted"):
+            schedule.eval(x)
+    else:
+        with pytest.raises(RuntimeError, match="failed to run forward.*planted"):
+            schedule.eval()
+
+
+def body_again() -> None:
+    """The last rank refuses a step that the first has begun, and tries it again in vain."""
+    world = communicator()
+    schedule = ScheduleGPipe(
+        PipelineStage(nn.Linear(4, 4), world.rank, 2, CPU), 2, loss_fn=nn.MSELoss()
+    )
+    x = torch.ones(4, 4)
+    theirs = r"rank 1 stage 1 failed in step\(\): RuntimeError: .*needs a target"
+    if world.rank == 0:
+        with pytest.raises(PipelinePeerError, match=theirs):
+            schedule.step(x)
+        say("raised")
+        return
+    with pytest.raises(RuntimeError, match="needs a target"):
+        schedule.step()
+    hear("raised")
+    with pytest.raises(PipelinePeerError, match=f"rank 0 cannot run a step again.*{theirs}"):
+        schedule.step(target=x)
+
+
+def body_consumed() -> None:
+    """What was received in a step that failed is not waited for a second time."""
+    world = communicator()
+    layer = Fails(1, "sent", backward=False) if world.rank else nn.Linear(4, 4)
+    schedule = ScheduleGPipe(PipelineStage(layer, world.rank, 2, CPU), 1)
+    x = torch.ones(4, 4)
+    if world.rank == 0:
+        schedule.eval(x)
+        say("sent")
+        return
+    with pytest.raises(RuntimeError, match="failed to run forward.*planted"):
+        schedule.eval()
+    with pytest.raises(PipelinePeerError, match="unusable since an earlier step failed"):
+        schedule.eval()
+
+
+class Board:
+    """Notices of ranks in one process."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> bool:
+        return self.texts.setdefault(key, text) == text
+
+    def read(self, key: str) -> str | None:
+        return self.texts.get(key)
+
+    def withdraw(self, key: str) -> None:
+        del self.texts[key]
+
+
+def test_who_has_given_a_step_up_too_waits_for_the_others() -> None:
+    board: Any = Board()
+    first, second, third = (
+        Failures(cast("Any", SimpleNamespace(ranks=[5, 6, 7], rank=n)), board, has_replicas=False)
+        for n in range(3)
+    )
+    first.tell(4, ValueError("planted"), 0, "step()", for_good=False)
+    second.tell(4, ValueError("late"), 1, "step()", for_good=False)
+    second.begin(4)  # it has refused the step as often
+    third.look(3)
+    for step in (4, 5):
+        with pytest.raises(ValueError, match=r"rank 5 stage 0 failed in step\(\): .*planted"):
+            third.look(step)
+    first.begin(4)
+    third.begin(5)
+    third.look(5)
+    first.tell(4, ValueError("again"), 0, "step()", for_good=False)
+    for rank in (second, third):
+        with pytest.raises(PipelinePeerError, match="rank 5 .*: again"):
+            rank.look(4)
+
+
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("body", [body_ahead, body_behind, body_again, body_consumed])
+def test_who_fails_is_named_in_other_steps(ranks: Ranks, body: Callable[[], None]) -> None:
+    ranks(2, body, timeout=30)
+
+
+def test_who_fails_is_named_far_away(ranks: Ranks) -> None:
+    ranks(4, body_ahead, timeout=30)
+
+
+def body_replicas(wrap: Callable[..., Any]) -> None:
+    """Ranks of other pipelines wait for the reduction with one that has failed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    pipeline, world = communicator(mesh.get_group("pipeline")), communicator()
+    torch.manual_seed(0)
+    layer = Fails(2 if world.rank == 3 else 99, "go", backward=False)
+    wrap(layer, mesh["data"])
+    stage = PipelineStage(layer, pipeline.rank, 2, CPU, group=pipeline.group)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.MSELoss())
+    say("go")
+    x = torch.ones(4, 4)
+    kind = {3: RuntimeError, 2: PipelinePeerError}.get(world.rank, RankFailedError)
+    with pytest.raises((kind, PipelinePeerError), match=r"rank 3 .*planted|failed to run forward"):
+        schedule.step(*((x,) if stage.is_first else ()), **({"target": x} if stage.is_last else {}))
+
+
+def replicate_over(layer: nn.Module, mesh: Any) -> None:
+    mw.replicate(layer, device_mesh=mesh)
+
+
+def shard_over(layer: nn.Module, mesh: Any) -> None:
+    mw.fully_shard(layer, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [replicate_over, shard_over])
+def test_other_pipelines_are_told(ranks: Ranks, wrap: Callable[..., Any]) -> None:
+    ranks(4, body_replicas, wrap, timeout=30)
