@@ -16,7 +16,7 @@ import pytest
 
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
-from meshwright.report import read_chrome_trace, write_chrome_trace
+from meshwright.report import compare_runs, read_chrome_trace, write_chrome_trace
 from meshwright.schedule.builders import one_f_one_b
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
@@ -115,7 +115,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "expected a command: train, doctor, report, simulate, checkpoint verify"),
+        ([], "expected a command: train, compare, doctor, report, simulate, checkpoint verify"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
         (["train"], "CONFIG.toml"),
@@ -150,6 +150,7 @@ def test_a_wrong_command_is_one_line(
         (["--data.batch-size", "2000"], "found 1"),
         (["--data.batch_size", "3"], "choose a multiple of 2"),
         (["--train.recompute", '["layer.*"]'], "matches no module; did you mean 'layers.*'?"),
+        (["--run.trace_modules", '["layers.9.*"]'], "'layers.9.*' matches no module"),
         (["--train.compile", "true"], "compile = true is not available in this version"),
         (["--train.batch_norm", "sync"], "has no effect: the model has no BatchNorm"),
         (
@@ -206,7 +207,8 @@ def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]
 
 
 def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_path: Path) -> None:
-    done = run("train", str(config), "--check-parity", "--run.parity_steps=3")
+    words = ("--check-parity", "--run.parity_steps=3", "--trace-tensors")
+    done = run("train", str(config), *words, '--run.trace_modules=["layers.*"]')
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for words in (
@@ -217,10 +219,13 @@ def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_pat
         "parity: replicate=2 equals one process over 3 steps in float64",
         f"checkpoint {tmp_path}/run/checkpoints/step_00000006",
         f"trace      {tmp_path}/run/timeline.json",
+        f"tensors    {tmp_path}/run/tensors (meshwright compare {tmp_path}/run OTHER_RUN)",
     ):
         assert words in done.stdout
     assert done.stdout.count("finished at") == 1
     assert read_chrome_trace(tmp_path / "run" / "timeline.json").ranks == (0, 1)
+    found = compare_runs(tmp_path / "run", tmp_path / "run")
+    assert (len(found.steps), found.counts["activation"]) == (6, 12)
     wait_until_gone(config)
 
 

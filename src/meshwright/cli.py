@@ -1,8 +1,9 @@
-"""The command line: ``meshwright train``, ``report``, ``doctor``, ``simulate``,
+"""The command line: ``meshwright train``, ``compare``, ``report``, ``doctor``, ``simulate``,
 ``checkpoint verify``.
 
-Exit status: 0 when done, 1 when a run or a check failed, 2 when a command or a configuration is
-wrong (before any process starts), 128 plus the signal's number when a signal ended the run.
+Exit status: 0 when done, 1 when a run or a check failed or two runs differ, 2 when a command or a
+configuration is wrong (before any process starts), 128 plus the signal's number when a signal ended
+the run.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
 from meshwright.recipes.run_folder import require_folder, require_start
+from meshwright.recipes.tensor_trace import traced_modules
 from meshwright.recipes.text import open_text
-from meshwright.report import read_chrome_trace, write_page
+from meshwright.report import compare_runs, read_chrome_trace, write_page
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import build
 from meshwright.schedule.drawing import draw
@@ -68,6 +70,25 @@ class _TrainCommand:
     """Short for --run.resume."""
     check_parity: tyro.conf.FlagCreatePairsOff[bool] = False
     """Short for --run.check_parity true."""
+    trace_tensors: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Short for --run.trace_tensors true."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompareCommand:
+    """Name the first tensor in which two runs differ, whatever their layouts.
+
+    Both were started with --trace-tensors. The exit status is 0 when they agree, 1 when they do
+    not.
+    """
+
+    first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_A")]
+    """The folder of a run."""
+    second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_B")]
+    """The folder of another."""
+    tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """Relative difference that counts as rounding; by default that of the narrowest dtype: 1e-9 in
+    float64, 1e-3 in float32, 3e-2 in bfloat16 and float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +182,8 @@ def _train(words: list[str]) -> int:
         overrides.append(f"run.resume={command.resume}")
     if command.check_parity:
         overrides.append("run.check_parity=true")
+    if command.trace_tensors:
+        overrides.append("run.trace_tensors=true")
     config = read_config(command.config, overrides)
     if command.nproc < 0:
         raise PlanError(f"--nproc: expected a whole number of at least 0, found {command.nproc}")
@@ -184,6 +207,11 @@ def _check(config: TrainConfig, ranks: int) -> None:
         check_model(model, config.plan, ranks)
     except PlanError as error:
         problems.extend(str(error).splitlines())
+    problems += [
+        f"[run] trace_modules: {pattern!r} matches no module of the model"
+        for pattern in config.run.trace_modules
+        if not traced_modules([pattern], model)
+    ]
     try:
         windows = len(open_text(config.data, config.model.context).training)
         if windows < config.data.batch_size:
@@ -250,6 +278,10 @@ def _summary(outcome: Outcome) -> list[str]:
     lines.append(f"metrics    {os.path.join(outcome.folder, 'metrics.jsonl')}")
     if outcome.trace:
         lines.append(f"trace      {outcome.trace} (opens in https://ui.perfetto.dev)")
+    if outcome.tensors:
+        lines.append(
+            f"tensors    {outcome.tensors} (meshwright compare {outcome.folder} OTHER_RUN)"
+        )
     if not outcome.is_finished:
         lines.append(f"to go on, give the same command --resume {outcome.folder}")
     return lines
@@ -284,6 +316,18 @@ def _simulate(words: list[str]) -> int:
     if command.page:
         write_page(found.timeline, command.page, title=f"{command.schedule}, simulated")
     return 0
+
+
+def _compare(words: list[str]) -> int:
+    command = _parse(_CompareCommand, "compare", words)
+    if command.tolerance is not None and not command.tolerance >= 0:
+        raise PlanError(f"--tolerance: expected at least 0, found {command.tolerance}")
+    try:
+        found = compare_runs(command.first, command.second, tolerance=command.tolerance)
+    except (OSError, ValueError) as error:
+        raise PlanError(str(error)) from error
+    print("\n".join(found.lines()))
+    return int(found.divergence is not None)
 
 
 def _report(words: list[str]) -> int:
@@ -331,6 +375,7 @@ def _verify(words: list[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "compare": _compare,
     "doctor": _doctor,
     "report": _report,
     "simulate": _simulate,
@@ -339,6 +384,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 _ABOUT = {
     "train": _TrainCommand,
+    "compare": _CompareCommand,
     "doctor": _DoctorCommand,
     "report": _ReportCommand,
     "simulate": _SimulateCommand,

@@ -33,6 +33,16 @@ def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     assert steps_in(path) == [1, 2, 3, 4]
 
 
+def test_a_full_file_says_so_once_and_keeps_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, limit=40) as metrics:
+        problems = [metrics.write({"step": step}) for step in range(1, 6)]
+        assert metrics.is_closed
+    assert steps_in(path) == [1, 2, 3]
+    assert problems[3] == f"{path} has reached its limit of 40 bytes and ends"
+    assert problems[:3] + problems[4:] == [""] * 4
+
+
 def test_a_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as metrics:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.report import compare_runs
 from meshwright.testing import Ranks
 from recipes.runs import losses, run_tiny, saved_tensors, stop_in_step
 
@@ -51,7 +52,8 @@ LONG = "run.steps=16"
 
 
 def test_a_stopped_pipeline_goes_on_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    options = (*pipelined("interleaved1f1b", 4, pipeline=2), "model.dropout=0.1", LONG)
+    traced = ("model.dropout=0.1", "run.trace_tensors=true", LONG)
+    options = (*pipelined("interleaved1f1b", 4, pipeline=2), *traced)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
@@ -61,6 +63,9 @@ def test_a_stopped_pipeline_goes_on_exactly(ranks: Ranks, tmp_path: Path) -> Non
     ranks(2, run_tiny, parts, *options)
     assert losses(parts) == losses(whole)
     assert saved_tensors(parts) == saved_tensors(whole)
+    found = compare_runs(whole / "run", parts / "run")
+    assert len(found.steps) == 16
+    assert found.first_bits is None
 
 
 def test_a_pipeline_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,15 +1,53 @@
-"""Whole tensors from DTensors that are spread over ranks, and the parts of whole tensors."""
+"""Whole tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 
 from meshwright.comm.dtensor import at_rest, dtensor_at_rest, local_box, mesh_communicators
+from meshwright.comm.shard_view import ShardView
 from meshwright.errors import LayoutError
+from meshwright.layout import Box
 
-__all__ = ["part_like", "whole"]
+__all__ = ["Holding", "held", "part_like", "whole"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holding:
+    """The elements of a tensor of ``shape`` that this rank holds."""
+
+    local: torch.Tensor
+    """The elements of one box after the other, each row-major."""
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def held(tensor: torch.Tensor, name: str) -> Holding:
+    """What this rank holds of a DTensor or `ShardView`; of any other tensor all. Nothing is sent.
+
+    Raises `LayoutError`, with ``name``, where that is a summand, or rows from all over a dim.
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, ShardView):
+        boxes = tuple(box for box, _ in tensor.boxes())
+        return Holding(local=tensor.local, shape=tuple(tensor.shape), boxes=boxes)
+    if not isinstance(tensor, DTensor):
+        local = tensor.to_dense() if tensor.is_sparse else tensor
+        shape = tuple(local.shape)
+        return Holding(local=local, shape=shape, boxes=(Box((0,) * len(shape), shape),))
+    rest = at_rest(tensor)
+    box = local_box(rest.shape, rest.mesh, rest.placements)
+    is_outside = rest.mesh.get_coordinate() is None
+    if (box is None and not is_outside) or any(p.is_partial() for p in rest.placements):
+        raise LayoutError(
+            f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected whole values in "
+            "one box on each rank"
+        )
+    return Holding(local=rest.local, shape=rest.shape, boxes=() if box is None else (box,))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -133,10 +133,20 @@ class PipelinedTrainable(Trainable):
         """What names this rank's random numbers: each stage draws its own."""
         return (self.data_rank, "pipeline", self._pipeline.rank)
 
+    @property
+    def entries(self) -> tuple[tuple[int, nn.Module], ...]:
+        """The stages of this rank, each with its number."""
+        ranks = self.schedule.schedule.stage_ranks
+        mine = (number for number, rank in enumerate(ranks) if rank == self._pipeline.rank)
+        return tuple(zip(mine, cast(StageModules, self.module).stages, strict=True))
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds of each parameter, by original name; a tied one once."""
+        return {n: p for n, p in super().named_parameters().items() if n not in self._copies}
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Each gradient by original name, as one process would hold it; all ranks call it."""
-        own = {n: g for n, g in super().gradients().items() if n not in self._copies}
-        return self._ordered(union(own, self._pipeline))
+        return self._ordered(union(super().gradients(), self._pipeline))
 
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:

@@ -186,6 +186,15 @@ class Trainable:
         """What names this rank's random numbers: other ones where other things are computed."""
         return (self.data_rank,)
 
+    @property
+    def entries(self) -> tuple[tuple[int, nn.Module], ...]:
+        """The modules that a batch enters on this rank, each with the number of its stage."""
+        return ((0, self.module),)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds of each parameter, by original name; a tied one once."""
+        return dict(self.module.named_parameters())
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Each gradient by original name, as one process would hold it, between the two halves.
 
@@ -193,7 +202,7 @@ class Trainable:
         """
         return {
             name: whole(parameter.grad)
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in self.named_parameters().items()
             if parameter.grad is not None
         }
 

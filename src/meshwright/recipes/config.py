@@ -142,6 +142,13 @@ class RunConfig:
     """Steps of that comparison."""
     trace_steps: Annotated[int, AtLeast(0)] = 5
     """How many of the last steps go into timeline.json; 0 writes none."""
+    trace_tensors: bool = False
+    """Write hashes and norms of every step's tensors, for ``meshwright compare``."""
+    trace_modules: tuple[str, ...] = ()
+    """Names of modules whose outputs are traced, with wildcards; by default those that hold no
+    others."""
+    trace_mb: Annotated[float, Above(0)] = 256.0
+    """The tensor trace of a rank ends before it grows beyond so many MiB."""
     timeout: Annotated[float, Above(0)] = 60.0
     """Seconds that a rank waits for another before it gives up."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,9 +32,11 @@ from meshwright.recipes.run_folder import (
 )
 from meshwright.recipes.snapshot import restore_run, save_run
 from meshwright.recipes.stopping import StopRequest
+from meshwright.recipes.tensor_trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
 from meshwright.recipes.tracing import StepTrace
 from meshwright.recipes.validation import validation_loss
+from meshwright.report import Header, trace_file
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
@@ -66,6 +68,8 @@ class Outcome:
     folder: str
     checkpoint: str
     trace: str
+    tensors: str
+    """Folder of the tensor traces; empty when they were not asked for."""
 
     @property
     def is_finished(self) -> bool:
@@ -113,6 +117,7 @@ class _Training:
         self._trainable = _build(config, text)
         self._sampler: Sampler = self._trainable.sampler(len(text.training), config.data.batch_size)
         self._trace = StepTrace(communicator.device, keep=config.run.trace_steps)
+        self._tensors: TensorTrace | None = None
         self._losses: list[float] = []
         self._first = 1
         self._saved: Path | None = folder.checkpoint
@@ -142,6 +147,7 @@ class _Training:
         options = self._config.run
         metrics = self._open_metrics()
         progress = show_progress(self._write, steps=options.steps, every=options.log_every)
+        traced = self._trace_tensors(run, progress) if options.trace_tensors else None
         try:
             is_stopped = False
             while self._step < options.steps and not is_stopped:
@@ -159,8 +165,9 @@ class _Training:
                     _record(metrics, progress, step=self._step, validation_loss=value)
         finally:
             progress.close()
-            if metrics is not None:
-                metrics.close()
+            for file in (metrics, traced):
+                if file is not None:
+                    file.close()
 
     def finish(self, parity: Parity | None) -> Outcome:
         """Validate, write trace and summary, and return how the run ended."""
@@ -185,6 +192,9 @@ class _Training:
             folder=str(self._folder.path),
             checkpoint=str(self._saved or ""),
             trace=str(trace or ""),
+            tensors=str(trace_file(self._folder.path, 0).parent)
+            if self._config.run.trace_tensors
+            else "",
         )
         if self._world.rank == 0:
             summary = json.dumps(asdict(outcome), indent=2) + "\n"
@@ -204,6 +214,29 @@ class _Training:
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.toml").write_text(dump(self._config), encoding="utf-8")
         return MetricsFile(path / "metrics.jsonl", step=self._step)
+
+    def _trace_tensors(self, run: dict[str, object], progress: ProgressDisplay) -> MetricsFile:
+        """Let each step write its tensors until the file is full."""
+        options = self._config.run
+        header = Header(
+            rank=self._world.rank,
+            ranks=self._world.size,
+            layout=str(self._config.plan.axes),
+            step=self._step + 1,
+            run=run,
+        )
+        file = open_trace(self._folder.path, header, options.trace_mb * 2**20, self._world)
+
+        def write(row: Mapping[str, object]) -> None:
+            if problem := file.write(row):
+                progress.note(f"error: {problem}; training goes on")
+                self._tensors = None
+
+        share = self._config.data.batch_size // self._trainable.data_size
+        self._tensors = TensorTrace(
+            self._trainable, write, share=share, modules=options.trace_modules
+        )
+        return file
 
     def _take_step(self, metrics: MetricsFile | None, progress: ProgressDisplay) -> None:
         started = time.monotonic()
@@ -238,8 +271,8 @@ class _Training:
         torch.manual_seed(name_seed(self._config.plan.train.seed, number, *trainable.draws))
         inputs, targets = self._text.training.batch(self._sampler.next_indices())
         device = self._world.device
-        trainable.forward_backward(inputs.to(device), targets.to(device))
-        return trainable.optimizer_step()
+        take = trainable.step if self._tensors is None else self._tensors.step
+        return take(inputs.to(device), targets.to(device))
 
     def _save(self, run: dict[str, object], progress: ProgressDisplay, *, is_last: bool) -> None:
         """Save; before the last step a failure is told and the run goes on from what it has."""

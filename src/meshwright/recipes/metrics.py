@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,10 +23,12 @@ class MetricsFile:
 
     Opened for a run that goes on after ``step``, it first drops the lines of later steps (a run
     that was stopped between two checkpoints has written them) and a last line that was cut short.
+    It is closed before it grows beyond ``limit`` bytes.
     """
 
-    def __init__(self, path: Path, *, step: int = 0) -> None:
+    def __init__(self, path: Path, *, step: int = 0, limit: float = math.inf) -> None:
         self.path = path
+        self._limit = limit
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_until(path, step) if path.exists() else []
         temporary = path.with_name(path.name + ".tmp")
@@ -33,7 +36,12 @@ class MetricsFile:
         os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: Mapping[str, int | float | str | None]) -> str:
+    @property
+    def is_closed(self) -> bool:
+        """Whether further objects are dropped."""
+        return self._file.closed
+
+    def write(self, record: Mapping[str, object]) -> str:
         """Append one object; it is in the file when this returns.
 
         Returns why it cannot be written, once, and keeps silent about further objects: a full disk
@@ -42,7 +50,11 @@ class MetricsFile:
         if self._file.closed:
             return ""
         try:
-            self._file.write(json.dumps(dict(record), allow_nan=True) + "\n")
+            line = json.dumps(dict(record), allow_nan=True) + "\n"
+            if self._file.tell() + len(line) > self._limit:
+                self.close()
+                return f"{self.path} has reached its limit of {self._limit:,.0f} bytes and ends"
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             self.close()

@@ -1,0 +1,388 @@
+"""The first tensor in which two runs differ, by name, whatever their layouts.
+
+Steps are compared in order, and within one the input, the outputs of modules as the forward pass
+makes them, the loss, gradients as the backward pass makes them, and parameters: what is named first
+is where the difference began, and what follows from it comes later. Rows of several ranks, and of
+microbatches, are added up to the smallest pieces that both runs tell apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from meshwright.report.tensor_rows import KINDS, SKETCH, RunTrace, Step, Sums, TensorRow
+
+__all__ = ["TOLERANCES", "Finding", "RunComparison", "compare_runs"]
+
+TOLERANCES: Mapping[str, float] = MappingProxyType(
+    {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2, "bfloat16": 3e-2}
+)
+"""Relative difference that other orders of sums may make, by the narrowest dtype of a step."""
+
+FLOOR = 1e-6
+"""Tensors so much smaller than the largest of their kind and step count as zero: rounding."""
+
+_Rows = list[tuple[int, TensorRow]]
+_Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A difference between two runs, or between two ranks of one that should hold the same."""
+
+    step: int
+    kind: str
+    name: str
+    """Of the parameter or module; empty for input and loss."""
+    samples: tuple[int, int] | None
+    """Of an input or activation: first sample of the global batch, and one past the last."""
+    error: float
+    """Norm of the difference over the larger norm, estimated; infinite where one has no value."""
+    detail: str
+    """Norms, ranks and microbatches."""
+
+    def __str__(self) -> str:
+        what = {"activation": "output", "input": "input", "loss": "loss"}.get(self.kind, self.kind)
+        text = f"step {self.step}: the {what}" + (f" of {self.name!r}" if self.name else "")
+        if self.samples is not None:
+            text += f" for samples {self.samples[0]} to {self.samples[1] - 1}"
+        return f"{text} differs by {self.error:.1e} relative ({self.detail})"
+
+
+@dataclass(slots=True)
+class RunComparison:
+    """What `compare_runs` found."""
+
+    steps: list[int] = field(default_factory=list)
+    """The steps that were compared."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Compared tensors by kind, over all steps."""
+    tolerance: float = 0.0
+    """The largest that was allowed."""
+    divergence: Finding | None = None
+    """The first difference beyond the tolerance. Nothing after its step is compared."""
+    first_bits: Finding | None = None
+    """The first difference in any bit."""
+    largest: Finding | None = None
+    """The largest difference that was allowed."""
+    others: int = 0
+    """Tensors after the divergence, in the same step, that differ beyond the tolerance too."""
+    notes: list[str] = field(default_factory=list)
+    """What else a reader should know: settings that differ, tensors that were not compared."""
+
+    def lines(self) -> list[str]:
+        """For readers."""
+        counted = ", ".join(f"{n} {_plural(kind)}" for kind, n in self.counts.items())
+        lines = [*self.notes, f"compared {_spans(self.steps)}: {counted}"]
+        if self.first_bits is None:
+            lines.append("all of them are equal, bit for bit")
+        elif self.first_bits is not self.divergence:
+            lines.append(f"first difference in any bit: {self.first_bits}")
+        if self.divergence is not None:
+            lines.append(f"DIVERGED: {self.divergence}; at most {self.tolerance:.0e} is rounding")
+            if self.others:
+                lines.append(f"{self.others} later tensors of this step differ by more, too")
+        elif self.largest is not None:
+            lines.append(f"largest difference: {self.largest}")
+            lines.append(f"the runs agree: at most {self.tolerance:.0e} is rounding")
+        return lines
+
+
+def compare_runs(
+    first: str | Path, second: str | Path, *, tolerance: float | None = None
+) -> RunComparison:
+    """Compare two runs that were started with ``--trace-tensors``, named A and B.
+
+    ``tolerance`` replaces `TOLERANCES`. Raises ``ValueError`` for a folder that is not that of such
+    a run, a damaged file, runs of different models, and runs that have no step in common.
+    """
+    runs = (RunTrace(first), RunTrace(second))
+    found = RunComparison(notes=list(_notes(runs)))
+    ends = [0, 0]
+    left, right = runs[0].steps(), runs[1].steps()
+    a, b = next(left, None), next(right, None)
+    while a is not None and b is not None and found.divergence is None:
+        ends = [a.number, b.number]
+        if a.number == b.number:
+            _StepComparison(runs, (a, b), found, tolerance).run()
+        behind = min(a.number, b.number)
+        if a.number == behind:
+            a = next(left, None)
+        if b.number == behind:
+            b = next(right, None)
+    if not found.steps:
+        raise ValueError(
+            f"{first} and {second} have no step in common: the first begins with step "
+            f"{_begin(runs[0])}, the second with step {_begin(runs[1])}"
+        )
+    if found.divergence is None and (a is not None or b is not None):
+        longer = "A" if a is not None else "B"
+        found.notes.append(f"only {longer} has steps after {min(ends)}")
+    return found
+
+
+class _StepComparison:
+    """The comparison of one step of two runs."""
+
+    def __init__(
+        self,
+        runs: tuple[RunTrace, RunTrace],
+        steps: tuple[Step, Step],
+        found: RunComparison,
+        tolerance: float | None,
+    ) -> None:
+        self._runs = runs
+        self._steps = steps
+        self._found = found
+        self._tensors = tuple(map(_by_tensor, steps))
+        rows = [row for step in steps for _, row in step.rows]
+        allowed = [TOLERANCES.get(row.dtype, 0.0) for row in rows]
+        self._tolerance = max(allowed, default=0.0) if tolerance is None else tolerance
+        self._floor = {
+            kind: FLOOR * max((r.sums.norm for r in rows if r.kind == kind), default=0.0)
+            for kind in KINDS
+        }
+
+    def run(self) -> None:
+        """Add what this step shows to what was found."""
+        found = self._found
+        found.steps.append(self._steps[0].number)
+        found.notes += [
+            f"the trace of {letter} ends in step {step.number}, which not all ranks finished"
+            for letter, step in zip("AB", self._steps, strict=True)
+            if not step.is_finished
+        ]
+        found.tolerance = max(found.tolerance, self._tolerance)
+        a, b = self._tensors
+        keys = {**b, **a}
+        for key in sorted(keys, key=lambda key: _order(keys[key][0][1])):
+            if key not in a or key not in b:
+                self._only_one(key)
+            elif a[key][0][1].shape != b[key][0][1].shape:
+                self._other_shape(key)
+            else:
+                self._compare(key)
+
+    def _compare(self, key: _Key) -> None:
+        rows = tuple(tensors[key] for tensors in self._tensors)
+        self._found.counts[key[0]] += 1
+        worst: list[Finding] = []
+        for number in (0, 1):
+            worst += self._copies(number, rows[number])
+        for samples in _regions(*rows):
+            pieces = [_piece(each, samples) for each in rows]
+            sums = [self._sum(number, key, pieces[number], samples) for number in (0, 1)]
+            a, b = sums
+            if a is not None and b is not None and a.hash != b.hash:
+                where = "" if samples is None else "; " + ", ".join(map(_where, pieces, "AB"))
+                detail = f"norm {a.norm:.6g} in A, {b.norm:.6g} in B{where}"
+                worst.append(self._finding(pieces[0][0][1], samples, a, b, detail))
+        for finding in sorted(worst, key=lambda finding: finding.error <= self._tolerance):
+            self._add(finding)
+
+    def _finding(
+        self, row: TensorRow, samples: tuple[int, int] | None, a: Sums, b: Sums, detail: str
+    ) -> Finding:
+        if a.nonfinite or b.nonfinite:
+            detail += f"; not finite: {a.nonfinite} in A, {b.nonfinite} in B"
+        return Finding(
+            step=row.step,
+            kind=row.kind,
+            name=f"{row.name}, call {row.call + 1}" if row.call else row.name,
+            samples=samples,
+            error=_difference(a, b, self._floor[row.kind]),
+            detail=detail,
+        )
+
+    def _copies(self, number: int, rows: _Rows) -> Iterator[Finding]:
+        """Ranks of one run that hold the same elements and not the same values."""
+        first: dict[object, tuple[int, TensorRow]] = {}
+        for rank, row in rows:
+            known, other = first.setdefault((row.samples, row.part), (rank, row))
+            if other.sums.hash != row.sums.hash:
+                detail = (
+                    f"between ranks {known} and {rank} of {'AB'[number]}, which should hold the "
+                    f"same: norms {other.sums.norm:.6g} and {row.sums.norm:.6g}"
+                )
+                yield self._finding(row, row.samples, other.sums, row.sums, detail)
+
+    def _sum(
+        self, number: int, key: _Key, rows: _Rows, samples: tuple[int, int] | None
+    ) -> Sums | None:
+        """All of a piece of a tensor; None where a run that was cut short did not write it all."""
+        shape = self._tensors[number][key][0][1].shape
+        total = Sums.of([row.sums for _, row in rows]) if rows else None
+        expected = math.prod(shape) * (1 if samples is None else samples[1] - samples[0])
+        if total is not None and total.numel == expected:
+            return total
+        if self._steps[number].is_finished:
+            raise ValueError(
+                f"{self._runs[number].folder}: the traces of step {self._steps[number].number} "
+                f"hold {0 if total is None else total.numel} of {expected} elements of the "
+                f"{key[0]} {key[1]!r}: the files are not those of one run"
+            )
+        return None
+
+    def _only_one(self, key: _Key) -> None:
+        kind, name, _ = key
+        number = 0 if key in self._tensors[0] else 1
+        row = self._tensors[number][key][0][1]
+        if not self._steps[1 - number].is_finished:
+            return
+        if kind == "activation":
+            self._note(f"outputs that only {'AB'[number]} has are not compared, such as {name!r}")
+            return
+        detail = f"{'AB'[1 - number]} has none"
+        finding = Finding(
+            step=row.step, kind=kind, name=name, samples=None, error=math.inf, detail=detail
+        )
+        self._add(finding)
+
+    def _other_shape(self, key: _Key) -> None:
+        kind, name, _ = key
+        a, b = (tensors[key][0][1].shape for tensors in self._tensors)
+        if kind == "activation":
+            self._note(
+                "outputs that are spread over ranks are not compared, such as "
+                f"{name!r}: {list(a)} in A, {list(b)} in B"
+            )
+            return
+        raise ValueError(
+            f"the {kind} {name!r} has shape {list(a)} in A and {list(b)} in B: these are runs of "
+            "different models or texts"
+        )
+
+    def _note(self, text: str) -> None:
+        start = text.partition(", such as")[0]
+        if not any(note.startswith(start) for note in self._found.notes):
+            self._found.notes.append(text)
+
+    def _add(self, finding: Finding) -> None:
+        found = self._found
+        if found.first_bits is None:
+            found.first_bits = finding
+        if finding.error > (0.0 if finding.kind == "input" else self._tolerance):
+            found.others += found.divergence is not None
+            found.divergence = found.divergence or finding
+        elif found.largest is None or finding.error > found.largest.error:
+            found.largest = finding
+
+
+# ------------------------------------------------------------------------------------- one tensor
+
+
+def _by_tensor(step: Step) -> dict[_Key, _Rows]:
+    tensors: dict[_Key, _Rows] = {}
+    for rank, row in step.rows:
+        tensors.setdefault((row.kind, row.name, row.call), []).append((rank, row))
+    return tensors
+
+
+def _order(row: TensorRow) -> tuple[int, int, int]:
+    """Where a step makes the tensor: gradients from the last parameter to the first."""
+    stage, number = row.place
+    sign = -1 if row.kind == "gradient" else 1
+    return KINDS.index(row.kind), sign * stage, sign * number
+
+
+def _regions(a: _Rows, b: _Rows) -> list[tuple[int, int] | None]:
+    """The smallest ranges of samples that are pieces in both runs; None for what has none."""
+    edges = [
+        {edge for _, row in rows if row.samples is not None for edge in row.samples}
+        for rows in (a, b)
+    ]
+    common = sorted(edges[0] & edges[1])
+    return [*itertools.pairwise(common)] if edges[0] else [None]
+
+
+def _piece(rows: _Rows, samples: tuple[int, int] | None) -> _Rows:
+    """Each row within ``samples`` that no earlier rank has written."""
+    first: dict[object, tuple[int, TensorRow]] = {}
+    for rank, row in rows:
+        is_inside = samples is None or (
+            row.samples is not None
+            and samples[0] <= row.samples[0]
+            and row.samples[1] <= samples[1]
+        )
+        if is_inside:
+            first.setdefault((row.samples, row.part), (rank, row))
+    return list(first.values())
+
+
+def _difference(a: Sums, b: Sums, floor: float) -> float:
+    """Relative difference, from the signed sums; each has the squared distance as its mean square.
+
+    With eight of them the estimate is right to a quarter, nearly always to a half.
+    """
+    if a.nonfinite != b.nonfinite:
+        return math.inf
+    distance = math.dist(a.sketch, b.sketch) / math.sqrt(SKETCH)
+    scale = max(a.norm, b.norm, floor)
+    return distance / scale if scale else 0.0
+
+
+def _where(rows: _Rows, run: str) -> str:
+    places = sorted({(rank, row.microbatch) for rank, row in rows})
+    rank, microbatch = places[0]
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"microbatch {microbatch} of rank {rank}{more} in {run}"
+
+
+# --------------------------------------------------------------------------------------- two runs
+
+
+def _notes(runs: tuple[RunTrace, RunTrace]) -> Iterator[str]:
+    """Who the runs are. Raises ValueError when their models differ."""
+    for run, letter in zip(runs, "AB", strict=True):
+        yield f"{letter}: {run.folder}, {', then '.join(run.layouts)}"
+    a, b = (dict(_leaves(run.header.run)) for run in runs)
+    found = [
+        f"{key.removeprefix('config.')} = {a.get(key, 'none')} in A, {b.get(key, 'none')} in B"
+        for key in sorted({*a, *b})
+        if a.get(key) != b.get(key)
+    ]
+    models = [each for each in found if each.startswith("model.")]
+    if models:
+        raise ValueError(
+            f"expected runs of one model, found {'; '.join(models)} (A is {runs[0].folder}, B is "
+            f"{runs[1].folder})"
+        )
+    others = [each for each in found if not each.startswith(_LAYOUT)]
+    if others:
+        yield f"settings differ: {'; '.join(others)}"
+
+
+_LAYOUT = (
+    *("axes.", "buckets.", "data.path", "pipeline.", "run.", "shard."),
+    *("train.accumulate", "train.recompute"),
+)
+"""Settings that two layouts of one run may differ in."""
+
+
+def _leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(tree, Mapping):
+        for name, inner in tree.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, json.dumps(tree)
+
+
+def _begin(run: RunTrace) -> int | str:
+    return next((step.number for step in run.steps()), "none")
+
+
+def _plural(kind: str) -> str:
+    return "losses" if kind == "loss" else f"{kind}s"
+
+
+def _spans(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
