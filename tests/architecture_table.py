@@ -66,6 +66,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "recipes": _TOP,
     "doctor": _WHOLE,
     "cli": _TOP | {"doctor", "recipes"},
+    "__main__": frozenset({"cli"}),
     "testing": _TOP,
 }
 

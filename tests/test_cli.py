@@ -47,7 +47,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def program(*words: str) -> list[str]:
-    return [sys.executable, "-m", "meshwright.cli", *words]
+    return [sys.executable, "-m", "meshwright", *words]
 
 
 def environment(more: Mapping[str, str] = {}) -> dict[str, str]:
@@ -293,7 +293,7 @@ def test_a_port_in_use_is_told(config: Path) -> None:
 
 def test_under_torchrun_the_same_command_works(config: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    command = [*torchrun, "--standalone", "-m", "meshwright.cli", "train", str(config)]
+    command = [*torchrun, "--standalone", "-m", "meshwright", "train", str(config)]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=DEADLINE, check=False
     )

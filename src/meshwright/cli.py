@@ -195,7 +195,7 @@ def _train(words: list[str]) -> int:
     if is_launched() or ranks == 1:
         return _train_here(config)
     os.environ[_UNDER_LAUNCHER] = "1"
-    return launch([sys.executable, "-m", "meshwright.cli", "train", *words], ranks)
+    return launch([sys.executable, "-m", "meshwright", "train", *words], ranks)
 
 
 def _check(config: TrainConfig, ranks: int) -> None:
@@ -465,6 +465,3 @@ def _print(line: str) -> None:
 def _ignore(line: str) -> None:
     pass
 
-
-if __name__ == "__main__":
-    sys.exit(main())
