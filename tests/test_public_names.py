@@ -39,7 +39,12 @@ NAMES = {
     "replicate",
 }
 # Started from a command, or by pytest: these may need what the library does not.
-ENTRIES = ("meshwright.__main__", "meshwright.cli", "meshwright.recipes", "meshwright.testing.plugin")
+ENTRIES = (
+    "meshwright.__main__",
+    "meshwright.cli",
+    "meshwright.recipes",
+    "meshwright.testing.plugin",
+)
 
 
 def _modules() -> list[str]:

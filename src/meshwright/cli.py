@@ -464,4 +464,3 @@ def _print(line: str) -> None:
 
 def _ignore(line: str) -> None:
     pass
-

@@ -2,11 +2,13 @@
 
 Bottom-up: `edges` (where a stage's arguments come from), `constants` (what is no tensor),
 `metadata` (what values look like), `microbatch` (cutting and merging), `weight_rules` and
-`backward` (the two halves of a backward), `residency` (parameters that are spread or copied over
-ranks), `ties` (parameters that several stages hold), `stage`, `program` (a rank's row with its
-stages and messages), `agreed` (what ranks need not tell again), `transfers` (what they tell each
-other in a step), `failures`, `listener` (who is told of it), `runtime` (the one interpreter),
-`schedules` (the classes that users call), `clipping` (the norm over all stages).
+`backward` (the two halves of a backward), `halves` (what lies between them), `residency`
+(parameters that are spread or copied over ranks), `ties` (parameters that several stages hold),
+`inbox` (what has come to a stage), `losses`, `stage`, `program` (a rank's row with its stages and
+messages), `custom` (functions of the user in place of actions), `batch` (what a step was given),
+`agreed` (what ranks need not tell again), `transfers` (what they tell each other in a step),
+`failures`, `listener` (who is told of it), `runtime` (the one interpreter), `schedules` (the
+classes that users call), `clipping` (the norm over all stages).
 
 From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),
 `stage_module` (the graph of a stage), `placement` (what runs in which stage), `splitting` (the
@@ -43,11 +45,11 @@ from meshwright.pipelining.pipe import (
     MultiUseParameterConfig,
     Pipe,
     PipeInfo,
-    build_stage,
     pipeline,
 )
 from meshwright.pipelining.residency import Residency
 from meshwright.pipelining.schedules import (
+    PipelineContext,
     PipelineSchedule,
     PipelineScheduleMulti,
     PipelineScheduleRuntime,
@@ -67,7 +69,7 @@ from meshwright.pipelining.schedules import _PipelineSchedule as _PipelineSchedu
 from meshwright.pipelining.schedules import _PipelineScheduleRuntime as _PipelineScheduleRuntime
 from meshwright.pipelining.schedules import _ScheduleForwardOnly as _ScheduleForwardOnly
 from meshwright.pipelining.split_points import SplitPoint, annotate_split_points, pipe_split
-from meshwright.pipelining.stage import PipelineStage
+from meshwright.pipelining.stage import PipelineStage, build_stage
 from meshwright.pipelining.ties import Tie
 
 PipeliningMetadataError = PipeliningShapeError
@@ -78,6 +80,7 @@ __all__ = [
     "Pipe",
     "PipeInfo",
     "PipeSequential",
+    "PipelineContext",
     "PipelinePeerError",
     "PipelineSchedule",
     "PipelineScheduleMulti",

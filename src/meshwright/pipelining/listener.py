@@ -58,10 +58,11 @@ class Listener:
 
     def waited(self, entry: Entry) -> None:
         """All that the compute action ``entry`` needs is there."""
-        gather = self._gathers.pop(entry.index, None)
-        if gather is not None:
-            opened, start = gather
-            tell_ran(opened.text, "gather", opened.operation.value, start, self._clock.mark())
+        for part in entry.parts or (entry,):
+            gather = self._gathers.pop(part.index, None)
+            if gather is not None:
+                opened, start = gather
+                tell_ran(opened.text, "gather", opened.operation.value, start, self._clock.mark())
 
     def end(self) -> None:
         """The step has ended, its reductions too."""

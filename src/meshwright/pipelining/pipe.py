@@ -19,12 +19,12 @@ from meshwright.pipelining.edges import Source, StageEdges
 from meshwright.pipelining.metadata import digest
 from meshwright.pipelining.split_points import SplitPoint, marked
 from meshwright.pipelining.splitting import Argument, Cut, Expected, Traced, cut
-from meshwright.pipelining.stage import as_outputs
+from meshwright.pipelining.stage import PipelineStage, as_outputs, build_stage
 from meshwright.pipelining.ties import Tie
 from meshwright.pipelining.traced_stage import TracedStage, mismatches
 from meshwright.pipelining.tracing import SplitPolicy, export, traced
 
-__all__ = ["MultiUseParameterConfig", "Pipe", "PipeInfo", "build_stage", "pipeline"]
+__all__ = ["MultiUseParameterConfig", "Pipe", "PipeInfo", "pipeline"]
 
 _PREFIX = "submod_"
 
@@ -53,6 +53,30 @@ class PipeInfo:
     """What each stage gives, leaf by leaf."""
     split: int = 0
     """A digest of what runs in which stage: all ranks must have the same."""
+
+    def built(
+        self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
+    ) -> TracedStage:
+        """The stage ``stage_index``, as `build_stage` gives it."""
+        calls = [node for node in self.graph.nodes if node.op == "call_module"]
+        if len(calls) != self.num_stages:
+            raise PipeliningShapeError(
+                f"Number of submodules in pipe graph {len(calls)} does not match number of stages "
+                f"{self.num_stages}"
+            )
+        if not 0 <= stage_index < self.num_stages:
+            raise ValueError(f"Stage index {stage_index} is out of range of {self.num_stages}")
+        return TracedStage(
+            _moved(stage_module, device),
+            stage_index,
+            device,
+            group,
+            self.edges,
+            self.arguments,
+            self.outputs[stage_index],
+            self.ties,
+            self.split,
+        )
 
 
 class _SplitGraph(fx.GraphModule):
@@ -155,7 +179,7 @@ class Pipe(nn.Module):
         stage_index: int,
         device: torch.device,
         group: Any = None,  # noqa: ANN401
-    ) -> TracedStage:
+    ) -> PipelineStage:
         """The stage ``stage_index`` on ``device``, to be given to a schedule."""
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), device, group)
@@ -241,39 +265,6 @@ def _calls(found: Traced, stages: Cut) -> fx.Graph:
         results.append(graph.call_module(f"{_PREFIX}{index}", args, kwargs))
     graph.output(results[-1])
     return graph
-
-
-def build_stage(
-    stage_module: nn.Module,
-    stage_index: int,
-    pipe_info: PipeInfo,
-    device: torch.device,
-    group: Any = None,  # noqa: ANN401
-) -> TracedStage:
-    """A stage from a module of a `Pipe`, wrapped or not, on ``device``.
-
-    Raises ``ValueError`` for an index outside the stages, `PipeliningShapeError` for an info of
-    another pipe.
-    """
-    calls = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
-    if len(calls) != pipe_info.num_stages:
-        raise PipeliningShapeError(
-            f"Number of submodules in pipe graph {len(calls)} does not match number of stages "
-            f"{pipe_info.num_stages}"
-        )
-    if not 0 <= stage_index < pipe_info.num_stages:
-        raise ValueError(f"Stage index {stage_index} is out of range of {pipe_info.num_stages}")
-    return TracedStage(
-        _moved(stage_module, torch.device(device)),
-        stage_index,
-        torch.device(device),
-        group,
-        pipe_info.edges,
-        pipe_info.arguments,
-        pipe_info.outputs[stage_index],
-        pipe_info.ties,
-        pipe_info.split,
-    )
 
 
 def pipeline(

@@ -6,8 +6,9 @@ waits for, posts or sends, and which stages of this rank read what it makes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage
@@ -25,13 +26,18 @@ from meshwright.schedule.actions import (
     Operation,
     Schedule,
     W,
+    dependencies,
 )
 from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
-__all__ = ["PAYLOAD", "Entry", "Leg", "program", "tag_of"]
+__all__ = ["PAYLOAD", "CustomFunction", "Entry", "Leg", "program", "tag_of"]
 
 PAYLOAD = 7
 """The kind of message that carries tensors; kinds below it go ahead."""
+
+
+CustomFunction = Callable[[Action, Any], object]
+"""Runs in place of an action; also given a `PipelineContext`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +60,10 @@ class Entry:
 
     action: Action
     """As in the row, for messages."""
+    part: Action
+    """The action, or the part of it."""
     text: str
-    """The part's own text."""
+    """That of the part."""
     operation: Operation
     index: int
     microbatch: int
@@ -70,10 +78,16 @@ class Entry:
     """The stages of this rank that read what a forward makes."""
     sources: tuple[PipelineStage, ...] = ()
     """The stages of this rank whose outputs a backward has gradients for."""
+    custom: CustomFunction | None = None
+    """What the user wants to run instead."""
+    parts: tuple[Entry, ...] = ()
+    """Of an overlap that a function of the user runs."""
 
     @property
     def waits(self) -> bool:
         """Whether something must have come before it runs."""
+        if self.parts:
+            return any(part.waits for part in self.parts)
         computes = self.operation is F or self.operation in BACKWARD
         return computes and (bool(self.reads) or self.residency is not None)
 
@@ -83,9 +97,15 @@ def program(
     rank: int,
     stages: Mapping[int, PipelineStage],
     residencies: Mapping[int, Several],
+    custom: Mapping[Operation, CustomFunction],
 ) -> list[Entry]:
-    """The row of ``rank``. Gathers and reductions of plain stages are left out."""
-    return _Compiler(schedule, rank, stages, residencies).run()
+    """The row of ``rank``, with the functions of the user by operation.
+
+    Gathers and reductions of plain stages are left out, where no function stands for them. An
+    overlap is one entry where a function runs it, else its parts are entries; so are parts that
+    need each other and cannot overlap.
+    """
+    return _Compiler(schedule, rank, stages, residencies, custom).run()
 
 
 class _Compiler:
@@ -95,11 +115,13 @@ class _Compiler:
         rank: int,
         stages: Mapping[int, PipelineStage],
         residencies: Mapping[int, Several],
+        custom: Mapping[Operation, CustomFunction],
     ) -> None:
         self._schedule = schedule
         self._rank = rank
         self._stages = stages
         self._residencies = residencies
+        self._custom = custom
         self._received = received(schedule, rank)
         self._legs: dict[Message, Leg] = {}
         self._seen: set[Message] = set()
@@ -107,19 +129,43 @@ class _Compiler:
     def run(self) -> list[Entry]:
         found: list[Entry] = []
         for action in self._schedule.actions(self._rank):
-            for part in parts_of(action):
-                entry = self._entry(action, part)
-                if entry is not None:
-                    found.append(entry)
+            entries = [self._entry(action, part) for part in parts_of(action)]
+            listed = [entry for entry in entries if entry is not None]
+            found += [self._overlap(action, listed)] if self._is_overlap(action) else listed
         return found
+
+    def _is_overlap(self, action: Action) -> bool:
+        """Whether a function of the user runs the parts of ``action`` at once."""
+        if action.operation not in self._custom or not action.parts:
+            return False
+        needs = {need for part in action.parts for need in dependencies(part, self._schedule)}
+        return needs.isdisjoint(action.parts)
+
+    def _overlap(self, action: Action, parts: list[Entry]) -> Entry:
+        first, operation = parts[0], action.operation
+        custom = self._custom[operation]
+        return Entry(
+            action,
+            action,
+            str(action),
+            operation,
+            first.index,
+            first.microbatch,
+            first.stage,
+            None,
+            custom=custom,
+            parts=tuple(parts),
+        )
 
     def _entry(self, action: Action, part: Action) -> Entry | None:
         index, operation, microbatch, _ = part
         schedule, k = self._schedule, microbatch or 0
         residency = self._residencies[index] or None
-        if residency is None and operation in (UNSHARD, RESHARD, REDUCE_GRAD):
+        custom = self._custom.get(operation)
+        if residency is None and custom is None and operation in (UNSHARD, RESHARD, REDUCE_GRAD):
             return None
-        entry = Entry(action, str(part), operation, index, k, self._stages[index], residency)
+        stage = self._stages[index]
+        entry = Entry(action, part, str(part), operation, index, k, stage, residency, custom=custom)
         if operation is F:
             entry.reads = self._read(part._replace(operation=RECV_F))
             entry.targets = self._here(schedule.targets[index])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,13 +12,15 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
 from meshwright.errors import PipelinePeerError
 from meshwright.pipelining.agreed import Agreed
+from meshwright.pipelining.batch import Identities, Known, Microbatches
+from meshwright.pipelining.custom import call
 from meshwright.pipelining.failures import Failures
 from meshwright.pipelining.listener import Listener
-from meshwright.pipelining.metadata import Values, digest, signature_of, trained
-from meshwright.pipelining.microbatch import check_loss
-from meshwright.pipelining.program import Entry, Leg, program
+from meshwright.pipelining.losses import Losses
+from meshwright.pipelining.metadata import digest, signature_of
+from meshwright.pipelining.program import CustomFunction, Entry, Leg, program
 from meshwright.pipelining.residency import Several
-from meshwright.pipelining.stage import PipelineStage
+from meshwright.pipelining.stage import PipelineStage, StepOfStage
 from meshwright.pipelining.ties import Tie, TiedParameters
 from meshwright.pipelining.transfers import Transfers, first_tag
 from meshwright.schedule.actions import (
@@ -38,23 +39,7 @@ from meshwright.schedule.actions import (
     W,
 )
 
-__all__ = ["Microbatches", "Runtime"]
-
-
-@dataclass(slots=True)
-class Microbatches:
-    """What a step was given, cut into microbatches, on this rank."""
-
-    args: Sequence[tuple[Any, ...]]
-    kwargs: Sequence[Mapping[str, Any]]
-    targets: Sequence[Any] | None = None
-    weights: Sequence[float] = ()
-    """By microbatch, what its loss counts in the gradient."""
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    losses: list[Any] = field(default_factory=list)
-    """Filled by the last stage, unscaled."""
-    key: object = None
-    """Stands for the shapes, strides and dtypes of all arguments; None: nobody has noted them."""
+__all__ = ["Runtime"]
 
 
 class Runtime:
@@ -77,16 +62,14 @@ class Runtime:
         """Steps that have come as far as their first message."""
         self.broken: BaseException | None = None
         self._communicator = communicator
-        self._loss_fn = loss_fn
+        self._losses = None if loss_fn is None else Losses(loss_fn)
         self._residencies = residencies
         self._rank = communicator.rank
-        self._programs = {
-            mode: program(s, self._rank, stages, residencies) for mode, s in self.schedules.items()
-        }
+        self._custom: dict[Operation, CustomFunction] = {}
+        self._compile()
         self._agreed = Agreed()
         self._first_tag = first_tag(training, number)
-        self._ids: dict[object, tuple[int, ...]] = {}
-        self._weights: dict[object, torch.Tensor] = {}
+        self._ids: Known = {}
         self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
         self._notices = Notices(communicator, f"schedule {number}")
         has_replicas = any(residencies.values())
@@ -101,6 +84,17 @@ class Runtime:
         self._notices.post(f"plan/{self._rank}", self._own)
         self._what = f"{training.name} with {training.microbatches} microbatches ({self.plan:x})"
 
+    def _compile(self) -> None:
+        self._programs = {
+            mode: program(schedule, self._rank, self.stages, self._residencies, self._custom)
+            for mode, schedule in self.schedules.items()
+        }
+
+    def register(self, functions: Mapping[Operation, CustomFunction]) -> None:
+        """Let functions of the user run in place of actions, from the next step on."""
+        self._custom.update(functions)
+        self._compile()
+
     def run(self, batch: Microbatches, *, training: bool) -> None:
         """Run one step. What the batch is has been checked before.
 
@@ -113,7 +107,7 @@ class Runtime:
             ) from self.broken
         self._failures.begin(self.steps)
         step = _Step(self, batch, training=training)
-        what = f"a step of {self._what}" if training else f"an evaluation of {self._what}"
+        what = f"{'a step' if training else 'an evaluation'} of {self._what}"
         residencies = [residency for residency in self._residencies.values() if residency]
         try:
             for residency in residencies:
@@ -132,8 +126,11 @@ class Runtime:
             for residency in residencies:
                 residency.drop()
             raise
+        finally:
+            for stage in self.stages.values():
+                stage.end_step()
         self._agreed.keep(step.transfers.came)
-        self._agreed.keep(step.made)
+        self._agreed.keep(step.ids.made)
         self.steps += 1
 
     def disagreement(self, rank: int) -> str:
@@ -192,9 +189,8 @@ class _Step:
         """The action that runs, or has failed."""
         self._unposted: list[Leg] = []
         self._listener: Listener | None = None
-        self.made: dict[int, tuple[int, ...]] = {}
-        """By stage of this rank the ids of its outputs."""
-        self._losses: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.ids = Identities(runtime.stages, self.schedule, batch, runtime._ids, training=training)
+        self._reduced: set[int] = set()
         self._late: list[Several] = []
         """What is reduced when the row has been run."""
         self.transfers = Transfers(
@@ -209,9 +205,10 @@ class _Step:
             runtime.disagreement,
             runtime._first_tag,
         )
+        self.ids.incoming = self.transfers.incoming
+        told = StepOfStage(training, batch.is_scaled, self.reduce_stage)
         for stage in runtime.stages.values():
-            stage.clear_runtime_states()
-            stage.has_backward = training
+            stage.begin_step(told)
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Go through the row."""
@@ -223,7 +220,7 @@ class _Step:
             self.entry = entry
             if entry.waits:
                 self.wait_for(entry)
-            _HANDLERS[entry.operation](self, entry)
+            self.execute(entry)
             if self._unposted:
                 self._unposted = self.transfers.post_rest(self._unposted)
 
@@ -235,154 +232,120 @@ class _Step:
                 self.wait_for(entry)
                 listener.waited(entry)
             with listener.action(entry):
-                _HANDLERS[entry.operation](self, entry)
+                self.execute(entry)
             if self._unposted:
                 self._unposted = self.transfers.post_rest(self._unposted)
             self.transfers.let_go()
+
+    def execute(self, entry: Entry) -> None:
+        """Run one action."""
+        if entry.custom is None:
+            _WHOLE[entry.operation](self, entry)
+        else:
+            self.call(entry)
 
     def end(self) -> None:
         """All has been waited for."""
         if self._listener is not None:
             self._listener.end()
 
-    # -------------------------------------------------------------------- signatures
-
-    def ids(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
-        """The ids of what ``stage`` of this rank makes, by microbatch."""
-        found = self.made.get(stage)
-        if found is not None:
-            return found
-        before: list[tuple[int, ...]] = []
-        for source in self.schedule.sources[stage]:
-            is_local = source in self.runtime.stages
-            ask = self.ids if is_local else self.transfers.incoming
-            theirs = ask(source, wait=wait)
-            if theirs is None:
-                return None
-            before.append(theirs)
-        count, cache = self.schedule.microbatches, self.runtime._ids
-        given = self._given(stage)
-        flags = self.training and trained(self.runtime.stages[stage].submod)
-        key = (stage, flags, *before, given)
-        found = cache.get(key)
-        if found is None:
-            texts = self._texts(stage) if given is self.batch.key else given
-            rows = [[ids[k] for ids in before] for k in range(count)]
-            found = tuple(
-                digest(stage, flags, row, texts[k] if texts else "") for k, row in enumerate(rows)
-            )
-            if len(cache) >= _KEPT:
-                cache.clear()
-            cache[key] = found
-        self.made[stage] = found
-        return found
-
-    def _given(self, stage: int) -> Any:  # noqa: ANN401 - anything that can be a key
-        """What this rank's own arguments for ``stage`` look like; empty without any."""
-        if not self.runtime.stages[stage].takes_batch and not self.batch.kwargs:
-            return ()
-        return self._texts(stage) if self.batch.key is None else self.batch.key
-
-    def _texts(self, stage: int) -> tuple[str, ...]:
-        return tuple(self._text(stage, k) for k in range(self.schedule.microbatches))
-
-    def _text(self, stage: int, microbatch: int) -> str:
-        values: list[Any] = []
-        if self.runtime.stages[stage].takes_batch:
-            values.append(self.batch.args[microbatch])
-        if self.batch.kwargs:
-            values.append(self.batch.kwargs[microbatch])
-        leaves = Values.of(tuple(values)).leaves
-        return repr(
-            [
-                (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-                if isinstance(leaf, torch.Tensor)
-                else (type(leaf).__name__, leaf if isinstance(leaf, _PLAIN) else "")
-                for leaf in leaves
-            ]
-        )
-
     # ------------------------------------------------------------------------ compute
 
     def wait_for(self, entry: Entry) -> None:
         """Wait for what a compute action reads, and for the stage's parameters."""
+        for part in entry.parts:
+            self.wait_for(part)
         is_forward = entry.operation is F
         for leg in entry.reads:
             _, source, _, k, _, _ = leg.message
             if is_forward:
                 values = self.transfers.take_outputs(leg)
                 for stage in leg.readers:
-                    stage.put_outputs(k, source, values)
+                    stage.inbox.put_outputs(k, source, values)
             else:
-                entry.stage.put_gradients(k, source, self.transfers.take_gradients(leg))
+                entry.stage.inbox.put_gradients(k, source, self.transfers.take_gradients(leg))
         if entry.residency is not None:
             entry.residency.wait_unshard()
 
     def forward(self, entry: Entry) -> None:
         """F: run the stage, hand over to stages of this rank."""
-        index, k, stage, batch = entry.index, entry.microbatch, entry.stage, self.batch
-        ids = self.ids(index, wait=True) or ()
-        known = self.runtime._agreed[index].outputs.get(ids[k])
+        self._expect(entry)
+        self.run_forward(entry)
+        self._pass_outputs(entry)
+
+    def _expect(self, entry: Entry) -> None:
+        """Tell the stage what its outputs must be, where that is known."""
+        k = entry.microbatch
+        ids = self.ids(entry.index, wait=True) or ()
+        known = self.runtime._agreed[entry.index].outputs.get(ids[k])
         if known is not None:
-            stage.expected[k] = known
+            entry.stage.expected[k] = known
+
+    def run_forward(self, entry: Entry) -> None:
+        """The forward itself."""
+        k, stage, batch = entry.microbatch, entry.stage, self.batch
         args = batch.args[k] if stage.takes_batch else ()
-        result = stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
+        stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
+
+    def _pass_outputs(self, entry: Entry) -> None:
+        """What follows a forward."""
+        k, stage = entry.microbatch, entry.stage
+        known = stage.expected.get(k)
         if stage.is_last:
-            self._lose(k, result)
+            self._lose(stage, k)
         values = stage.take_outputs(k)
         if known is None and not stage.is_last:
             where = f"{stage.name} output of microbatch {k}"
-            self.runtime._agreed.learn(index, ids[k], signature_of(values, where))
+            ids = self.ids(entry.index, wait=True) or ()
+            self.runtime._agreed.learn(entry.index, ids[k], signature_of(values, where))
         elif known is not None:
             known.check_gradients(values, f"{stage.name} output of microbatch {k}")
         for target in entry.targets:
-            target.put_outputs(k, index, values)
+            target.inbox.put_outputs(k, entry.index, values)
 
-    def _lose(self, microbatch: int, output: object) -> None:
-        loss_fn, targets = self.runtime._loss_fn, self.batch.targets
-        if loss_fn is None or targets is None:
+    def _lose(self, stage: PipelineStage, microbatch: int) -> None:
+        """Compute the loss of what a last stage has just made."""
+        batch, losses = self.batch, self.runtime._losses
+        if losses is None or batch.targets is None:
             return
-        loss = loss_fn(output, targets[microbatch], **self.batch.loss_kwargs)
-        outputs = self.runtime.stages[max(self.runtime.stages)].output_chunks
-        check_loss(loss, outputs, targets, microbatch, is_weighed=bool(self.batch.weights))
-        self.batch.losses.append(loss)
+        loss, start = losses.compute(
+            stage.output_chunks, batch.targets, microbatch, batch.weights, batch.loss_kwargs
+        )
+        batch.losses.append(loss)
         if self.training:
-            start = loss[0] if isinstance(loss, tuple) else loss
-            weight = self.batch.weights[microbatch] if self.batch.weights else 1.0
-            seed = self._seed(start, weight)
-            if seed is None and weight != 1.0:
-                start = start * weight
-            self._losses[microbatch] = start, seed
-
-    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | None:
-        """The gradient with which the backward of ``loss`` starts; None where it must tell."""
-        if type(loss) is not torch.Tensor or loss.dim() or not loss.is_floating_point():
-            return None
-        key = (weight, loss.dtype, loss.device)
-        found = self.runtime._weights.get(key)
-        if found is None:
-            found = torch.full((), weight, dtype=loss.dtype, device=loss.device)
-            if len(self.runtime._weights) >= _KEPT:
-                self.runtime._weights.clear()
-            self.runtime._weights[key] = found
-        return found
+            stage.put_start(microbatch, start)
 
     def backward(self, entry: Entry) -> None:
         """B or I: run it, hand over."""
-        k, stage = entry.microbatch, entry.stage
-        loss, seed = self._losses.pop(k, _NO_LOSS) if stage.is_last else _NO_LOSS
-        stage.backward_one_chunk(k, loss, entry.operation is B, seed=seed)
-        if entry.residency is not None and entry.operation is B:
-            entry.residency.accumulate()
+        self.run_backward(entry)
+        self._pass_gradients(entry)
+
+    def run_backward(self, entry: Entry) -> None:
+        """The backward itself, or its input half."""
+        entry.stage.backward_one_chunk(entry.microbatch, None, entry.operation is B)
+
+    def _pass_gradients(self, entry: Entry) -> None:
+        """What follows a backward."""
+        k, inbox = entry.microbatch, entry.stage.inbox
+        if entry.operation is B:
+            self._count(entry)
         for source in entry.sources:
-            gradients = stage.take_gradients(k, source.stage_index)
-            source.put_gradients(k, entry.index, gradients)
+            gradients = inbox.take_gradients(k, source.stage_index)
+            source.inbox.put_gradients(k, entry.index, gradients)
 
     def weight(self, entry: Entry) -> None:
         """W: the weight half."""
-        entry.stage.backward_weight_one_chunk(entry.microbatch)
+        self.run_weight(entry)
+        self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        """What follows a weight half."""
         if entry.residency is not None:
             entry.residency.accumulate()
+
+    def run_weight(self, entry: Entry) -> None:
+        """The weight half itself."""
+        entry.stage.backward_weight_one_chunk(entry.microbatch)
 
     # ---------------------------------------------------------------------- transfers
 
@@ -395,7 +358,7 @@ class _Step:
     def send_gradients(self, entry: Entry) -> None:
         """SEND_B."""
         for leg in entry.sends:
-            gradients = entry.stage.take_gradients(entry.microbatch, leg.message.target)
+            gradients = entry.stage.inbox.take_gradients(entry.microbatch, leg.message.target)
             self.transfers.send_gradients(leg, gradients)
 
     def post(self, entry: Entry) -> None:
@@ -413,13 +376,17 @@ class _Step:
             entry.residency.reshard()
 
     def reduce(self, entry: Entry) -> None:
-        """REDUCE_GRAD. A stage with tied parameters waits for the other holders until the end."""
-        if entry.residency is None:
-            return
-        if entry.index in self.runtime._tied.stages:
-            self._late.append(entry.residency)
+        """REDUCE_GRAD."""
+        self.reduce_stage(entry.index)
+
+    def reduce_stage(self, index: int) -> None:
+        """Start to sum gradients. With tied parameters that waits for other holders, at the end."""
+        residency = self.runtime._residencies[index]
+        self._reduced.add(index)
+        if index in self.runtime._tied.stages:
+            self._late.append(residency)
         else:
-            entry.residency.reduce()
+            residency.reduce()
 
     def finish(self) -> None:
         """The row has been run: tied gradients, what waits for them, and what is being sent."""
@@ -429,21 +396,52 @@ class _Step:
             residency.reduce()
         self.transfers.finish()
 
+    # --------------------------------------------------------------- functions of the user
 
-_HANDLERS: Mapping[Operation, Callable[[_Step, Entry], None]] = {
-    F: _Step.forward,
-    B: _Step.backward,
-    I: _Step.backward,
-    W: _Step.weight,
-    SEND_F: _Step.send_outputs,
-    SEND_B: _Step.send_gradients,
-    RECV_F: _Step.post,
-    RECV_B: _Step.post,
-    UNSHARD: _Step.unshard,
-    RESHARD: _Step.reshard,
-    REDUCE_GRAD: _Step.reduce,
+    def call(self, entry: Entry) -> None:
+        """Run a function of the user in place of the action, or of both parts of an overlap."""
+        parts = entry.parts or (entry,)
+        for part in parts:
+            if part.operation is F:
+                self._expect(part)
+        call(
+            entry,
+            self.batch.context,
+            lambda part: _HANDLERS[part.operation].run(self, part),
+            self._reduced,
+        )
+        for part in parts:
+            after = _HANDLERS[part.operation].after
+            if after is not None:
+                after(self, part)
+
+
+class _Handler(NamedTuple):
+    """How an operation is run."""
+
+    whole: Callable[[_Step, Entry], None]
+    run: Callable[[_Step, Entry], None]
+    """What a function of the user may do instead."""
+    after: Callable[[_Step, Entry], None] | None = None
+    """What follows it."""
+
+
+def _plain(whole: Callable[[_Step, Entry], None]) -> _Handler:
+    return _Handler(whole, whole)
+
+
+_BACKWARD = _Handler(_Step.backward, _Step.run_backward, _Step._pass_gradients)
+_HANDLERS: Mapping[Operation, _Handler] = {
+    F: _Handler(_Step.forward, _Step.run_forward, _Step._pass_outputs),
+    B: _BACKWARD,
+    I: _BACKWARD,
+    W: _Handler(_Step.weight, _Step.run_weight, _Step._count),
+    SEND_F: _plain(_Step.send_outputs),
+    SEND_B: _plain(_Step.send_gradients),
+    RECV_F: _plain(_Step.post),
+    RECV_B: _plain(_Step.post),
+    UNSHARD: _plain(_Step.unshard),
+    RESHARD: _plain(_Step.reshard),
+    REDUCE_GRAD: _plain(_Step.reduce),
 }
-_NO_LOSS = (None, None)
-_KEPT = 256
-"""How many kinds of batches, or weights of losses, are kept in mind."""
-_PLAIN = (bool, int, float, str, type(None))
+_WHOLE = {operation: handler.whole for operation, handler in _HANDLERS.items()}

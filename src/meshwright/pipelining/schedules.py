@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.batch import Microbatches
+from meshwright.pipelining.custom import PipelineContext, check_custom
 from meshwright.pipelining.edges import edges_of
 from meshwright.pipelining.metadata import TensorMeta, Values
 from meshwright.pipelining.microbatch import (
@@ -20,16 +22,48 @@ from meshwright.pipelining.microbatch import (
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
+from meshwright.pipelining.program import CustomFunction
 from meshwright.pipelining.residency import find_residency
-from meshwright.pipelining.runtime import Microbatches, Runtime
+from meshwright.pipelining.runtime import Runtime
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.schedule import builders
-from meshwright.schedule.actions import F, Schedule
+from meshwright.schedule.actions import (
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    Action,
+    B,
+    F,
+    I,
+    Operation,
+    Schedule,
+    W,
+)
 from meshwright.schedule.checks import check, check_lowered
 from meshwright.schedule.lowering import forward_part, lower
 from meshwright.schedule.text import load_csv
 
 __all__ = [
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "FORWARD",
+    "FULL_BACKWARD",
+    "OVERLAP_F_B",
+    "RECV_B",
+    "RECV_F",
+    "REDUCE_GRAD",
+    "RESHARD",
+    "SEND_B",
+    "SEND_F",
+    "UNSHARD",
+    "B",
+    "F",
+    "I",
+    "PipelineContext",
     "PipelineSchedule",
     "PipelineScheduleMulti",
     "PipelineScheduleRuntime",
@@ -41,6 +75,7 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "W",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
     "get_schedule_class",
@@ -78,10 +113,16 @@ class PipelineSchedule:
         self.scale_grads = scale_grads
         self._unsharded = unsharded
         self._first = stages[0]
+        self._custom: dict[Operation, CustomFunction] = {}
         self._runtime: Runtime | None = None
         self._use(self._compute())
 
     # ---------------------------------------------------------------------- schedule
+
+    @property
+    def stages(self) -> Mapping[int, PipelineStage]:
+        """The stages of this rank, by index."""
+        return MappingProxyType(self._stages)
 
     def _compute(self) -> Schedule:
         """The compute actions of all ranks."""
@@ -121,6 +162,21 @@ class PipelineSchedule:
             residencies,
             number,
         )
+        self._runtime.register(self._custom)
+
+    def register_custom_function(
+        self, computation_type: Operation, custom_function: CustomFunction
+    ) -> None:
+        """Run ``custom_function(action, ctx)`` in place of an operation's actions on this rank.
+
+        The operations are F, B, I, W, OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD, ``ctx`` is a
+        `PipelineContext`. Receives have come before, and sends follow. A function for OVERLAP_F_B
+        is given both parts; without one they run in order. A function for an operation that had
+        one takes its place. Raises ``ValueError`` for another operation.
+        """
+        self._custom[check_custom(computation_type)] = custom_function
+        if self._runtime is not None:
+            self._runtime.register(self._custom)
 
     # -------------------------------------------------------------------------- steps
 
@@ -222,7 +278,9 @@ class PipelineSchedule:
             targets = [chunk[0] for chunk in chunks]
             if self.scale_grads:
                 weights = chunk_weights(targets)
-        return Microbatches(arg_mbs, kwarg_mbs, targets, weights, loss_kwargs or {}, [], key)
+        return Microbatches(
+            arg_mbs, kwarg_mbs, targets, weights, loss_kwargs or {}, [], self, self.scale_grads, key
+        )
 
     def _check_declared(self, stage: PipelineStage, args: tuple[Any, ...]) -> None:
         """Compare the first chunk of the batch with the declared inputs, before it is cut."""
@@ -429,3 +487,7 @@ def generate_rank_to_stage_mapping(
 
 # torch's names, which programs import.
 _PipelineSchedule, _PipelineScheduleRuntime = PipelineSchedule, PipelineScheduleRuntime
+_PipelineContext = PipelineContext
+_Action, _ComputationType = Action, Operation
+FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = F, I, W, B
+OVERLAP_F_B = Operation.OVERLAP_F_B

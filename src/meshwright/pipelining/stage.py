@@ -12,9 +12,9 @@ transfer or by another stage of this rank; what it has made is taken from it by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,11 +23,14 @@ from meshwright import comm
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.backward import (
     Junction,
-    run_backward,
+    stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
 from meshwright.pipelining.edges import Source, StageEdges, adjacent, only_source
+from meshwright.pipelining.halves import DwBuilder, Halves
+from meshwright.pipelining.inbox import Inbox
+from meshwright.pipelining.losses import Start
 from meshwright.pipelining.metadata import (
     Signature,
     Values,
@@ -37,13 +40,11 @@ from meshwright.pipelining.metadata import (
     tensors_in,
 )
 from meshwright.pipelining.ties import Tie
+from meshwright.schedule.actions import F, Operation, W
 
-__all__ = ["PipelineStage", "as_outputs"]
+__all__ = ["PipelineStage", "StageBuilder", "StepOfStage", "as_outputs", "build_stage"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-DwRunner = Callable[[], object]
-InputGradients = dict[int, list[torch.Tensor | None]]
-"""By source stage, the gradient of each leaf of its outputs."""
 
 
 def as_outputs(value: object) -> tuple[Any, ...]:
@@ -55,23 +56,18 @@ def as_outputs(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-@dataclass(slots=True)
-class _Halfway:
-    """A microbatch between the two halves of its backward."""
+@dataclass(frozen=True, slots=True)
+class StepOfStage:
+    """What a stage is told of the step that it is in."""
 
-    junctions: list[Junction] | None = None
-    runner: DwRunner | None = None
-    """What the user's ``dw_builder`` gave."""
-    whole: tuple[list[object], list[torch.Tensor | None] | None] | None = None
-    """Outputs and gradients of a first stage, whose first half is empty."""
+    has_backward: bool
+    is_scaled: bool
+    """Whether losses count as much as their microbatches on the way in."""
+    reduce: Callable[[int], None] | None
+    """Starts to sum the gradients of a stage over data-parallel ranks."""
 
 
-@dataclass(slots=True)
-class _Inboxes:
-    """What has come for one microbatch."""
-
-    outputs: dict[int, Values] = field(default_factory=dict)
-    gradients: InputGradients = field(default_factory=dict)
+_BY_HAND = StepOfStage(has_backward=False, is_scaled=False, reduce=None)
 
 
 class PipelineStage:
@@ -100,7 +96,7 @@ class PipelineStage:
         output_grads: object = None,
         input_grads: object = None,
         group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
-        dw_builder: Callable[[], DwRunner] | None = None,
+        dw_builder: DwBuilder | None = None,
         get_mesh: Callable[..., object] | None = None,
         *,
         edges: Sequence[StageEdges] | None = None,
@@ -132,6 +128,7 @@ class PipelineStage:
         """Whether it reads positional arguments of the batch."""
         self.takes_any_keyword = edges is None
         self._only_source = only_source(self.edges)
+        self._reads_from = frozenset(self.edges.sources())
         self.has_backward = False
         """Whether forwards keep what a backward needs. Set by the schedule."""
         self.declared_inputs = _declared(input_args, f"[Stage {stage_index}] input_args")
@@ -142,11 +139,12 @@ class PipelineStage:
         """Of a last stage, what the module has returned for each microbatch of this step."""
         self.expected: dict[int, Signature] = {}
         """By microbatch, what its outputs must be, where that is known."""
-        self._inboxes: dict[int, _Inboxes] = {}
+        self.inbox = Inbox()
+        """What has come from other stages."""
+        self._step = _BY_HAND
+        self._starts: dict[int, Start] = {}
         self._values: dict[int, Values] = {}
-        self._reads: dict[int, dict[int, list[Any]]] = {}
-        self._input_gradients: dict[int, InputGradients] = {}
-        self._halfway: dict[int, _Halfway] = {}
+        self._halves = Halves()
 
     @property
     def is_first(self) -> bool:
@@ -168,11 +166,10 @@ class PipelineStage:
         for kept in (
             self.fwd_cache,
             self.expected,
-            self._inboxes,
+            self.inbox,
+            self._starts,
             self._values,
-            self._reads,
-            self._input_gradients,
-            self._halfway,
+            self._halves,
         ):
             kept.clear()
         self.output_chunks.clear()
@@ -182,25 +179,21 @@ class PipelineStage:
     ) -> None:
         """Raise for arguments of the batch that this stage cannot take, before anything runs."""
 
-    # ------------------------------------------------------------------------ inboxes
+    # -------------------------------------------------------------------------- inbox
 
-    def put_outputs(self, microbatch: int, source: int, values: Values) -> None:
-        """Outputs of stage ``source`` have come."""
-        self._inbox(microbatch).outputs[source] = values
-
-    def put_gradients(
-        self, microbatch: int, target: int, gradients: list[torch.Tensor | None]
-    ) -> None:
-        """Stage ``target`` has sent the gradients of this stage's outputs, leaf by leaf."""
-        self._inbox(microbatch).gradients[target] = gradients
+    def put_start(self, microbatch: int, start: Start) -> None:
+        """The loss of a microbatch, of a last stage: its backward starts there."""
+        self._starts[microbatch] = start
 
     def take_outputs(self, microbatch: int) -> Values:
         """The outputs of a microbatch, flat, after its forward."""
         return self._values[microbatch]
 
-    def take_gradients(self, microbatch: int, source: int) -> list[torch.Tensor | None]:
-        """The gradients that go to stage ``source``, after the backward."""
-        return self._input_gradients[microbatch][source]
+    def has_left(self, operation: Operation, microbatch: int) -> bool:
+        """Whether a compute action of a microbatch has not been run when it should have been."""
+        if operation is F:
+            return microbatch not in self._values
+        return microbatch in (self._halves if operation is W else self.fwd_cache)
 
     def set_local_fwd_input(self, prev_stage_outputs: object, mb_index: int) -> None:
         """Take the outputs of the stage before, which is on this rank, by reference."""
@@ -208,13 +201,13 @@ class PipelineStage:
             raise AssertionError("can't set fwd input if this stage is first")
         if not isinstance(prev_stage_outputs, tuple):
             raise AssertionError(f"Expected tuple, got {type(prev_stage_outputs)}")
-        self.put_outputs(mb_index, self.stage_index - 1, Values.of(prev_stage_outputs))
+        self.inbox.put_outputs(mb_index, self.stage_index - 1, Values.of(prev_stage_outputs))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         """The gradients for the stage before, which is on this rank."""
         if self.is_first:
             raise AssertionError("can't get bwd output if this stage is first")
-        return tuple(self.take_gradients(mb_index, self.stage_index - 1))
+        return tuple(self.inbox.take_gradients(mb_index, self.stage_index - 1))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: object, mb_index: int) -> None:
         """Take the gradients of the stage behind, which is on this rank, by reference."""
@@ -222,13 +215,7 @@ class PipelineStage:
             raise AssertionError("can't set bwd input if this stage is last")
         if not isinstance(next_stage_bwd_outputs, tuple):
             raise AssertionError(f"Expected tuple, got {type(next_stage_bwd_outputs)}")
-        self.put_gradients(mb_index, self.stage_index + 1, list(next_stage_bwd_outputs))
-
-    def _inbox(self, microbatch: int) -> _Inboxes:
-        found = self._inboxes.get(microbatch)
-        if found is None:
-            found = self._inboxes[microbatch] = _Inboxes()
-        return found
+        self.inbox.put_gradients(mb_index, self.stage_index + 1, list(next_stage_bwd_outputs))
 
     # ------------------------------------------------------------------------ forward
 
@@ -271,22 +258,15 @@ class PipelineStage:
         """The arguments of the module, those from other stages as fresh leaves."""
         if self.is_first and self.takes_any_keyword:
             return list(args), dict(kwargs)
-        inbox = self._inbox(microbatch).outputs
+        nested = self.inbox.read(microbatch, has_backward=self.has_backward)
+        missing = self._reads_from.difference(nested)
+        if missing:
+            raise RuntimeError(
+                f"{self.name} has no outputs of stages {sorted(missing)} for chunk {microbatch}: "
+                "they come by the schedule, or by set_local_fwd_input()"
+            )
         if self._only_source is not None and not kwargs:
-            values = inbox.pop(self._only_source)
-            leaves = [_fresh(leaf, self.has_backward) for leaf in values.leaves]
-            if self.has_backward:
-                self._reads[microbatch] = {self._only_source: leaves}
-            return (leaves if values.spec is None else list(values.nested_as(leaves))), {}
-        nested: dict[int, tuple[Any, ...]] = {}
-        reads: dict[int, list[Any]] = {}
-        for source, values in inbox.items():
-            fresh = [_fresh(leaf, self.has_backward) for leaf in values.leaves]
-            reads[source] = fresh
-            nested[source] = values.nested_as(fresh)
-        inbox.clear()
-        if self.has_backward:
-            self._reads[microbatch] = reads
+            return list(nested[self._only_source]), {}
         given: list[Any] = []
         for source in self.edges.args:
             found = self._find(source, nested, args, kwargs)
@@ -333,14 +313,12 @@ class PipelineStage:
         loss: torch.Tensor | None = None,
         full_backward: bool = True,
         last_backward: bool = False,
-        *,
-        seed: torch.Tensor | None = None,
     ) -> None:
         """Run the backward of one microbatch, or its input half.
 
-        ``loss`` starts it on a last stage, with the gradient ``seed`` (1 when None). Raises
-        ``AssertionError`` for a half without a forward or a ``dw_builder``, ``RuntimeError``
-        around what the backward raises.
+        On a last stage it starts from ``loss``, by default that of the schedule's step; within a
+        step either counts as much as the microbatch does. Raises ``AssertionError`` for a half
+        without a forward or a ``dw_builder``, ``RuntimeError`` around what the backward raises.
         """
         cached = self.fwd_cache.pop(bwd_chunk_id, None)
         if cached is None:
@@ -356,100 +334,58 @@ class PipelineStage:
                 f"{self.name} has no forward of chunk {bwd_chunk_id} to run the backward of"
             )
         _, inputs = cached
-        outputs, gradients = self._starts(bwd_chunk_id, loss, seed)
+        outputs, gradients = self._roots(bwd_chunk_id, loss)
         what = "stage backward" if full_backward else "stage backward input"
         try:
-            if full_backward or self.dw_builder is not None:
-                self._run_whole(bwd_chunk_id, outputs, gradients, full_backward)
+            if full_backward:
+                self._halves.whole(outputs, gradients, self.dw_builder)
             else:
-                self._run_input_half(bwd_chunk_id, outputs, gradients, inputs)
+                read = inputs if self.inbox.has_read(bwd_chunk_id) else None
+                self._halves.first(bwd_chunk_id, outputs, gradients, read, self.dw_builder)
+            self.inbox.keep_gradients(bwd_chunk_id)
         except Exception as error:
             raise RuntimeError(
                 f"Failed to run {what}: {self.name} microbatch {bwd_chunk_id}, outputs "
                 f"{shapes(outputs)}, gradients {shapes(gradients or [])}: {error}"
             ) from error
 
-    def _starts(
-        self, microbatch: int, loss: torch.Tensor | None, seed: torch.Tensor | None
+    def _roots(
+        self, microbatch: int, loss: torch.Tensor | None
     ) -> tuple[list[object], list[torch.Tensor | None] | None]:
         """What the backward starts from, with gradients; None where that of a loss is 1."""
         values = self._values.pop(microbatch)
-        if loss is not None:
-            return [loss], None if seed is None else [seed]
-        arrived = self._inbox(microbatch).gradients
-        if len(arrived) == 1:
-            return values.leaves, arrived.popitem()[1]
-        summed: list[torch.Tensor | None] = [None] * len(values.leaves)
-        for target in sorted(arrived):
-            for number, gradient in enumerate(arrived[target]):
-                if gradient is not None:
-                    before = summed[number]
-                    summed[number] = gradient if before is None else before + gradient
-        arrived.clear()
-        return values.leaves, summed
-
-    def _run_whole(
-        self,
-        microbatch: int,
-        outputs: list[object],
-        gradients: list[torch.Tensor | None] | None,
-        full_backward: bool,
-    ) -> None:
-        run_backward(outputs, gradients)
-        self._keep_input_gradients(microbatch)
-        if self.dw_builder is not None:
-            runner = self.dw_builder()
-            if full_backward:
-                runner()
-            else:
-                self._halfway[microbatch] = _Halfway(runner=runner)
-
-    def _run_input_half(
-        self,
-        microbatch: int,
-        outputs: list[object],
-        gradients: list[torch.Tensor | None] | None,
-        inputs: list[object],
-    ) -> None:
-        if not self._reads.get(microbatch):
-            self._halfway[microbatch] = _Halfway(whole=(outputs, gradients))
-            return
-        _, junctions = stage_backward_input(outputs, gradients, inputs, None)
-        self._halfway[microbatch] = _Halfway(junctions=junctions)
-        self._keep_input_gradients(microbatch)
-
-    def _keep_input_gradients(self, microbatch: int) -> None:
-        """Move the gradients of what was read from other stages to where they are sent from."""
-        found: InputGradients = {}
-        for source, leaves in self._reads.pop(microbatch, {}).items():
-            taken: list[torch.Tensor | None] = []
-            for leaf in leaves:
-                gradient = leaf.grad if isinstance(leaf, torch.Tensor) else None
-                if gradient is not None:
-                    leaf.grad = None
-                taken.append(gradient)
-            found[source] = taken
-        self._input_gradients[microbatch] = found
+        start = self._starts.pop(microbatch, None)
+        if start is None and loss is not None:
+            start = Start(loss)
+        if start is not None:
+            root, seed = start.of(loss)
+            return [root], None if seed is None else [seed]
+        if self.is_last:
+            raise RuntimeError(
+                f"{self.name} is the last and starts from a loss: give that of chunk {microbatch}"
+            )
+        gradients = self.inbox.added(microbatch, len(values.leaves))
+        if gradients is not None:
+            return values.leaves, gradients
+        if any(self.stage_index in other.sources() for other in self.all_edges):
+            raise RuntimeError(
+                f"{self.name} has no gradients for chunk {microbatch}: they come by the schedule, "
+                "or by set_local_bwd_input()"
+            )
+        return values.leaves, [None] * len(values.leaves)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the weight half of one microbatch, after its input half.
 
         Raises ``AssertionError`` when there was none.
         """
-        half = self._halfway.pop(bwd_chunk_id, None)
-        if half is None:
+        if bwd_chunk_id not in self._halves:
             raise AssertionError(
                 f"{self.name} Attempted to run backward_weight_one_chunk for chunk {bwd_chunk_id} "
                 "without first calling `backward_one_chunk(full_backward=False)`"
             )
         try:
-            if half.runner is not None:
-                half.runner()
-            elif half.whole is not None:
-                outputs, gradients = half.whole
-                run_backward(outputs, gradients)
-            elif half.junctions is not None:
-                stage_backward_weight((), half.junctions)
+            self._halves.second(bwd_chunk_id)
         except Exception as error:
             raise RuntimeError(
                 f"Failed to run stage backward weight: {self.name} microbatch {bwd_chunk_id}: "
@@ -458,38 +394,81 @@ class PipelineStage:
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: Mapping[str, Any], last_backward: bool = False
-    ) -> None:
-        """Run the backward of kind ``full``, ``input`` or ``weight`` with the given arguments.
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[Junction] | None]:
+        """Run a backward of kind ``full``, ``input`` or ``weight`` on the values in ``bwd_kwargs``.
 
-        Gradients are never reduced in it: that is an action of its own. Raises ``RuntimeError``
-        for another kind.
+        Those are ``stage_output``, ``output_grads`` and ``input_values``, or for ``weight`` the
+        ``param_groups`` of the input half. Returns the gradients of the inputs, and these groups.
+        Gradients are summed over ranks by hooks of the module or `perform_reduce_grad`, in either
+        case as if once. Raises ``RuntimeError`` for another kind.
         """
-        if backward_type == "full":
-            self.backward_one_chunk(**bwd_kwargs, full_backward=True, last_backward=last_backward)
-        elif backward_type == "input":
-            self.backward_one_chunk(**bwd_kwargs, full_backward=False, last_backward=last_backward)
-        elif backward_type == "weight":
-            self.backward_weight_one_chunk(**bwd_kwargs, last_backward=last_backward)
-        else:
+        if backward_type == "weight":
+            stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
+            return (), None
+        if backward_type not in ("full", "input"):
             raise RuntimeError(
                 f"Unknown backward type: {backward_type}; expected full, input or weight"
             )
+        output, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        if backward_type == "full":
+            return stage_backward(output, gradients, bwd_kwargs["input_values"]), None
+        return stage_backward_input(output, gradients, bwd_kwargs["input_values"], None)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the ``.grad`` of all parameters, in place. Schedules of ours do not need it."""
+        """Divide the ``.grad`` of all parameters by ``grad_scale_factor``, in place.
+
+        Within the step of a schedule with ``scale_grads=True`` there is nothing left to divide.
+        """
+        if self._step.is_scaled or grad_scale_factor == 1:
+            return
         for parameter in self.submod.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(grad_scale_factor)
 
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Sum the gradients over data-parallel ranks, and scale them as `scale_grads` does.
 
-def _fresh(leaf: object, has_backward: bool) -> object:
-    """A leaf of the graph of this stage for what another stage has made."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    fresh = leaf.detach()
-    if has_backward and leaf.requires_grad:
-        fresh.requires_grad_()
-    return fresh
+        That is what REDUCE_GRAD does in a step. Outside of one the module's own hooks have
+        reduced in each backward, and the gradients are only scaled.
+        """
+        if self._step.reduce is not None:
+            self._step.reduce(self.stage_index)
+        self.scale_grads(grad_scale_factor)
+
+    def begin_step(self, step: StepOfStage) -> None:
+        """A step of a schedule begins on this stage."""
+        self.clear_runtime_states()
+        self.has_backward = step.has_backward
+        self._step = step
+
+    def end_step(self) -> None:
+        """It has ended, or failed."""
+        self._step = _BY_HAND
+
+
+class StageBuilder(Protocol):
+    """A `PipeInfo`: what is known of all stages of a traced model."""
+
+    def built(
+        self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
+    ) -> PipelineStage:
+        """The stage ``stage_index``."""
+        ...
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: StageBuilder,
+    device: torch.device,
+    group: Any = None,  # noqa: ANN401
+) -> PipelineStage:
+    """A stage from a module of a `Pipe`, wrapped or not, on ``device``.
+
+    Raises ``ValueError`` for an index outside the stages, `PipeliningShapeError` for an info of
+    another pipe.
+    """
+    return pipe_info.built(stage_module, stage_index, torch.device(device), group)
 
 
 def _declared(values: object, where: str) -> Signature | None:

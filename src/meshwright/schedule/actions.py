@@ -137,6 +137,26 @@ class Action(NamedTuple):
             )
         return cls(int(stage), operation, None if microbatch is None else int(microbatch))
 
+    @property
+    def stage_index(self) -> int:
+        """``stage``, by torch's name, as the three that follow."""
+        return self.stage
+
+    @property
+    def computation_type(self) -> Operation:
+        """``operation``."""
+        return self.operation
+
+    @property
+    def microbatch_index(self) -> int | None:
+        """``microbatch``."""
+        return self.microbatch
+
+    @property
+    def sub_actions(self) -> tuple[Action, ...] | None:
+        """``parts``, None where there are none."""
+        return self.parts or None
+
     def __str__(self) -> str:
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.operation.value}"

@@ -1,0 +1,135 @@
+"""What a step was given on this rank, and the ids of what its stages make of it.
+
+An id stands for the shapes, strides and dtypes of what a stage gives for one microbatch. It follows
+from what the stage is given, so it is known before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.pipelining.custom import PipelineContext
+from meshwright.pipelining.metadata import Values, digest, trained
+from meshwright.pipelining.stage import PipelineStage
+from meshwright.schedule.actions import Action, Schedule
+
+__all__ = ["Identities", "Known", "Microbatches"]
+
+Known = dict[object, tuple[int, ...]]
+"""By what a stage is given, its ids."""
+_KEPT = 256
+"""How many kinds of batches are kept in mind."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(slots=True)
+class Microbatches:
+    """What a step was given, cut into microbatches, on this rank."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[Mapping[str, Any]]
+    targets: Sequence[Any] | None = None
+    weights: Sequence[float] = ()
+    """By microbatch, what its loss counts in the gradient."""
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)
+    """Filled by the last stage, unscaled."""
+    schedule_ref: object = None
+    """The schedule, for functions of the user."""
+    is_scaled: bool = False
+    """Whether losses count as much as their microbatches on the way in."""
+    key: object = None
+    """Stands for the shapes, strides and dtypes of all arguments; None: nobody has noted them."""
+
+    def context(self, run: Callable[[Action], None]) -> PipelineContext:
+        """What a function of the user is given of this step."""
+        return PipelineContext(
+            self.schedule_ref,
+            list(self.args),
+            list(map(dict, self.kwargs)) or [{} for _ in self.args],
+            None if self.targets is None else list(self.targets),
+            self.losses,
+            run,
+        )
+
+
+class Identities:
+    """The ids of one step on one rank."""
+
+    incoming: Callable[..., tuple[int, ...] | None]
+    """Gives the ids of stages of other ranks."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        schedule: Schedule,
+        batch: Microbatches,
+        known: Known,
+        *,
+        training: bool,
+    ) -> None:
+        self._stages = stages
+        self._schedule = schedule
+        self._batch = batch
+        self._known = known
+        self._training = training
+        self.made: dict[int, tuple[int, ...]] = {}
+        """What has been asked for, by stage."""
+
+    def __call__(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
+        """The ids of what ``stage`` of this rank makes, by microbatch."""
+        found = self.made.get(stage)
+        if found is not None:
+            return found
+        before: list[tuple[int, ...]] = []
+        for source in self._schedule.sources[stage]:
+            ask = self if source in self._stages else self.incoming
+            theirs = ask(source, wait=wait)
+            if theirs is None:
+                return None
+            before.append(theirs)
+        given = self._given(stage)
+        flags = self._training and trained(self._stages[stage].submod)
+        key = (stage, flags, *before, given)
+        found = self._known.get(key)
+        if found is None:
+            texts = self._texts(stage) if given is self._batch.key else given
+            count = self._schedule.microbatches
+            rows = [[ids[k] for ids in before] for k in range(count)]
+            found = tuple(
+                digest(stage, flags, row, texts[k] if texts else "") for k, row in enumerate(rows)
+            )
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            self._known[key] = found
+        self.made[stage] = found
+        return found
+
+    def _given(self, stage: int) -> Any:  # noqa: ANN401 - anything that can be a key
+        """What this rank's own arguments for ``stage`` look like; empty without any."""
+        if not self._stages[stage].takes_batch and not self._batch.kwargs:
+            return ()
+        return self._texts(stage) if self._batch.key is None else self._batch.key
+
+    def _texts(self, stage: int) -> tuple[str, ...]:
+        return tuple(self._text(stage, k) for k in range(self._schedule.microbatches))
+
+    def _text(self, stage: int, microbatch: int) -> str:
+        values: list[Any] = []
+        if self._stages[stage].takes_batch:
+            values.append(self._batch.args[microbatch])
+        if self._batch.kwargs:
+            values.append(self._batch.kwargs[microbatch])
+        leaves = Values.of(tuple(values)).leaves
+        return repr(
+            [
+                (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+                if isinstance(leaf, torch.Tensor)
+                else (type(leaf).__name__, leaf if isinstance(leaf, _PLAIN) else "")
+                for leaf in leaves
+            ]
+        )

@@ -1,0 +1,76 @@
+"""The loss of each microbatch, and what its backward starts from.
+
+A loss is weighed on its way into the backward, by the gradient that this starts with: gradients
+that have been accumulated are never scaled, and the losses that are told are those of ``loss_fn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.pipelining.microbatch import check_loss
+
+__all__ = ["Losses", "Start"]
+
+_KEPT = 256
+"""How many kinds of losses are kept in mind."""
+
+
+@dataclass(slots=True)
+class Start:
+    """The loss of one microbatch, and what it counts in the gradient."""
+
+    loss: torch.Tensor
+    weight: float = 1.0
+    seed: torch.Tensor | None = None
+    """The weight as the gradient to start with, for a loss that it fits."""
+
+    def of(self, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the backward of ``loss`` starts from, and with which gradient (None: 1).
+
+        None is the loss itself; another one, as a user may have scaled it, has the same weight.
+        """
+        if self.seed is not None and (loss is None or loss is self.loss):
+            return self.loss, self.seed
+        root = self.loss if loss is None else loss
+        return (root if self.weight == 1.0 else root * self.weight), None
+
+
+class Losses:
+    """Computes losses with the user's function."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self._loss_fn = loss_fn
+        self._seeds: dict[object, torch.Tensor] = {}
+
+    def compute(
+        self,
+        outputs: Sequence[Any],
+        targets: Sequence[Any],
+        microbatch: int,
+        weights: Sequence[float],
+        options: Mapping[str, Any],
+    ) -> tuple[Any, Start]:
+        """What the function returns for the last of ``outputs``, and where its backward starts."""
+        loss = self._loss_fn(outputs[-1], targets[microbatch], **options)
+        check_loss(loss, outputs, targets, microbatch, is_weighed=bool(weights))
+        first = loss[0] if isinstance(loss, tuple) else loss
+        weight = weights[microbatch] if weights else 1.0
+        return loss, Start(first, weight, self._seed(first, weight))
+
+    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | None:
+        """``weight`` as a gradient of ``loss``; None where autograd must look at the loss."""
+        if type(loss) is not torch.Tensor or loss.dim() or not loss.is_floating_point():
+            return None
+        key = (weight, loss.dtype, loss.device)
+        found = self._seeds.get(key)
+        if found is None:
+            found = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+            if len(self._seeds) >= _KEPT:
+                self._seeds.clear()
+            self._seeds[key] = found
+        return found
