@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright import comm
+from meshwright.axes import Axes
 from meshwright.comm.dtensor import (
     at_rest,
+    cut_once_more,
     dtensor_at_rest,
     dtensor_like,
     is_dtensor,
@@ -26,8 +28,9 @@ from meshwright.comm.dtensor import (
     torch_placements,
 )
 from meshwright.comm.shard_view import ShardView
+from meshwright.comm.whole import held, part_like
 from meshwright.errors import LayoutError
-from meshwright.layout import Partial, Replicate, Shard
+from meshwright.layout import Partial, Replicate, Shard, TensorLayout
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
@@ -82,10 +85,30 @@ def test_dtensors_on_two_axes(ranks: Ranks) -> None:
             tensor = dtensor_at_rest(full[box.slices()], mesh, placements, full.shape, (3, 1))
             assert torch.equal(tensor.full_tensor(), full)
             assert layout_of(tensor, "weight").placement("shard") == placements[1]
+        for shape in ((8, 3), (6, 3)):
+            full = whole(shape)
+            strided, _ = cut_once_more([Replicate(), Shard(0)], mesh, 0, 0)
+            box = local_box(shape, mesh, strided)
+            assert box is not None
+            turned = TensorLayout(
+                name="weight",
+                shape=shape,
+                dtype="float64",
+                axes=Axes(("tensor", "data"), (2, 2)),
+                placements={"tensor": Shard(0), "data": Shard(0)},
+            )
+            data, cut = divmod(comm.communicator().rank, 2)
+            assert box == turned.box(2 * cut + data)
+            tensor = dtensor_at_rest(full[box.slices()], mesh, strided, shape, (3, 1))
+            assert torch.equal(tensor.full_tensor(), full)
+            assert held(tensor, "weight").boxes == (box,)
+            assert torch.equal(part_like(full, tensor).to_local(), tensor.to_local())
         axes = [c.axis for c in mesh_communicators(mesh)]
         assert axes == ["replicate", "shard"]
         partial = dtensor_at_rest(full, mesh, [Partial(), Replicate()], full.shape, (3, 1))
         assert torch.equal(partial.full_tensor(), 2 * full)
+        with pytest.raises(LayoutError, match="'sum' is placed"):
+            held(partial, "sum")
 
     ranks(4, body)
 

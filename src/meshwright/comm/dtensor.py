@@ -7,6 +7,7 @@ apart again. Forward and backward run on local tensors; `local_leaf` stands for 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -185,19 +186,32 @@ def local_box(
     """The box of a tensor of ``shape`` that this rank holds.
 
     None where the part is not one box: on a rank outside the mesh, or where a strided placement
-    gives each rank rows from all over the dim.
+    gives each rank rows from all over the dim. What `cut_once_more` made is one box.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
     offset, lengths = [0] * len(shape), list(shape)
-    for size, index, placement in zip(mesh.mesh.shape, coordinate, placements, strict=True):
-        if type(placement) is TorchShard:
-            dim = placement.dim % len(shape)
-            start, lengths[dim] = chunk(lengths[dim], size, index)
-            offset[dim] += start
-        elif not isinstance(placement, TorchReplicate | TorchPartial):
+    cuts: list[tuple[int, TorchShard | _StridedShard]]
+    cuts = [(n, p) for n, p in enumerate(placements) if type(p) is TorchShard]
+    for number, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, _StridedShard):
+            later = [
+                mesh.size(n)
+                for n, p in enumerate(placements)
+                if n > number and isinstance(p, TorchShard | _StridedShard)
+                if p.dim == placement.dim
+            ]
+            if placement.split_factor != math.prod(later):
+                return None
+            # It cuts what all later dims of the mesh have left.
+            cuts.append((number, placement))
+        elif not isinstance(placement, TorchShard | TorchReplicate | TorchPartial):
             return None
+    for number, placement in cuts:
+        dim = placement.dim % len(shape)
+        start, lengths[dim] = chunk(lengths[dim], mesh.size(number), coordinate[number])
+        offset[dim] += start
     return Box(tuple(offset), tuple(lengths))
 
 
