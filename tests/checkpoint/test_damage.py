@@ -112,10 +112,11 @@ def test_flips_in_lengths_padding_and_frames_are_refused(damaged: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_bit_of_every_file(damaged: Path) -> None:
+def test_a_bit_of_every_byte_of_every_file(damaged: Path) -> None:
     manifest = read_manifest(damaged)
     for file in sorted(damaged.iterdir()):
-        bits = range(file.stat().st_size * 8)
+        # Each of the eight bits of a byte in turn.
+        bits = [8 * byte + byte % 8 for byte in range(file.stat().st_size)]
         check_flips(damaged, manifest, [(file.name, bit) for bit in bits])
 
 
