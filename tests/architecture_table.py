@@ -42,7 +42,7 @@ _PURE = frozenset(
     }
 )
 _COMM = _PURE | {"comm", "mesh"}
-_STRATEGY = _COMM | {"gradients"}
+_STRATEGY = _COMM | {"gradients", "randomness"}
 _STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
 _TOP = _WHOLE | {"composition", "planner", "reference", "report"}
@@ -51,6 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(_PURE, _PURE),
     "errors": frozenset(),
     "mesh": _PURE,
+    "randomness": _PURE,
     "comm": _COMM,
     "gradients": _COMM,
     "data_parallel": _STRATEGY,

@@ -11,7 +11,6 @@ from meshwright.recipes.language_model import (
     LanguageModel,
     cross_entropy,
     initialize,
-    name_seed,
 )
 
 SMALL = ModelConfig(layers=2, heads=2, dim=16, context=12)
@@ -102,11 +101,6 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
-
-
-def test_name_seed_is_stable() -> None:
-    assert name_seed(0, "x") == name_seed(0, "x") != name_seed(0, "y") != name_seed(1, "y")
-    assert 0 <= name_seed(5, 1, 2) < 2**63
 
 
 def test_it_learns_a_cycle() -> None:

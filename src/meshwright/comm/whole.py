@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.comm.dtensor import at_rest, dtensor_at_rest, local_box, mesh_communicators
+from meshwright.comm.dtensor import (
+    AtRest,
+    at_rest,
+    dtensor_at_rest,
+    is_replicated,
+    local_of,
+    mesh_communicators,
+)
 from meshwright.comm.shard_view import ShardView
 from meshwright.errors import LayoutError
-from meshwright.layout import Box
+from meshwright.layout import Box, chunk
 
-__all__ = ["Holding", "held", "part_like", "whole"]
+__all__ = ["Holding", "held", "held_boxes", "part_like", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,25 +38,16 @@ class Holding:
 def held(tensor: torch.Tensor, name: str) -> Holding:
     """What this rank holds of a DTensor or `ShardView`; of any other tensor all. Nothing is sent.
 
-    Raises `LayoutError`, with ``name``, where that is a summand, or rows from all over a dim.
+    Raises `LayoutError`, with ``name``, where that is a summand.
     """
     tensor = tensor.detach()
-    if isinstance(tensor, ShardView):
-        boxes = tuple(box for box, _ in tensor.boxes())
-        return Holding(local=tensor.local, shape=tuple(tensor.shape), boxes=boxes)
-    if not isinstance(tensor, DTensor):
-        local = tensor.to_dense() if tensor.is_sparse else tensor
-        shape = tuple(local.shape)
-        return Holding(local=local, shape=shape, boxes=(Box((0,) * len(shape), shape),))
-    rest = at_rest(tensor)
-    box = local_box(rest.shape, rest.mesh, rest.placements)
-    is_outside = rest.mesh.get_coordinate() is None
-    if (box is None and not is_outside) or any(p.is_partial() for p in rest.placements):
-        raise LayoutError(
-            f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected whole values in "
-            "one box on each rank"
-        )
-    return Holding(local=rest.local, shape=rest.shape, boxes=() if box is None else (box,))
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    parts = held_boxes(tensor, name)
+    local = tensor.local if isinstance(tensor, ShardView) else local_of(tensor)
+    if len(parts) > 1 and local.ndim > 1:
+        local = torch.cat([memory.flatten() for _, memory in parts])
+    return Holding(local=local, shape=tuple(tensor.shape), boxes=tuple(box for box, _ in parts))
 
 
 @torch.no_grad()
@@ -90,8 +90,73 @@ def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     rest = at_rest(like)
-    box = local_box(rest.shape, rest.mesh, rest.placements)
-    if box is None or tuple(tensor.shape) != rest.shape:
+    if tuple(tensor.shape) != rest.shape:
         raise LayoutError(f"expected a tensor of shape {rest.shape}, found {tuple(tensor.shape)}")
-    local = tensor[box.slices()].clone(memory_format=torch.contiguous_format)
+    local = tensor.new_empty(rest.local.shape)
+    for box, memory in _boxes_in(local, rest, "a tensor"):
+        memory.copy_(tensor[box.slices()])
     return dtensor_at_rest(local, rest.mesh, rest.placements, rest.shape, rest.stride)
+
+
+def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of the whole of ``tensor`` that this rank holds, each with its local memory.
+
+    One box for a plain tensor and for a plain placement; several where a strided placement gives
+    this rank rows from all over a dim; none where it holds nothing. Raises `LayoutError`, with
+    ``name``, for a partial sum.
+    """
+    if isinstance(tensor, ShardView):
+        return tensor.boxes()
+    if not isinstance(tensor, DTensor):
+        return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor.detach())]
+    rest = at_rest(tensor)
+    return _boxes_in(rest.local.detach(), rest, name)
+
+
+def _boxes_in(local: torch.Tensor, rest: AtRest, name: str) -> list[tuple[Box, torch.Tensor]]:
+    """As `held_boxes`, for a ``local`` tensor that is laid out as that of ``rest``."""
+    # Per dim: the ranges of the whole that follow each other in the local tensor.
+    ranges = [[(0, size)] for size in rest.shape]
+    coordinate = rest.mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    for size, index, placement in zip(
+        rest.mesh.mesh.shape, coordinate, rest.placements, strict=True
+    ):
+        if isinstance(placement, _StridedShard):
+            # Cut before by others, in ``split_factor`` pieces, of each of which it holds a part.
+            pieces = size * int(placement.split_factor)
+            every = list(range(index, pieces, size))
+        elif isinstance(placement, TorchShard):
+            pieces, every = size, [index]
+        elif is_replicated(placement):
+            continue
+        else:
+            raise LayoutError(
+                f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected whole values, "
+                "not summands"
+            )
+        dim = placement.dim
+        rows = sum(length for _, length in ranges[dim])
+        cuts = [chunk(rows, pieces, number) for number in every]
+        ranges[dim] = [part for cut in cuts for part in _narrowed(ranges[dim], *cut)]
+    found: list[tuple[Box, torch.Tensor]] = []
+    starts = [list(itertools.accumulate((n for _, n in held), initial=0)) for held in ranges]
+    for numbers in itertools.product(*(range(len(held)) for held in ranges)):
+        cut = [held[number] for held, number in zip(ranges, numbers, strict=True)]
+        box = Box(tuple(a for a, _ in cut), tuple(n for _, n in cut))
+        at = [held[number] for held, number in zip(starts, numbers, strict=True)]
+        found.append((box, local[Box(tuple(at), box.shape).slices()]))
+    return found
+
+
+def _narrowed(ranges: list[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
+    """``count`` rows from row ``start`` on of ``ranges`` of (first row, rows) laid end to end."""
+    found: list[tuple[int, int]] = []
+    for first, rows in ranges:
+        skipped = min(start, rows)
+        taken = min(rows - skipped, count)
+        if taken:
+            found.append((first + skipped, taken))
+        start, count = start - skipped, count - taken
+    return found

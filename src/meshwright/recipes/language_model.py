@@ -8,13 +8,13 @@ Shapes: ``B`` sequences, ``T`` positions, ``D`` width, ``H`` heads, ``K`` width 
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.randomness import name_seed
 from meshwright.recipes.config import ModelConfig
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Layer",
     "cross_entropy",
     "initialize",
-    "name_seed",
 ]
 
 VOCABULARY = 256
@@ -157,12 +156,6 @@ def cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> tuple[Tensor, Tensor
         logits_BTV.flatten(0, -2), target_BT.flatten(), reduction="sum"
     )
     return total, torch.tensor(target_BT.numel(), device=total.device)
-
-
-def name_seed(seed: int, *names: object) -> int:
-    """A seed of 63 bits that depends on ``seed`` and ``names``, the same on every machine."""
-    text = "\0".join(str(part) for part in (seed, *names))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def _rotary_angles(x_BTD: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

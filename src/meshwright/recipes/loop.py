@@ -14,12 +14,12 @@ import torch
 from meshwright.comm import Communicator, check_peers, phase
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError, NonFiniteError
+from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import (
     LanguageModel,
     cross_entropy,
     initialize,
-    name_seed,
 )
 from meshwright.recipes.metrics import MetricsFile, ProgressDisplay, show_progress
 from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate

@@ -1,0 +1,27 @@
+"""Random numbers that do not depend on the layout: the same on every mesh as in one process.
+
+Bottom-up: `keys` (seeds from names), `counters` (random bits by position), `draws` (what a training
+step tells dropout), `dropout` (modules that draw by position), `refusals` (random operators that
+cannot), `initialization` (parameters from one generator), `blocks` (parameters from many).
+"""
+
+from __future__ import annotations
+
+from meshwright.randomness.blocks import initialize_by_blocks
+from meshwright.randomness.draws import DimPart, Draws
+from meshwright.randomness.dropout import Dropout, replace_dropout
+from meshwright.randomness.initialization import initialize, module_initializer
+from meshwright.randomness.keys import name_seed
+from meshwright.randomness.refusals import RandomOperators
+
+__all__ = [
+    "DimPart",
+    "Draws",
+    "Dropout",
+    "RandomOperators",
+    "initialize",
+    "initialize_by_blocks",
+    "module_initializer",
+    "name_seed",
+    "replace_dropout",
+]

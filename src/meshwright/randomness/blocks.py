@@ -1,0 +1,158 @@
+"""Parameters drawn in blocks of rows, each from a generator of its own.
+
+A rank draws the blocks that overlap its part, and nothing else: for modules that are too large to
+be drawn whole on every rank. What a block holds depends on the seed, the parameter's name and the
+block's number. The values differ from those of `initialize`, and are those of one process that
+takes this route too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.layout import Box
+from meshwright.randomness.initialization import (
+    HeldBoxes,
+    Step,
+    check_initializers,
+    held_whole,
+    initializer_of,
+    like_whole,
+    materialise,
+)
+from meshwright.randomness.keys import name_seed
+
+__all__ = ["initialize_by_blocks"]
+
+BLOCK = 1 << 16
+"""Elements of a block: as many whole rows as that are, at least one."""
+
+_Call = tuple[Any, tuple[object, ...], dict[str, object]]
+"""An operator, and its arguments after the tensor that it writes to."""
+
+
+@torch.no_grad()
+def initialize_by_blocks(
+    model: nn.Module,
+    seed: int,
+    *,
+    init: Step | None = None,
+    device: torch.device | str | None = None,
+    held: HeldBoxes = held_whole,
+) -> nn.Module:
+    """As `initialize`, but each rank draws only the blocks of rows that it holds a part of.
+
+    ``reset_parameters``, or ``init(module)``, runs on the meta device to learn what is written to
+    each parameter: operators that treat all elements alike, such as ``normal_``, ``uniform_`` and
+    ``zero_``.
+
+    Raises ValueError for modules that nobody can initialise, and for those that write in another
+    way, such as orthogonal matrices, truncated normals or the zero row of a padding index.
+    """
+    check_initializers(model, init)
+    plans = {
+        name: _recorded(module, name, init)
+        for name, module in model.named_modules()
+        if initializer_of(module, init) is not None
+    }
+    undefined = materialise(model, device)
+    for name, module in model.named_modules():
+        for where in (module._parameters, module._buffers):
+            for key, tensor in where.items():
+                calls = plans.get(name, {}).get(key, [])
+                path = f"{name}.{key}".lstrip(".")
+                if tensor is None:
+                    continue
+                if not calls and (id(tensor) in undefined or hasattr(tensor, "device_mesh")):
+                    raise ValueError(
+                        f"{path!r}: its module's initialisation writes nothing to it on the meta "
+                        "device, so it cannot be drawn in blocks: use initialize"
+                    )
+                for box, memory in held(tensor):
+                    _fill(memory, box, tuple(tensor.shape), calls, (seed, path))
+    return model
+
+
+def _fill(
+    memory: torch.Tensor,
+    box: Box,
+    shape: tuple[int, ...],
+    calls: Sequence[_Call],
+    source: tuple[int, str],
+) -> None:
+    if not shape:
+        memory, box, shape = memory.view(1), Box((0,), (1,)), (1,)
+    rows = max(BLOCK // max(math.prod(shape[1:]), 1), 1)
+    first, last = box.offset[0] // rows, -(-(box.offset[0] + box.shape[0]) // rows)
+    for number in range(first, last if calls and box.numel else first):
+        start = number * rows
+        whole = Box((start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+        block = torch.empty(whole.shape, dtype=memory.dtype)
+        generator = torch.Generator().manual_seed(name_seed(*source, number))
+        for function, args, kwargs in calls:
+            is_random = torch.Tag.nondeterministic_seeded in function.tags
+            function(block, *args, **kwargs, **({"generator": generator} if is_random else {}))
+        part = whole.intersect(box)
+        if part is not None:
+            memory[part.slices(box)].copy_(block[part.slices(whole)])
+
+
+def _recorded(module: nn.Module, name: str, init: Step | None) -> dict[str, list[_Call]]:
+    """What the initialisation of ``module`` does to each of its own tensors, by their names."""
+    kept = dict(module._parameters), dict(module._buffers)
+    twins: dict[str, torch.Tensor] = {}
+    for where in (module._parameters, module._buffers):
+        for key, tensor in where.items():
+            if tensor is not None:
+                twins[key] = like_whole(tensor, "meta")
+        where.update({key: twins[key] for key in where if key in twins})  # pyrefly: ignore[no-matching-overload]
+    recorder = _Recorder(name, twins)
+    step = initializer_of(module, init)
+    try:
+        with recorder:
+            if step is not None:
+                step(module)
+    finally:
+        module._parameters.update(kept[0])
+        module._buffers.update(kept[1])
+    return recorder.calls
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes operators that write to tensors, and refuses those that treat elements differently."""
+
+    def __init__(self, name: str, twins: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._name = name
+        self._keys = {id(tensor): key for key, tensor in twins.items()}
+        self.calls: dict[str, list[_Call]] = {key: [] for key in twins}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        others = [*args[1:], *given.values()]
+        key = self._keys.get(id(args[0])) if args else None
+        alike = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & set(func.tags)
+        is_fill = func._schema.name in ("aten::zero_", "aten::fill_")
+        is_plain = not any(isinstance(value, torch.Tensor) for value in others)
+        if key is not None and func._schema.is_mutable and (alike or is_fill) and is_plain:
+            self.calls[key].append((func, args[1:], given))
+            return args[0]
+        if any(id(value) in self._keys for value in (*args, *others)):
+            raise ValueError(
+                f"the initialisation of {self._name!r} calls {func} on "
+                f"{key or 'its parameters'!r}, which does not treat all elements alike, so it "
+                "cannot be drawn in blocks: use initialize, or another initialisation"
+            )
+        return func(*args, **(kwargs or {}))

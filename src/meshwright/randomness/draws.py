@@ -1,0 +1,216 @@
+"""What dropout is told of a training step, so that its masks do not depend on the layout.
+
+A mask is a function of seed, step, site, the sample's number in the global batch, and the place of
+the element in the sample. A site is a module's name and how often it has been called before in the
+forward pass. The microbatch enters through the numbers of its samples alone, so that a mask does
+not depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from meshwright.errors import LayoutError
+from meshwright.layout import Box, chunk
+from meshwright.randomness.counters import random_bits
+from meshwright.randomness.keys import name_seed
+
+__all__ = ["DimPart", "Draws"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimPart:
+    """Which part of one dim of an activation this rank holds, along an axis that shards it.
+
+    ``DimPart(dim=1, index=rank, parts=4)`` is a quarter of the sequence, ``dim=-1`` one of the
+    hidden dim. ``whole`` is the size of the whole dim where its parts may differ, by torch's rule.
+    """
+
+    dim: int
+    """Of the activation, samples included; not the samples' own."""
+    index: int
+    parts: int
+    whole: int | None = None
+
+    def place(self, size: int, site: str) -> tuple[int, int]:
+        """Where this rank's ``size`` elements begin, and how many there are on all ranks."""
+        whole = size * self.parts if self.whole is None else self.whole
+        start, expected = chunk(whole, self.parts, self.index)
+        if size != expected:
+            raise LayoutError(
+                f"dropout {site!r}: expected {expected} of {whole} elements along dim {self.dim} "
+                f"in part {self.index} of {self.parts}, found {size}"
+            )
+        return start, whole
+
+
+@dataclass(slots=True, eq=False)
+class _Microbatch:
+    samples: torch.Tensor
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One dropout in a forward pass, to be found again when that is computed a second time."""
+
+    samples: torch.Tensor
+    site: str
+    number: int
+
+
+class Draws:
+    """Seed and step of a run, and the samples that are computed now. All ranks hold the same seed.
+
+    >>> draws = Draws(seed=0)
+    >>> replace_dropout(model, draws)
+    >>> for step in range(steps):
+    ...     draws.begin_step(step)
+    ...     for number, part in enumerate(parts):
+    ...         with draws.microbatch(number, part.numbers_in_the_global_batch):
+    ...             loss(model(part.inputs)).backward()
+
+    Copies of a model share the one object.
+    """
+
+    def __init__(self, seed: int, step: int = 0) -> None:
+        self.seed = seed
+        self.step = step
+        self.is_drawing = False
+        """Whether this object itself draws from torch's generator at the moment."""
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._recorded: dict[int, list[_Call]] = {}
+        self._now: _Microbatch | None = None
+        self._is_rehearsal = False
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def begin_step(self, step: int) -> None:
+        """Draw for optimizer step ``step`` from now on."""
+        self.step = step
+        self._microbatches.clear()
+        self._recorded.clear()
+
+    @contextlib.contextmanager
+    def microbatch(
+        self, number: int, samples: Sequence[int] | torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Compute microbatch ``number`` of this step inside; ``samples`` are its rows.
+
+        They are numbers in the global batch (or in the data set), one for each row of dim 0 of
+        what dropout is given. They may be left out where the microbatch is entered again, for its
+        backward pass.
+        """
+        known = self._microbatches.get(number)
+        if samples is not None:
+            rows = torch.as_tensor(samples, dtype=torch.int64, device="cpu")
+            if rows.ndim != 1:
+                raise ValueError(f"expected one number a sample, found shape {tuple(rows.shape)}")
+            if known is None or not torch.equal(known.samples, rows):
+                known = self._microbatches[number] = _Microbatch(rows)
+        elif known is None:
+            raise ValueError(
+                f"microbatch {number} of step {self.step} has not been computed: say which samples "
+                "it holds"
+            )
+        before, self._now = self._now, known
+        try:
+            yield
+        finally:
+            self._now = before
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Drop nothing inside: what runs is an example, to see shapes or the order of modules."""
+        before, self._is_rehearsal = self._is_rehearsal, True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = before
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether nothing is dropped."""
+        return self._is_rehearsal
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed and step: all that a checkpoint needs, on any layout."""
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.seed = int(state["seed"])
+        self.begin_step(int(state["step"]))
+
+    def bits(
+        self, site: str, local: Sequence[int], parts: Sequence[DimPart], device: torch.device
+    ) -> torch.Tensor:
+        """Random int32 of shape ``local`` for one call of module ``site``.
+
+        ``local`` is the shape of this rank's part, with samples along dim 0, and ``parts`` say of
+        which dims it is a part.
+        """
+        call = self._recall(site) if torch._C._current_graph_task_id() != -1 else self._count(site)
+        if not local or local[0] != len(call.samples):
+            raise ValueError(
+                f"dropout {site!r}: expected {len(call.samples)} samples along dim 0, found shape "
+                f"{tuple(local)}. Give it activations with samples first, or name the module in "
+                "per_rank, to let each rank draw for itself"
+            )
+        offset, shape = [0] * (len(local) - 1), list(local[1:])
+        for part in parts:
+            dim = part.dim % len(local)
+            if not dim:
+                raise LayoutError(
+                    f"dropout {site!r}: samples are told by their numbers, not {part}"
+                )
+            offset[dim - 1], shape[dim - 1] = part.place(local[dim], site)
+        seed = name_seed(self.seed, "dropout", self.step, call.site, call.number)
+        box = Box(tuple(offset), tuple(local[1:]))
+        return random_bits(seed, call.samples, box, tuple(shape), device)
+
+    def _count(self, site: str) -> _Call:
+        now = self._now
+        if now is None:
+            raise RuntimeError(
+                f"dropout {site!r} ran in training mode, and nobody has said which samples it is "
+                "given: run the forward pass inside `with draws.microbatch(number, samples)`, or "
+                "the module in evaluation mode"
+            )
+        call = _Call(now.samples, site, now.calls[site])
+        now.calls[site] += 1
+        self._recorded.setdefault(self._token(), []).append(call)
+        return call
+
+    def _recall(self, site: str) -> _Call:
+        """The call of the forward pass that is being computed again, in a backward pass."""
+        now = self._now
+        known = [call for call in self._recorded.get(self._token(), ()) if call.site == site]
+        if now is not None:
+            known = [call for call in known if call.samples is now.samples]
+            # Called once, it is known without the generator that a checkpoint has put back.
+            if not known and now.calls[site] == 1:
+                return _Call(now.samples, site, 0)
+        if len(known) != 1:
+            raise RuntimeError(
+                f"dropout {site!r} runs again in a backward pass, and which of its calls that is "
+                "cannot be told. Leave preserve_rng_state of torch.utils.checkpoint at True, seed "
+                "no generator within a step, and run the backward pass inside the same `with "
+                "draws.microbatch(number)`"
+            )
+        return known[0]
+
+    def _token(self) -> int:
+        """The next number of torch's generator, which checkpoints put back before they rerun."""
+        self.is_drawing = True
+        try:
+            return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        finally:
+            self.is_drawing = False

@@ -1,0 +1,148 @@
+"""Dropout whose masks do not depend on the layout, in place of torch's modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from meshwright.randomness.draws import DimPart, Draws
+from meshwright.randomness.refusals import declared, random_modules
+
+__all__ = ["Dropout", "replace_dropout"]
+
+_CHANNEL_DIMS: dict[type[nn.Module], int] = {
+    nn.Dropout: 0,
+    nn.AlphaDropout: 0,
+    nn.Dropout1d: 1,
+    nn.Dropout2d: 2,
+    nn.Dropout3d: 3,
+}
+"""Modules that are replaced, and over how many last dims each takes one decision."""
+
+_SATURATION = -1.7580993408473766
+"""What a SELU tends to at minus infinity, which AlphaDropout puts for what it drops (Klambauer et
+al., Self-Normalizing Neural Networks, 2017)."""
+
+
+class Dropout(nn.Dropout):
+    """Sets elements to zero with probability ``p`` and scales the others, in training mode.
+
+    Which ones is told by ``draws`` and by ``site``, the name of the module in the whole model. Dim
+    0 of the input are samples. Where the input is this rank's part of an activation, ``parts``
+    says of which dims: then the mask is that part of the mask of the whole.
+    """
+
+    parts: tuple[DimPart, ...]
+
+    def __init__(
+        self,
+        p: float,
+        inplace: bool = False,
+        *,
+        site: str,
+        draws: Draws,
+        parts: Sequence[DimPart] = (),
+        channel_dims: int = 0,
+        is_alpha: bool = False,
+    ) -> None:
+        """``channel_dims`` last dims share one decision, as in `torch.nn.Dropout2d`."""
+        super().__init__(p, inplace)
+        self.site = site
+        self.parts = tuple(parts)
+        self._draws = draws
+        self._channel_dims = channel_dims
+        self._is_alpha = is_alpha
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` with some elements dropped; the input itself in evaluation mode."""
+        if not self.training or self.p == 0.0 or self._draws.is_rehearsal:
+            return input
+        if input.is_meta or isinstance(input, FakeTensor):
+            return input * torch.ones_like(input)
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"dropout {self.site!r} draws by step and sample, which a traced graph would keep "
+                "as they were: trace the model in evaluation mode, or leave this module out"
+            )
+        keep = self._kept(input)
+        if self._is_alpha:
+            return self._saturate(input, keep)
+        noise = keep.to(input.dtype)
+        if self.p < 1.0:
+            noise.mul_(1.0 / (1.0 - self.p))
+        return input.mul_(noise) if self.inplace else input * noise
+
+    def extra_repr(self) -> str:
+        """The arguments, for `repr`."""
+        return f"{super().extra_repr()}, site={self.site!r}"
+
+    def _kept(self, input: torch.Tensor) -> torch.Tensor:
+        shared = self._channel_dims
+        if shared and input.ndim != shared + 2:
+            raise ValueError(
+                f"dropout {self.site!r}: expected samples, channels and {shared} more dims, found "
+                f"shape {tuple(input.shape)}"
+            )
+        local = input.shape[: input.ndim - shared]
+        bits = self._draws.bits(self.site, local, self.parts, input.device)
+        if self.p == 1.0:
+            keep = torch.zeros_like(bits, dtype=torch.bool)
+        else:
+            keep = bits >= round(self.p * 2**32) - 2**31
+        return keep.view(*keep.shape, *(1,) * shared)
+
+    def _saturate(self, input: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        if self.p == 1.0:
+            return input * 0.0
+        scale = 1.0 / math.sqrt((1.0 - self.p) * (1.0 + self.p * _SATURATION**2))
+        shift = -scale * _SATURATION * self.p
+        noise = keep.to(input.dtype)
+        found = input * (noise * scale) + ((1.0 - noise) * (scale * _SATURATION) + shift)
+        return input.copy_(found) if self.inplace else found
+
+
+def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] = ()) -> list[str]:
+    """Put `Dropout` in place of torch's dropout modules; returns their names.
+
+    Modules whose names match a pattern of ``per_rank``, and those below them, are left as they
+    are: there each rank draws for itself, and results depend on the layout. Call it on the whole
+    model, before it is cut or wrapped: names are those of the sites.
+
+    Raises ValueError, and replaces nothing, when other modules draw random numbers or a pattern
+    matches nothing; `RandomOperators` finds those that show only when they run.
+    """
+    left = declared(model, per_rank)
+    problems = [
+        f"{name} ({why})"
+        for name, module in model.named_modules()
+        if name not in left and (why := random_modules(module)) is not None
+    ]
+    if problems:
+        raise ValueError(
+            "these modules draw random numbers that depend on the layout: "
+            + "; ".join(problems)
+            + ". Set their dropout to 0, or name them in per_rank, to let each rank draw for itself"
+        )
+    ours: dict[nn.Module, Dropout] = {}
+    for name, module in model.named_modules():
+        dims = _CHANNEL_DIMS.get(type(module))
+        if dims is None or name in left:
+            continue
+        found = Dropout(
+            module.p,  # pyrefly: ignore[bad-argument-type]
+            module.inplace,  # pyrefly: ignore[bad-argument-type]
+            site=name,
+            draws=draws,
+            channel_dims=dims,
+            is_alpha=type(module) is nn.AlphaDropout,
+        )
+        ours[module] = found.train(module.training)
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if child in ours:
+                parent._modules[key] = ours[child]
+    return [each.site for each in ours.values()]

@@ -1,0 +1,317 @@
+"""Parameters that are the same on every layout, drawn module by module from one generator.
+
+Every rank draws the whole tensors of one module, keeps its part of them, and goes on to the next
+module: no rank talks to another, and at no time is more held than one module's tensors besides the
+parts. The numbers are those of one process that seeds torch's generator and calls
+``reset_parameters`` in the order of ``modules()``. Parameters may be on the meta device.
+
+A model of Hugging Face's, which initialises its modules by ``_init_weights``, is walked in the
+order in which it does so itself, children first; a module's children stay whole until it is done,
+since it may write to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.errors import LayoutError
+from meshwright.layout import Box
+
+__all__ = [
+    "HeldBoxes",
+    "check_initializers",
+    "held_whole",
+    "initialize",
+    "initializer_of",
+    "like_whole",
+    "materialise",
+    "module_initializer",
+]
+
+HeldBoxes = Callable[[torch.Tensor], Sequence[tuple[Box, torch.Tensor]]]
+"""Gives for a parameter the boxes of the whole tensor that this rank holds, each with the memory
+that holds it."""
+
+Step = Callable[[nn.Module], object]
+"""Initialises the own parameters and buffers of one module."""
+
+
+def held_whole(tensor: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]:
+    """The one box of a plain tensor. Raises `LayoutError` for a DTensor."""
+    if hasattr(tensor, "device_mesh"):
+        raise LayoutError(
+            f"a parameter of shape {tuple(tensor.shape)} is a DTensor: pass "
+            "held=meshwright.comm.whole.held_boxes, which knows its parts"
+        )
+    return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)]
+
+
+@torch.no_grad()
+def initialize(
+    model: nn.Module,
+    seed: int,
+    *,
+    init: Step | None = None,
+    device: torch.device | str | None = None,
+    held: HeldBoxes = held_whole,
+) -> nn.Module:
+    """Give all parameters and buffers of ``model`` values that depend on ``seed`` alone.
+
+    ``init(module)`` is called for each module in place of its ``reset_parameters``. Tensors on the
+    meta device get memory on ``device`` (the CPU when None); ``held`` tells the parts of tensors
+    that are spread over ranks. torch's generators are left as they were.
+
+    Raises ValueError, naming all of them and before anything is drawn, for modules that hold
+    parameters and that nobody can initialise; RuntimeError for a module that leaves elements as
+    they were where they cannot be known.
+    """
+    is_nested = init is None and hasattr(model, "_init_weights")
+    if not is_nested:
+        check_initializers(model, init)
+    walk = _Walk(model, materialise(model, device), held)
+    with _seeded(model, seed):
+        if is_nested:
+            walk.close(walk.children_first(model, model))
+        else:
+            for module in model.modules():
+                walk.draw(module, init)
+    return model
+
+
+def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None) -> Step:
+    """A ``param_init_fn``: initialises one module of ``model`` as `initialize` does all.
+
+    For `FullyShardedDataParallel`, which wants modules in an order of its own: each module is
+    drawn twice, once here to learn where its numbers begin. ``model`` is on the meta device.
+    """
+    if hasattr(model, "_init_weights") and init is None:
+        raise ValueError(
+            f"{type(model).__name__} initialises modules together with their children: pass init, "
+            "or use initialize"
+        )
+    check_initializers(model, init)
+    states: dict[nn.Module, torch.Tensor] = {}
+    names = {module: name for name, module in model.named_modules()}
+    with _seeded(model, seed), torch.no_grad():
+        for module in model.modules():
+            states[module] = torch.get_rng_state()
+            kept = dict(module._parameters), dict(module._buffers)
+            materialise(module, None, recurse=False)
+            _draw(module, names[module], init)
+            module._parameters.update(kept[0])
+            module._buffers.update(kept[1])
+
+    @torch.no_grad()
+    def draw(module: nn.Module) -> None:
+        walk = _Walk(model, materialise(module, None, recurse=False), held_whole)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(states[module])
+            walk.draw(module, init)
+
+    return draw
+
+
+def materialise(
+    model: nn.Module, device: torch.device | str | None, *, recurse: bool = True
+) -> set[int]:
+    """Give tensors on the meta device memory; the ids of those whose values are not known.
+
+    Parameters that were tied stay tied.
+    """
+    home = torch.device("cpu" if device is None else device)
+    cells = list(_cells(model, recurse))
+    before = [where[key] for where, key in cells]
+    if not any(t is not None and t.is_meta for t in before):
+        return set()
+
+    def give_memory(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
+
+    model._apply(give_memory, recurse=recurse)
+    after: dict[int, torch.Tensor | None] = {}
+    for (where, key), old in zip(cells, before, strict=True):
+        where[key] = after.setdefault(id(old), where[key])
+    return {id(after[id(old)]) for old in before if old is not None and old.is_meta}
+
+
+# ------------------------------------------------------------------------------ one module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cell:
+    """Where one tensor of a module lies, what it is at rest, and what it is while it is drawn."""
+
+    where: dict[str, torch.Tensor | None]
+    key: str
+    name: str
+    rest: torch.Tensor
+    is_known: bool
+    """Whether elements that nobody writes to have values all the same."""
+
+
+class _Walk:
+    def __init__(self, model: nn.Module, undefined: set[int], held: HeldBoxes) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._undefined = undefined
+        self._held = held
+
+    def draw(self, module: nn.Module, init: Step | None) -> None:
+        """Draw the own tensors of ``module`` and keep this rank's part of them."""
+        opened = self.open(module)
+        _draw(module, self._names.get(module, ""), init)
+        self.close(opened)
+
+    def open(self, module: nn.Module) -> list[_Cell]:
+        """Put whole tensors into ``module``, marked where their values are not known."""
+        cells: list[_Cell] = []
+        for where, key in _cells(module, False):
+            rest = where[key]
+            if rest is not None:
+                is_whole = not hasattr(rest, "device_mesh")
+                is_known = is_whole and id(rest) not in self._undefined
+                path = f"{self._names.get(module, '')}.{key}".lstrip(".")
+                cells.append(_Cell(where, key, path, rest, is_known))
+                if not is_whole:
+                    where[key] = like_whole(rest, rest.device)
+                if not is_known:
+                    _mark(where[key])
+        return cells
+
+    def close(self, cells: Sequence[_Cell]) -> None:
+        """Keep this rank's part of what was drawn."""
+        for cell in cells:
+            drawn, rest = cell.where[cell.key], cell.rest
+            if drawn is None or drawn.shape != rest.shape:
+                raise RuntimeError(f"{cell.name!r} was replaced by {drawn} while it was drawn")
+            if not cell.is_known and _is_marked(drawn):
+                raise RuntimeError(
+                    f"{cell.name!r} has elements that its module's initialisation leaves as they "
+                    "were, and no other rank is asked: let it write all of them, or pass init"
+                )
+            cell.where[cell.key] = rest
+            if drawn is not rest:
+                for box, memory in self._held(rest):
+                    memory.copy_(drawn[box.slices()])
+
+    def children_first(self, module: nn.Module, owner: nn.Module) -> list[_Cell]:
+        """Draw all below ``module`` and then itself; returns its own tensors, still whole."""
+        owner = module if hasattr(module, "_init_weights") else owner
+        below: list[_Cell] = []
+        for child in module.children():
+            below += self.children_first(child, owner)
+        opened = self.open(module)
+        owner._init_weights(module)  # pyrefly: ignore[not-callable]
+        self.close(below)
+        return opened
+
+
+def like_whole(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Memory for all of ``tensor``, a parameter where that is one."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    is_trained = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(whole, tensor.requires_grad) if is_trained else whole
+
+
+def _mark(tensor: torch.Tensor | None) -> None:
+    """Fill ``tensor`` with a value that no initialisation gives."""
+    if tensor is not None and tensor.numel():
+        tensor.detach().fill_(_marker(tensor))
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether an element still is what `_mark` has put there."""
+    marker = _marker(tensor)
+    if isinstance(marker, float):
+        return bool(tensor.isnan().any())
+    return not isinstance(marker, bool) and bool((tensor == marker).any())
+
+
+def _marker(tensor: torch.Tensor) -> float | int | bool:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return math.nan
+    return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+
+
+# ------------------------------------------------------------------------ who initialises
+
+
+def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
+    """What draws the own tensors of ``module``; None when it has none, or nobody does."""
+    if init is not None:
+        return init
+    # torch's attention has its own under a private name.
+    name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+    own = getattr(module, name, None)
+    if not callable(own) or not _holds(module):
+        return None
+    return lambda _: own()
+
+
+def check_initializers(model: nn.Module, init: Step | None) -> None:
+    """Raise ValueError, naming all modules that hold tensors and that nobody initialises."""
+    lost = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if _holds(module) and initializer_of(module, init) is None
+    ]
+    if lost:
+        raise ValueError(
+            f"nobody can initialise {', '.join(lost)}: give these classes a method "
+            "reset_parameters, or pass init, which is called for every module"
+        )
+
+
+def _draw(module: nn.Module, name: str, init: Step | None) -> None:
+    """Initialise the own tensors of ``module``, and see to it that those below are left alone."""
+    step = initializer_of(module, init)
+    if step is None:
+        return
+    below = [t for child in module.children() for t in _tensors(child, True)]
+    versions = [local._version for local in map(_memory, below)]
+    step(module)
+    if isinstance(module, nn.MultiheadAttention):  # writes zeros below, which are drawn after it
+        return
+    if versions != [local._version for local in map(_memory, below)]:
+        raise RuntimeError(
+            f"the initialisation of {name!r} ({type(module).__name__}) writes to parameters of "
+            "modules below it, of which this rank may hold a part: let it write to its own alone"
+        )
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(True for _ in _tensors(module, False))
+
+
+@contextlib.contextmanager
+def _seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    devices = {t.device for t in _tensors(model, True) if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        yield
+
+
+def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+def _cells(
+    module: nn.Module, recurse: bool
+) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
+    """Where each tensor lies: a dictionary of a module, and its key."""
+    for part in module.modules() if recurse else (module,):
+        for where in (part._parameters, part._buffers):
+            for key in where:
+                yield where, key  # pyrefly: ignore[invalid-yield]

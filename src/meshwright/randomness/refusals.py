@@ -1,0 +1,137 @@
+"""Random operators whose numbers depend on the layout, found before or while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.plan import match_names
+from meshwright.randomness.draws import Draws
+
+__all__ = ["RandomOperators", "declared", "random_modules"]
+
+_KNOWN = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_OFF = {"p": 0.0, "dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
+"""Arguments by which an operator that may be random is none."""
+
+
+def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
+    """Names of the modules in which each rank draws for itself: those matched, and all below.
+
+    Raises ValueError for a pattern that matches nothing.
+    """
+    names = [name for name, _ in model.named_modules()]
+    found: set[str] = set()
+    for pattern in per_rank:
+        matched = match_names(pattern, names)
+        if not matched:
+            raise ValueError(f"per_rank: {pattern!r} matches no module of {type(model).__name__}")
+        for top in matched:
+            found |= {name for name in names if name == top or name.startswith(f"{top}.")}
+    return found
+
+
+def random_modules(module: nn.Module) -> str | None:
+    """Why ``module`` draws random numbers of its own in training; None when it does not."""
+    kind = type(module).__name__
+    match module:
+        case nn.MultiheadAttention() if module.dropout > 0:
+            return f"{kind} with dropout={module.dropout} inside its attention"
+        case nn.RNNBase() if module.dropout > 0 and module.num_layers > 1:
+            return f"{kind} with dropout={module.dropout} between its layers"
+        case (
+            nn.RReLU()
+            | nn.FeatureAlphaDropout()
+            | nn.FractionalMaxPool2d()
+            | (nn.FractionalMaxPool3d())
+        ):
+            return kind
+        case nn.Dropout() | nn.Dropout1d() | nn.Dropout2d() | nn.Dropout3d() | nn.AlphaDropout():
+            # A subclass may draw in another way; ours does not.
+            is_known = type(module) in _KNOWN or isinstance(getattr(module, "_draws", None), Draws)
+            return None if is_known else f"{kind}, a dropout of its own kind"
+    return None
+
+
+class RandomOperators(TorchDispatchMode):
+    """Raises at the first operator inside that draws random numbers, naming it and its module.
+
+    For the first forward and backward passes: functional dropout, dropout inside attention and
+    ``torch.rand`` are seen only when they run. Modules named by ``per_rank`` may draw.
+
+    >>> with RandomOperators(model, draws):
+    ...     loss(model(inputs)).backward()
+    """
+
+    def __init__(self, model: nn.Module, draws: Draws, *, per_rank: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._model = model
+        self._draws = draws
+        self._left = declared(model, per_rank)
+        self._running: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        """Begin to look."""
+        for name, module in self._model.named_modules():
+            enter = partial(self._enter, name)
+            self._hooks.append(module.register_forward_pre_hook(enter))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        """Look no more."""
+        super().__exit__(exc_type, exc_val, exc_tb)
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._running.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run ``func``. Raises RuntimeError when it is random and may not be."""
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and not self._draws.is_drawing and not _is_off(func, args, kwargs or {}):
+            name = self._running[-1] if self._running else ""
+            if name not in self._left:
+                where = f"module {name!r}" if self._running else "code outside of all modules"
+                raise RuntimeError(
+                    f"{where} ran {func}, whose random numbers depend on the layout: use "
+                    "an nn.Dropout module in its place, set its dropout to 0, or name the module "
+                    "in per_rank, to let each rank draw for itself"
+                )
+        return func(*args, **(kwargs or {}))
+
+    def _enter(self, name: str, *_: object) -> None:
+        self._running.append(name)
+
+    def _leave(self, *_: object) -> None:
+        # Recomputation may stop early, without leaving the modules that it has entered.
+        if self._running:
+            self._running.pop()
+
+
+def _is_off(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:  # noqa: ANN401
+    schema = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema}
+    given |= dict(zip((argument.name for argument in schema), args, strict=False))
+    given |= kwargs
+    # A tensor of probabilities is never off.
+    return any(isinstance(given.get(n), type(off)) and given[n] == off for n, off in _OFF.items())
