@@ -133,8 +133,8 @@ def _boxes_in(local: torch.Tensor, rest: AtRest, name: str) -> list[tuple[Box, t
             continue
         else:
             raise LayoutError(
-                f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected whole values, "
-                "not summands"
+                f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
+                "whole values, not summands"
             )
         dim = placement.dim
         rows = sum(length for _, length in ranges[dim])
