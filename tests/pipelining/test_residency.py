@@ -19,7 +19,7 @@ import meshwright as mw
 import meshwright.fsdp
 from meshwright.comm import Recorder, communicator, observe, subgroup
 from meshwright.comm.whole import whole
-from meshwright.errors import CollectiveMismatchError
+from meshwright.errors import CollectiveMismatchError, RankFailedError
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.pipelining.residency import find_residency
 from meshwright.schedule.actions import UNSHARD
@@ -381,11 +381,26 @@ def replicate_on(layer: nn.Module, mesh: Any) -> None:
     mw.replicate(layer, device_mesh=mesh)
 
 
-def body_schedules_that_differ() -> None:
-    microbatches = 4 if communicator().rank < 2 else 8
-    schedule, _, _, args, kwargs, _ = pair(blocks(2), microbatches)
-    with pytest.raises(CollectiveMismatchError, match="a step of .* with [48] microbatches"):
-        schedule.step(*args, **kwargs)
+def wrapped_by_torch(layer: nn.Module, mesh: Any) -> None:
+    """torch's class around what is in ``layer``."""
+    layer.inner = DistributedDataParallel(layer.inner, process_group=mesh.get_group())
+
+
+def body_schedules_that_differ(wrap: Any, told: type[Exception]) -> None:
+    """Of the pipelines that share stages one runs other microbatches, or another order."""
+    first = communicator().rank < 2
+    layers = blocks(4)
+    for microbatches, name in (
+        (8, "Interleaved1F1B" if first else "InterleavedZeroBubble"),
+        (4 if first else 8, "Interleaved1F1B"),
+    ):
+        schedule, _, _, args, kwargs, _ = pair(layers, microbatches, wrap=wrap, name=name)
+        text = r"a step of .* with \d microbatches .*a step of .* with \d microbatches"
+        with pytest.raises((CollectiveMismatchError, told), match=text):
+            schedule.step(*args, **kwargs)
+        if told is RankFailedError:
+            return  # it has told the board of the run, which ends what else would be done
+        wrap = lambda *_, **__: None  # noqa: E731
 
 
 def body_joined() -> None:
@@ -408,7 +423,9 @@ def test_details_of_sharded_stages(ranks: Ranks) -> None:
     ranks(4, body_mixed)
     ranks(4, body_alone, mw.fully_shard)
     ranks(4, body_alone, replicate_on)
-    ranks(4, body_schedules_that_differ)
+    ranks(4, body_schedules_that_differ, mw.fully_shard, RankFailedError)
+    for wrap in (replicate_on, wrapped_by_torch):
+        ranks(4, body_schedules_that_differ, wrap, CollectiveMismatchError)
 
 
 def test_sharded_modules_of_torch_are_refused(ranks: Ranks) -> None:

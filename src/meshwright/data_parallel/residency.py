@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from meshwright.comm.comparison import Comparison
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.replica import Replica
@@ -33,15 +34,20 @@ class ReplicaResidency:
 
     def __init__(self, replica: Callable[[], Replica]) -> None:
         self._replica = replica
+        self._comparison = Comparison()
         self._has_begun = False
         """Whether the next step goes on with one that has raised before any backward."""
         self._is_reducing = False
 
     def begin(self, what: str, *, training: bool) -> None:
-        """Get ready for a step. Buffers are those of the first rank, once for each step."""
+        """Get ready for a step. Buffers are those of the first rank, once for each step.
+
+        What the step is, all ranks compare before the first of its kind.
+        """
         replica = self._replica()
         if replica.reducer.on_reduction is not None:
             raise RuntimeError(_JOINED)
+        self._comparison.compare(replica.communicator, what)
         if not self._has_begun:
             replica.begin()
         self._has_begun = True

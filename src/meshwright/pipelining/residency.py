@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator, Pending
+from meshwright.comm.comparison import Comparison
 
 __all__ = ["Residency", "Several", "find_residency"]
 
@@ -146,11 +147,13 @@ class _ForeignReplica:
         group = getattr(module, "process_group")  # noqa: B009
         self._communicator: Communicator = comm.communicator(group, axis="replicate")
         self._pending: list[tuple[Pending, torch.Tensor, list[nn.Parameter]]] = []
+        self._comparison = Comparison()
         self._is_wanted: bool | None = None
         """What was set before the step; None between steps."""
 
     def begin(self, what: str, *, training: bool) -> None:
-        """Keep the module's own reducer from running."""
+        """Keep the module's own reducer from running; compare steps that are new."""
+        self._comparison.compare(self._communicator, what)
         self._is_wanted = getattr(self._module, "require_backward_grad_sync")  # noqa: B009
         setattr(self._module, "require_backward_grad_sync", False)  # noqa: B010
 
