@@ -279,7 +279,7 @@ def cut_once_more(
     the same ``dim`` before, the pieces of ``cutting`` lie in strides over the whole tensor.
     """
     spread = list(torch_placements(placements))
-    later = range(cutting + 1, len(spread))
+    later = range(cutting + 1, len(spread)) if mesh.size(cutting) > 1 else ()
     factor = 1
     for index in later:
         placement = spread[index]

@@ -32,7 +32,7 @@ class PartialGradient:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._number = communicator.number("partial gradients")
 
     def __deepcopy__(self, memo: object) -> PartialGradient:
@@ -40,7 +40,7 @@ class PartialGradient:
 
     def __call__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Deliver the sum at the end of this backward pass; at once when none is under way."""
-        communicator = self._communicator
+        communicator = self.communicator
         given = _Waiting(self._number, parameter, gradient)
         task = torch._C._current_graph_task_id()
         if task == -1:

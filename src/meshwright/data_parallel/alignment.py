@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import local_of
+from meshwright.comm.dtensor import is_dtensor, local_of
 from meshwright.data_parallel.step_watch import Steps, StepWatch
 from meshwright.errors import CollectiveMismatchError
 
@@ -42,6 +42,7 @@ class Alignment:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
+        self._distributed = [each for each in parameters if is_dtensor(each)]
         self._steps = StepWatch(lambda: parameters)
         self._weights = 0
         self._backwards = 0
@@ -57,6 +58,8 @@ class Alignment:
     def begin_forward(self) -> None:
         """A forward pass begins: have the weights changed since the one before?"""
         version = sum([parameter._version for parameter in self._parameters])
+        if self._distributed:  # a write to a DTensor is one to the memory below it
+            version += sum([local_of(parameter)._version for parameter in self._distributed])
         steps = self._steps.take()
         if version != self._version:
             self._version = version

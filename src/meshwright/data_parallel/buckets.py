@@ -22,13 +22,48 @@ import torch
 
 from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
-from meshwright.data_parallel.slots import BucketLayout, sparse_gradient
+from meshwright.data_parallel.options import ReductionSettings
+from meshwright.data_parallel.slots import BucketLayout, GradientSlot, sparse_gradient
 from meshwright.errors import InternalError
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "slot_of"]
 
 BATCHED_NUMEL = 16384
 """Gradients up to this size are copied together; larger ones are scaled while they are copied."""
+
+
+def slot_of(
+    index: int,
+    names: Sequence[str],
+    parameter: torch.nn.Parameter,
+    settings: ReductionSettings,
+    *,
+    may_be_alone: bool,
+) -> GradientSlot:
+    """How a bucket sees ``parameter``, which is number ``index`` of ``names``."""
+    dtype = settings.reduce_dtype or parameter.dtype
+    return GradientSlot(
+        index=index,
+        name=names[index],
+        shape=tuple(parameter.shape),
+        dtype=dtype,
+        is_alone=may_be_alone
+        and parameter.nbytes >= settings.alone_bytes
+        and parameter.dtype == dtype
+        and is_dense(parameter),
+        is_sparse=names[index] in settings.sparse,
+        turn=_turn(index, names, settings),
+    )
+
+
+def _turn(index: int, names: Sequence[str], settings: ReductionSettings) -> int:
+    """Delayed parameters come right after the bucket of the one they wait for."""
+    if not settings.delayed:
+        return 0
+    if names[index] in settings.delayed:
+        return 1
+    trigger = names.index(settings.trigger) if settings.trigger in names else 0
+    return 0 if index >= trigger else 2
 
 
 class Bucket:

@@ -24,6 +24,7 @@ from meshwright.data_parallel.events import Event, EventCheck
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
+from meshwright.data_parallel.partial_sums import sum_parts
 from meshwright.data_parallel.step_watch import Steps, StepWatch
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 
@@ -305,6 +306,7 @@ class Iteration:
         if self.announce is not None:
             self.announce()
         groups = [group for unit in units for group in unit.trainable_groups]
+        sum_parts([part for group in groups for part in group.partial_means()])
         on_axes: dict[DataAxes, list[ParameterGroup]] = {}
         for group in groups:
             on_axes.setdefault(group.axes, []).append(group)

@@ -6,7 +6,7 @@ carries gradients back through the casts. Recomputation inside a backward pass c
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+
+from meshwright.data_parallel.distributed_parameters import (
+    LocalParameter,
+    computing,
+    local_parameters,
+)
 
 __all__ = ["LowPrecision", "MixedPrecision", "compute_in"]
 
@@ -46,6 +52,7 @@ def compute_in(module: nn.Module, precision: LowPrecision, ignored: Collection[i
                 buffer.data = buffer.to(precision.buffer_dtype)
     if precision.param_dtype is None:
         return
+    local = local_parameters(module)
     for part in module.modules():
         places = [
             (owner, name, parameter)
@@ -57,7 +64,7 @@ def compute_in(module: nn.Module, precision: LowPrecision, ignored: Collection[i
         ]
         if not places:
             continue
-        swap = _Swap(places, precision.param_dtype)
+        swap = _Swap(places, precision.param_dtype, local)
         part.register_forward_pre_hook(swap.before, prepend=True, with_kwargs=True)
         part.register_forward_hook(swap.after, always_call=True)
 
@@ -65,8 +72,11 @@ def compute_in(module: nn.Module, precision: LowPrecision, ignored: Collection[i
 class _Swap:
     """The parameters below one module, and which of them are casts in each running forward."""
 
-    def __init__(self, places: list[Place], dtype: torch.dtype) -> None:
+    def __init__(
+        self, places: list[Place], dtype: torch.dtype, local: Mapping[int, LocalParameter]
+    ) -> None:
         self._places = places
+        self._local = local
         self._dtype = dtype
         self._running: list[list[Place]] = []
 
@@ -78,7 +88,7 @@ class _Swap:
         casts: dict[int, torch.Tensor] = {}
         for owner, name, parameter in swapped:
             if id(parameter) not in casts:
-                casts[id(parameter)] = parameter.to(self._dtype)
+                casts[id(parameter)] = computing(parameter, self._local).to(self._dtype)
             # A cast is no leaf, so it is no Parameter, and `setattr` would refuse it.
             owner._parameters.__setitem__(name, casts[id(parameter)])  # pyrefly: ignore
         self._running.append(swapped)

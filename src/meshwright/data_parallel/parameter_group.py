@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.dtensor import dtensor_at_rest, local_gradient, local_of
+from meshwright.comm.dtensor import AtRest, dtensor_at_rest, local_gradient, local_of
 from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
+from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.kept_line import KeptLine
+from meshwright.data_parallel.partial_sums import Summand, sum_parts, summands_of
 from meshwright.data_parallel.placement import Place
 from meshwright.layout import ChunkedLayout, FlatLayout
 
@@ -85,6 +87,10 @@ class Slot:
     """This rank's chunk where it is not cut from ``original``; taken by the next group."""
     place: Place | None = None
     """Where it goes, where that is more than a part of a line."""
+    outer: AtRest | None = None
+    """The DTensor of which it was this rank's part, where it was one."""
+    computes: LocalParameter = field(default_factory=LocalParameter)
+    """How that computes: as a DTensor, unless all its modules take a local tensor."""
     is_spread: bool = False
     """Whether modules of other units use it too."""
     given: weakref.ref[nn.Parameter] | None = None
@@ -128,7 +134,12 @@ class ParameterGroup:
         self.buffer.fill(
             [None if slot.local is not None else local_of(slot.original) for slot in slots]
         )
-        self._has_outer = any(slot.place is not None and slot.place.outer for slot in slots)
+        self._has_outer = any(slot.outer and not slot.computes.is_local for slot in slots)
+        self._partial_sums = [
+            (index, add)
+            for index, slot in enumerate(slots)
+            if (add := slot.computes.partial) is not None
+        ]
         for index, slot in enumerate(slots):
             if slot.local is not None:
                 self.buffer.local(index).copy_(slot.local)
@@ -195,8 +206,8 @@ class ParameterGroup:
 
     def _show_views(self) -> None:
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
-            outer = None if slot.place is None else slot.place.outer
-            if outer is not None:
+            outer = slot.outer
+            if outer is not None and not slot.computes.is_local:
                 view = dtensor_at_rest(
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
@@ -231,6 +242,8 @@ class ParameterGroup:
         buffer, axes = self.buffer, self.axes
         if not buffer.has_gradient:
             buffer.take(self._nothing)
+        if self._partial_sums and isinstance(buffer.layout, FlatLayout):
+            sum_parts(summands_of(self._partial_sums, buffer.gradients[0]))
         if settings.is_watched:
             self.non_finite = self._find_non_finite()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
@@ -347,6 +360,14 @@ class ParameterGroup:
             reduced.mul_(self._factor)
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)
 
+    def partial_means(self) -> list[Summand]:
+        """The parts of ``mean`` that other axes have to sum."""
+        mean, layout = self.mean, self.buffer.layout
+        if mean is None or isinstance(layout, FlatLayout):
+            return []
+        starts = [(add, layout.offsets[i], self.buffer.local(i)) for i, add in self._partial_sums]
+        return [(add, mean[start : start + own.numel()]) for add, start, own in starts]
+
     def _wait(self) -> None:
         for pending in self._pending:
             pending.wait()
@@ -364,10 +385,9 @@ class ParameterGroup:
 
 
 def _local(slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    place = slot.place
-    if place is None or place.outer is None:
+    if slot.outer is None:
         return gradient
-    return local_gradient(gradient, place.outer, place.kept)
+    return local_gradient(gradient, slot.outer, () if slot.place is None else slot.place.kept)
 
 
 def collect_slots(

@@ -6,13 +6,15 @@ the axes of tensor parallelism, is cut once more: this rank's part of it over th
     given                          at rest                                computes as
     plain                          (Shard(0),) on ("shard",)              plain
     plain, 2-D mesh                (Replicate(), Shard(0))                plain
-    (Shard(1),) on ("tensor",)     (Shard(0), Shard(1)) on both axes      the DTensor it was
+    (Shard(1),) on ("tensor",)     (Shard(0), Shard(1)) on both axes      the DTensor it was, or
+                                                                          its local tensor
     (Replicate(), Shard(0)) on     (Shard(0), Shard(0)) on the same mesh, the DTensor it was
     ("shard", "tensor")            the first strided: it cuts last
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +31,20 @@ from meshwright.comm.dtensor import (
     mesh_communicators,
 )
 from meshwright.data_parallel.buffer import DataAxes
+from meshwright.data_parallel.distributed_parameters import check_axes
 from meshwright.data_parallel.policies import DataParallelMeshDims
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 
-__all__ = ["Place", "PlacementChoice", "ShardPlacementResult", "Target", "place", "target_of"]
+__all__ = [
+    "Place",
+    "PlacementChoice",
+    "ShardPlacementResult",
+    "Target",
+    "even_dim",
+    "place",
+    "target_of",
+]
 
 PlacementChoice = Callable[[torch.nn.Parameter], Any]
 """Gives for a parameter None (dim 0), a placement with a ``dim``, or a `ShardPlacementResult`."""
@@ -131,7 +142,7 @@ def place(
     local = tuple(parameter.shape) if outer is None else tuple(outer.local.shape)
     dim = _checked_dim(name, dim, local)
     parts = target.axes.parts
-    if dim and local[dim] % parts:
+    if outer is None and dim and local[dim] % parts:
         raise _uneven(name, dim, local, parts)
     if outer is None:
         if target.around is not None:
@@ -143,12 +154,18 @@ def place(
         return Place(
             axes=target.axes, dim=dim, mesh=target.mesh, placements=placements, shape=local
         )
-    return _place_again(name, outer, target, dim)
+    return _place_again(name, outer, target, dim, is_chosen=choice is not None)
 
 
-def _place_again(name: str, outer: AtRest, target: Target, dim: int) -> Place:
-    """The place of a DTensor: its own axes and those of the data."""
+def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
+    """The place of a DTensor: its own axes and those of the data.
+
+    Two cuts of one dim are even, or no placement says them: unless the user has chosen ``dim``,
+    another is cut then.
+    """
     if target.around is None or target.dims is None:
+        for axis in target.axes.communicators:
+            check_axes(name, outer, axis)
         mesh = concatenated_mesh([target.mesh, outer.mesh])
         placements = [*_data_placements(target, dim), *outer.placements]
         shard, kept = target.mesh.ndim - 1, ()
@@ -160,8 +177,15 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int) -> Place:
         cut_once_more(placements, mesh, shard, dim) if target.cuts else (tuple(placements), False)
     )
     parts = target.axes.parts
-    if spread[1] and outer.local.shape[dim] % parts:
-        raise _uneven(name, dim, tuple(outer.local.shape), parts)
+    # As every rank of the other axes finds it, whose parts may be of another size.
+    pieces = parts * _times_cut(outer, dim)
+    if parts > 1 and (spread[1] or dim) and outer.shape[dim] % pieces:
+        if is_chosen:
+            raise _uneven(name, dim, outer.shape, pieces)
+        other = even_dim(outer, parts)
+        if other is None:
+            raise _uneven(name, dim, outer.shape, pieces)
+        return _place_again(name, outer, target, other, is_chosen=True)
     return Place(
         axes=target.axes,
         dim=dim,
@@ -171,6 +195,21 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int) -> Place:
         outer=outer,
         kept=kept,
     )
+
+
+def _times_cut(outer: AtRest, dim: int) -> int:
+    """Into how many parts ``dim`` of a DTensor is cut."""
+    sizes = zip(outer.mesh.shape, outer.placements, strict=True)
+    return math.prod(size for size, each in sizes if getattr(each, "dim", None) == dim)
+
+
+def even_dim(outer: AtRest, parts: int) -> int | None:
+    """The first dim that ``parts`` more cuts leave even on all ranks, or dim 0 if nothing cuts it."""
+    for dim, size in enumerate(outer.shape):
+        times = _times_cut(outer, dim)
+        if not size % (times * parts) or (dim == 0 and times == 1):
+            return dim
+    return None
 
 
 def _around(

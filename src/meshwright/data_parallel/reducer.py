@@ -18,19 +18,22 @@ A backward pass, step by step:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_of
 from meshwright.data_parallel.alignment import NOTES, Alignment
-from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.buckets import Bucket, slot_of
+from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
-from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
+from meshwright.data_parallel.in_place import InPlaceGradient
 from meshwright.data_parallel.options import ReductionSettings
-from meshwright.data_parallel.slots import BucketLayout, GradientSlot, plan_buckets
+from meshwright.data_parallel.slots import BucketLayout, plan_buckets
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
 from meshwright.data_parallel.static_graph import StaticGraph, late_gradient
@@ -53,7 +56,8 @@ class GradientReducer:
 
     A scale other than the mean's can be set with `scale_by`. Parameters are counted by their
     position in ``named``; those that do not require grad have no place in a bucket, and are given
-    one in the first forward pass that finds them trainable.
+    one in the first forward pass that finds them trainable. Of DTensors the part of this rank is
+    reduced; ``local`` tells how they compute, by their ``id``.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class GradientReducer:
         communicator: Communicator,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         settings: ReductionSettings,
+        local: Mapping[int, LocalParameter] = MappingProxyType({}),
     ) -> None:
         self.communicator = communicator
         self.settings = settings
@@ -72,7 +77,7 @@ class GradientReducer:
         self.phase = ReductionPhase.IDLE
         self.found_non_finite: list[str] = []
         """Parameters with a value of this rank that was not finite, in the last backward pass."""
-        self._parameters = tuple(parameter for _, parameter in named)
+        self._leaves = ReducedLeaves([parameter for _, parameter in named], local)
         self._mean = 1.0 / communicator.size
         self._scale: Callable[[], float] | None = None
         self.on_reduction: Callable[[], float | None] | None = None
@@ -81,7 +86,7 @@ class GradientReducer:
         self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
-        self._alignment = Alignment(self._parameters)
+        self._alignment = Alignment([parameter for _, parameter in named])
         self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
@@ -102,6 +107,8 @@ class GradientReducer:
         Of a sparse gradient the values.
         """
         found: list[torch.Tensor] = []
+        if self._leaves:
+            return tuple(local_of(p.grad) for _, p in self.named if p.grad is not None)
         for bucket in self.buckets:
             if isinstance(bucket, Bucket) and bucket.is_gradient_view:
                 found.append(bucket.gradients)
@@ -144,6 +151,10 @@ class GradientReducer:
             self.abandon()
         self.is_synchronising = self.is_wanted
         self._alignment.begin_forward()
+        changed = self._leaves.follow() if self._leaves else ()
+        if changed:
+            self._hooked.difference_update(changed)
+            self._arrange()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             changes = zip(self.named, trainable, self._trainable, strict=True)
@@ -164,6 +175,8 @@ class GradientReducer:
         self.phase = ReductionPhase.BACKWARD
         self._alignment.begin_backward()
         self.found_non_finite = []
+        if self._leaves:
+            self._leaves.lend()
         for bucket in self._alone:
             bucket.begin()
 
@@ -227,14 +240,17 @@ class GradientReducer:
 
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
+        self._parameters = self._leaves.parameters
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         skipped = self._unused or frozenset()
+        settings = self.settings
+        may_be_alone = not settings.is_gradient_view and self._registered is None
+        names = [name for name, _ in self.named]
         slots = [
-            self._slot(index)
+            slot_of(index, names, self._parameters[index], settings, may_be_alone=may_be_alone)
             for index, wanted in enumerate(self._trainable)
             if wanted and index not in skipped
         ]
-        settings = self.settings
         layouts = plan_buckets(
             slots,
             first_bytes=settings.first_bytes,
@@ -251,38 +267,7 @@ class GradientReducer:
         for slot in slots:
             if slot.index not in self._hooked:
                 self._hooked.add(slot.index)
-                self._parameters[slot.index].register_post_accumulate_grad_hook(
-                    partial(self._arrived, slot.index)
-                )
-
-    def _slot(self, index: int) -> GradientSlot:
-        name, parameter = self.named[index]
-        settings = self.settings
-        dtype = settings.reduce_dtype or parameter.dtype
-        may_be_alone = not settings.is_gradient_view and self._registered is None
-        return GradientSlot(
-            index=index,
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=dtype,
-            is_alone=may_be_alone
-            and parameter.nbytes >= settings.alone_bytes
-            and parameter.dtype == dtype
-            and is_dense(parameter),
-            is_sparse=name in settings.sparse,
-            turn=self._turn(index),
-        )
-
-    def _turn(self, index: int) -> int:
-        """Delayed parameters come right after the bucket of the one they wait for."""
-        settings = self.settings
-        if not settings.delayed:
-            return 0
-        if self.named[index][0] in settings.delayed:
-            return 1
-        names = [name for name, _ in self.named]
-        trigger = names.index(settings.trigger) if settings.trigger in names else 0
-        return 0 if index >= trigger else 2
+                self._leaves.hook(slot.index, self._arrived, self._arrived_at_leaf)
 
     def _build(self, layouts: Sequence[BucketLayout]) -> tuple[Reduction, ...]:
         built: list[Reduction] = []
@@ -337,6 +322,15 @@ class GradientReducer:
         bucket.missing -= 1
         if bucket.missing == 0 and bucket.layout.index == self._next:
             self._launch_ready()
+
+    def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
+        """As `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
+        if not self.is_synchronising:
+            self._leaves.keep(index)
+            return
+        self.begin_backward()
+        self._leaves.collect(index)
+        self._arrived(index, leaf)
 
     def _launch_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -408,6 +402,8 @@ class GradientReducer:
         self._refuse_deviation()
         if self._static is not None:
             self._static.end()
+        if self._leaves:
+            self._leaves.give_back()
         self._reset()
         self._skip_unused()
 
@@ -484,6 +480,8 @@ class GradientReducer:
         if self._static is not None:
             self._static.reset()
         self.phase = ReductionPhase.IDLE
+        if self._leaves:
+            self._leaves.give_up()
 
     @property
     def _rank(self) -> int:

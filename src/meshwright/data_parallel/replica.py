@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import known_at_rest
+from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
@@ -46,6 +48,10 @@ class Replica:
         skipped = left_out(module, options.ignored, options.ignored_names)
         parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in skipped]
         _check(module, parameters, self.device_ids)
+        for name, parameter in parameters:
+            known = known_at_rest(parameter)
+            if known is not None:
+                check_axes(name, known, communicator)
         self.buffers = tuple(b for b in module.buffers() if id(b) not in skipped)
         """The buffers that are kept equal."""
         sparse = _sparse_names(module, parameters)
@@ -54,7 +60,10 @@ class Replica:
             tensors = [parameter for _, parameter in parameters]
             broadcast_tensors(communicator, [*tensors, *self.buffers], label="broadcast parameters")
         self.reducer = GradientReducer(
-            communicator, parameters, replace(options.reduction, sparse=sparse)
+            communicator,
+            parameters,
+            replace(options.reduction, sparse=sparse),
+            local_parameters(module),
         )
 
     def before_forward(

@@ -21,6 +21,7 @@ from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import local_of, savable
 from meshwright.data_parallel.buffer import ALONE
+from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.placement import PlacementChoice, Target, place, target_of
@@ -137,8 +138,9 @@ class FullyShard:
         ``shard_placement_fn`` gives for a parameter a placement with the ``dim`` it is cut along,
         a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
 
-        Parameters may be DTensors already, for tensor parallelism. They compute as they are, and
-        their parts are sharded. They lie on other axes than ``mesh``, or, with ``dp_mesh_dims``, on
+        Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
+        compute as local tensors in modules of this library, elsewhere as they are. They lie on
+        other axes than ``mesh``, or, with ``dp_mesh_dims``, on
         all axes of ``mesh``, of which that names those for data.
 
         Raises ValueError for a container without forward, a scalar parameter or another kind of
@@ -212,11 +214,15 @@ def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
     slots = [
         slot for slot in collect_slots(_own_modules(modules)) if id(slot.original) not in ignored
     ]
+    local = {key: each for part in modules for key, each in local_parameters(part).items()}
+    for slot in slots:
+        slot.computes = local.get(id(slot.original), slot.computes)
     _move_buffers(modules, options)
     slots, moved = settle(modules, slots)
     _check_parameters(slots)
     for slot in slots:
         slot.place = place(slot.name, slot.original, options.target, options.placement_of)
+        slot.outer = slot.place.outer
     slots += moved
     if not slots:
         return None

@@ -60,6 +60,11 @@ def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Sl
         ]
         if not new:
             continue
+        if slot.computes.is_local is not theirs.computes.is_local:
+            raise ValueError(
+                f"{slot.name!r} is tied to {theirs.name!r}, and only one of them computes on a "
+                "local tensor: give both modules styles of meshwright.tensor_parallel, or neither"
+            )
         theirs.names += [name for name, _ in new]
         theirs.places += [where for _, where in new]
         theirs.is_spread = True
@@ -110,6 +115,8 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         names=slot.names,
         places=slot.places,
         place=slot.place,
+        outer=slot.outer,
+        computes=slot.computes,
         given=slot.given,
         original=nn.Parameter(
             torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),

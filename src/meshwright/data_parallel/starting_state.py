@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_of
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["broadcast_tensors", "compare_parameters", "compare_rows"]
@@ -71,11 +72,11 @@ def broadcast_tensors(
 ) -> None:
     """Give every rank the values that rank ``source`` has, in place.
 
-    Tensors travel together as bytes, whatever their dtypes, so that many small ones cost one
-    broadcast.
+    Of DTensors the parts that this rank holds. Tensors travel together as bytes, whatever their
+    dtypes, so that many small ones cost one broadcast.
     """
     # The largest elements first: each tensor then starts at a multiple of its element size.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    ordered = sorted(map(local_of, tensors), key=lambda tensor: -tensor.dtype.itemsize)
     slab: list[torch.Tensor] = []
     size = 0
     for tensor in ordered:

@@ -53,6 +53,11 @@ class Settings:
     partial_bias: PartialGradient | None = None
     """Sums the gradient of a bias that each rank adds to other elements."""
 
+    @property
+    def partial(self) -> tuple[tuple[str, str, PartialGradient], ...]:
+        """Path of the owner, name, and what sums the gradient, where it is a partial sum."""
+        return () if self.partial_bias is None else (("", "bias", self.partial_bias),)
+
     def __deepcopy__(self, memo: object) -> Settings:
         return self
 

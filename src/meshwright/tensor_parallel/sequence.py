@@ -29,7 +29,7 @@ class Sequence:
     site: Site
     dim: int
     is_local: bool
-    parameters: tuple[tuple[str, str, PartialGradient], ...]
+    partial: tuple[tuple[str, str, PartialGradient], ...]
     """Path of the owner, name, and what sums the gradient."""
 
     def __deepcopy__(self, memo: object) -> Sequence:
@@ -79,7 +79,7 @@ class SequencePart(nn.Module):
         forget_unsummed(settings.site.axis)
         at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         try:
-            for path, key, add in settings.parameters:
+            for path, key, add in settings.partial:
                 owner = self.get_submodule(path)._parameters
                 parameter = owner[key]
                 if parameter is not None and is_dtensor(parameter):

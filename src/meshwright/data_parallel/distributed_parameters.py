@@ -1,0 +1,297 @@
+"""Parameters that are DTensors on axes of tensor parallelism, as data parallelism handles them.
+
+Modules that compute on local tensors say so, see `LocalComputation`; any other computes on DTensors
+itself. Data-parallel sums run over the data axes only, on plain tensors: those of this rank's part.
+
+A replica reduces the gradient of a *leaf*, a plain parameter over the same storage. The registered
+parameter stays what it is::
+
+    a backward begins   its ``.grad`` is lent to the leaf: the same memory
+    a gradient comes    autograd adds it to the leaf, or to the parameter, from where it is moved
+    the backward ends   the leaf's gradient, a mean now, is given back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensor import (
+    AtRest,
+    dtensor_like,
+    is_dtensor,
+    known_at_rest,
+    local_gradient,
+    local_leaf,
+    local_of,
+    mesh_communicators,
+    take_over,
+)
+
+__all__ = [
+    "LocalComputation",
+    "LocalParameter",
+    "PartialSum",
+    "ReducedLeaves",
+    "check_axes",
+    "computing",
+    "local_parameters",
+]
+
+MARK = "_tensor_parallel"
+"""The attribute of a module that holds its `LocalComputation`."""
+
+
+class PartialSum(Protocol):
+    """Sums a gradient of which each rank of another axis has a part."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks of that axis."""
+        ...
+
+    def __call__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add the sum to ``parameter.grad``, at the latest at the end of this backward pass."""
+        ...
+
+
+class LocalComputation(Protocol):
+    """What a module that computes on local tensors of DTensor parameters has as `MARK`.
+
+    It holds for modules inside, too.
+    """
+
+    @property
+    def partial(self) -> Sequence[tuple[str, str, PartialSum]]:
+        """Parameters whose gradients are parts of a sum over another axis: path, name, the sum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """How one DTensor parameter computes."""
+
+    is_local: bool = False
+    """Whether every module that holds it computes on a plain tensor in its place."""
+    partial: PartialSum | None = None
+
+
+def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
+    """The DTensor parameters below ``module``, by their ``id``."""
+    inside: set[nn.Module] = set()
+    sums: dict[tuple[nn.Module, str], PartialSum] = {}
+    for part in module.modules():
+        computation: LocalComputation | None = vars(part).get(MARK)
+        if computation is not None:
+            inside.update(part.modules())
+            for path, key, add in computation.partial:
+                sums[part.get_submodule(path), key] = add
+    found: dict[int, LocalParameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None or not is_dtensor(parameter):
+                continue
+            before = found.get(id(parameter), LocalParameter(is_local=True))
+            found[id(parameter)] = LocalParameter(
+                is_local=before.is_local and part in inside,
+                partial=before.partial or sums.get((part, key)),
+            )
+    return found
+
+
+def computing(parameter: nn.Parameter, local: Mapping[int, LocalParameter]) -> nn.Parameter:
+    """What modules compute with: the local leaf of a DTensor, where they do so at all."""
+    known = local.get(id(parameter))
+    return local_leaf(parameter) if known is not None and known.is_local else parameter
+
+
+def check_axes(name: str, known: AtRest, communicator: Communicator) -> None:
+    """Raise ValueError where ranks of ``communicator``, a data axis, hold parts of one DTensor."""
+    for axis, placement in zip(mesh_communicators(known.mesh), known.placements, strict=True):
+        shared = sorted({*axis.ranks} & {*communicator.ranks})
+        if len(shared) > 1:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor placed {placement} over axis {axis.axis!r}, "
+                f"which has the ranks {shared} in common with the data axis "
+                f"{communicator.axis!r}: a mean over them would mix gradients of other parts. "
+                'Pass the data axes of the mesh alone, for example mesh["replicate"]'
+            )
+
+
+class _Lent:
+    """One DTensor parameter and the leaf that is reduced in its place."""
+
+    __slots__ = ("leaf", "local", "parameter")
+
+    def __init__(self, parameter: nn.Parameter, local: LocalParameter) -> None:
+        self.parameter = parameter
+        self.local = local
+        self.leaf = take_over(parameter)
+
+    def hook(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        """Call ``arrived`` when this rank's gradient is complete."""
+        self.leaf.register_post_accumulate_grad_hook(arrived)
+        if self.local.is_local:
+            self.leaf.register_hook(self._by_hooks_of_parameter)
+        else:
+            self.parameter.register_post_accumulate_grad_hook(arrived)
+
+    def lend(self) -> None:
+        """Let what the parameter has gathered so far be part of the leaf's gradient."""
+        parameter, given = self.parameter, self.parameter.grad
+        if given is None:
+            return
+        gradient = local_of(given)
+        partial_sum = self.local.partial
+        if partial_sum is not None:
+            if parameter._backward_hooks:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a hook, and a gradient "
+                    "from before that would go through it once more: its gradient is a sum over "
+                    f"axis {partial_sum.communicator.axis}. Zero gradients before each backward, "
+                    "or use register_post_accumulate_grad_hook"
+                )
+            if partial_sum.communicator.rank:
+                gradient.zero_()  # what was summed before counts once in the next sum
+        if self.leaf.grad is not None:
+            gradient.add_(self.leaf.grad)
+        self.leaf.grad, parameter.grad = gradient, None
+
+    def collect(self) -> None:
+        """Move what autograd has left on the parameter, as a DTensor, to the leaf."""
+        given, like = self.parameter.grad, known_at_rest(self.parameter)
+        if given is None or like is None:
+            return
+        self.parameter.grad = None
+        gradient = local_gradient(given, like, ())
+        if self.leaf.grad is None or gradient is None:
+            self.leaf.grad = gradient
+        else:
+            self.leaf.grad.add_(gradient)
+
+    def give_back(self) -> None:
+        """Add the leaf's gradient to the parameter's, as autograd would have."""
+        parameter, gradient = self.parameter, self.leaf.grad
+        if gradient is None:
+            return
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(gradient.shape)} has a graph of its own, which a "
+                "DTensor parameter cannot keep: call backward without create_graph=True"
+            )
+        self.leaf.grad = None
+        if self.local.partial is not None:
+            self.local.partial(parameter, gradient)
+            return
+        if parameter.grad is None:
+            parameter.grad = dtensor_like(gradient, parameter)
+        else:
+            local_of(parameter.grad).add_(gradient)
+        if self.local.is_local:
+            for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    def give_up(self) -> None:
+        """Give back what an unfinished pass has left, but for parts of sums: those are lost."""
+        if self.local.partial is not None:
+            self.leaf.grad = None
+        self.give_back()
+
+    def _by_hooks_of_parameter(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.local.partial is None:  # those of a sum run when it is there
+            for hook in tuple((self.parameter._backward_hooks or {}).values()):
+                changed = hook(dtensor_like(gradient, self.parameter))
+                gradient = gradient if changed is None else local_of(changed)
+        return gradient
+
+
+class ReducedLeaves:
+    """What a replica reduces: parameters as they are, and leaves of those that are DTensors."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        local: Mapping[int, LocalParameter],
+    ) -> None:
+        self._lent = {
+            index: _Lent(parameter, local.get(id(parameter), LocalParameter()))
+            for index, parameter in enumerate(parameters)
+            if is_dtensor(parameter)
+        }
+        self.parameters = tuple(
+            self._lent[index].leaf if index in self._lent else parameter
+            for index, parameter in enumerate(parameters)
+        )
+        """In the order given."""
+        self._is_lent = False
+
+    def __len__(self) -> int:
+        """How many are DTensors."""
+        return len(self._lent)
+
+    def follow(self) -> set[int]:
+        """Ask for the leaves again, as each forward does; which of them are others than before."""
+        changed = {
+            n for n, lent in self._lent.items() if take_over(lent.parameter) is not lent.leaf
+        }
+        if changed:
+            found = list(self.parameters)
+            for index in changed:
+                lent = self._lent[index]
+                lent.leaf = found[index] = take_over(lent.parameter)
+            self.parameters = tuple(found)
+        return changed
+
+    def hook(
+        self,
+        index: int,
+        arrived: Callable[[int, torch.Tensor], None],
+        arrived_at_leaf: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Call one with ``index`` when that gradient is complete here: the second for DTensors."""
+        if index in self._lent:
+            self._lent[index].hook(partial(arrived_at_leaf, index))
+        else:
+            parameter = self.parameters[index]
+            parameter.register_post_accumulate_grad_hook(partial(arrived, index))
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """A backward that reduces begins."""
+        self._is_lent = True
+        for lent in self._lent.values():
+            lent.lend()
+
+    @torch.no_grad()
+    def collect(self, index: int) -> None:
+        """The gradient of ``index`` is complete on this rank, and will be reduced."""
+        self._lent[index].collect()
+
+    @torch.no_grad()
+    def keep(self, index: int) -> None:
+        """The gradient of ``index`` is complete on this rank, and stays here."""
+        lent = self._lent[index]
+        if not lent.local.is_local:
+            lent.collect()  # what autograd left may be a part of a sum
+        lent.give_back()
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """A backward has ended, and leaves hold the means."""
+        self._is_lent = False
+        for lent in self._lent.values():
+            lent.give_back()
+
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """A backward that has not been given back will not be finished."""
+        if self._is_lent:
+            self._is_lent = False
+            for lent in self._lent.values():
+                lent.give_up()

@@ -1,0 +1,168 @@
+"""`fully_shard` over modules that tensor parallelism has cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from data_parallel import tensor_parallel_samples as samples
+from meshwright.comm import Recorder, observe
+from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard
+from meshwright.gradients import clip_grad_norm_
+from meshwright.mesh import DeviceMesh, init_device_mesh
+from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
+from meshwright.testing import Ranks
+
+STRIDED = "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def torchs_clip(model: nn.Module) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def place(mesh: DeviceMesh) -> tuple[int, int]:
+    names = mesh.mesh_dim_names[:-1]
+    index, count = 0, 1
+    for name in names:
+        index = index * mesh[name].size() + mesh.get_local_rank(name)
+        count *= mesh[name].size()
+    return index, count
+
+
+def even(width: int = 8) -> nn.Module:
+    """Two cuts of dim 0 divide every parameter: words, too."""
+    torch.manual_seed(0)
+    model = samples.Net(width).double()
+    model.words = nn.Embedding(12, width).double()
+    model.head = nn.Linear(width, 12, bias=False).double()
+    model.head.weight = model.words.weight
+    return model
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def body_training() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    for sequence, optimizer, options in [
+        (True, adamw, {}),
+        (False, sgd, {"reshard_after_forward": False}),
+    ]:
+        one = even()
+        model = samples.cut(one, mesh["tensor"], sequence=sequence)
+        names = [name for name, _ in model.named_parameters()]
+        sharded(model, mesh["shard"], **options)
+        clip = torchs_clip if sequence else partial(clip_grad_norm_, max_norm=0.5)
+        samples.train(model, one, optimizer, place(mesh), clip=clip)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert str(model.words.weight.placements) == STRIDED
+        assert model.idle.weight.grad is None
+
+
+def test_sharded_cut_modules_train_as_one_process(ranks: Ranks) -> None:
+    ranks(4, body_training)
+
+
+# ----------------------------------------------------------------------- what a step does
+
+
+def body_steps() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    index, count = place(mesh)
+    one = samples.net()
+    one.blocks[0].up.weight.requires_grad_(False)
+    model = sharded(samples.cut(one, mesh["tensor"]), mesh["shard"])
+    # 11 words: two cuts of dim 0 would not be even, so the other dim is cut.
+    assert str(model.words.weight.placements) == "(Shard(dim=1), Shard(dim=0))"
+    seen: list[type] = []
+    model.blocks[0].up.register_forward_hook(lambda m, *_: seen.append(type(m.weight)))
+
+    def backward(step: int) -> None:
+        given = samples.batch(step)
+        samples.loss_of(model, *samples.share(given, index, count)).backward()
+        samples.loss_of(one, *given).backward()
+
+    model.set_requires_gradient_sync(False)
+    backward(0)
+    model.set_requires_gradient_sync(True)
+    for step in (1, 2):
+        backward(step)
+        samples.same(model, one)
+    assert seen == [nn.Parameter] * 3
+
+    recorder, operators = Recorder(), samples.CountDTensorOperators()
+    for part in (model, one):
+        part.zero_grad()
+    given = samples.share(samples.batch(3), index, count)
+    with observe(recorder), operators:
+        samples.loss_of(model, *given).backward()
+    assert operators.found == []
+    assert {c.axis for c in recorder.collectives} == {"shard", "tensor"}
+    assert [c.label for c in recorder.collectives if c.label == "partial gradients"] == [
+        "partial gradients"
+    ]
+    samples.loss_of(one, *samples.batch(3)).backward()
+    samples.same(model, one)
+
+    # In another dtype; the sum of partial gradients too.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    one = samples.net()
+    model = sharded(samples.cut(one, mesh["tensor"]), mesh["shard"], mp_policy=policy)
+    samples.train(model, one, sgd, place(mesh), steps=2, tolerance=0.1)
+
+    bias = nn.Sequential(nn.Linear(4, 11).double())
+    parallelize_module(bias, mesh["tensor"], {"0": ColwiseParallel()})
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 0: '0.bias' of shape"):
+        fully_shard(bias, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match="in common with the data axis .shard.: a mean"):
+        fully_shard(parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel()))
+
+
+def test_accumulation_precision_and_what_travels(ranks: Ranks) -> None:
+    ranks(4, body_steps)
+
+
+# --------------------------------------------------------------------------- other layouts
+
+
+def body_hybrid(shape: tuple[int, int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    one = samples.net()
+    model = samples.cut(one, mesh["tensor"])
+    sharded(model, mesh["replicate", "shard"])
+    recorder = Recorder()
+    with observe(recorder):
+        samples.train(model, one, adamw, place(mesh), steps=3, clip=torchs_clip)
+    axes = {c.axis for c in recorder.collectives}
+    assert axes == {"replicate", "shard", "tensor"}
+    for collective in recorder.collectives:
+        if collective.label.startswith(("reduce", "unshard")):
+            assert collective.axis == "shard", collective
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+def test_hybrid(ranks: Ranks, shape: tuple[int, int, int]) -> None:
+    ranks(4, body_hybrid, shape)
+
+
+@pytest.mark.slow
+def test_three_axes_of_two_ranks(ranks: Ranks) -> None:
+    ranks(8, body_hybrid, (2, 2, 2))
