@@ -204,7 +204,7 @@ def _times_cut(outer: AtRest, dim: int) -> int:
 
 
 def even_dim(outer: AtRest, parts: int) -> int | None:
-    """The first dim that ``parts`` more cuts leave even on all ranks, or dim 0 if nothing cuts it."""
+    """The first dim that ``parts`` more cuts leave even on all ranks, or dim 0 uncut."""
     for dim, size in enumerate(outer.shape):
         times = _times_cut(outer, dim)
         if not size % (times * parts) or (dim == 0 and times == 1):
