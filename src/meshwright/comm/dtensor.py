@@ -29,6 +29,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
 
 __all__ = [
+    "AnyPlacement",
     "AtRest",
     "at_rest",
     "concatenated_mesh",
@@ -57,6 +58,9 @@ __all__ = [
 ]
 
 
+AnyPlacement = Placement | TorchPlacement
+"""A placement of ours, or the same as torch says it."""
+
 _HELD = "_meshwright_local_leaf"
 
 
@@ -76,7 +80,7 @@ class AtRest:
 def dtensor_at_rest(
     local: torch.Tensor,
     mesh: DeviceMesh,
-    placements: Sequence[Placement | TorchPlacement],
+    placements: Sequence[AnyPlacement],
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
@@ -271,7 +275,7 @@ def is_replicated(placement: TorchPlacement) -> bool:
 
 
 def cut_once_more(
-    placements: Sequence[Placement | TorchPlacement], mesh: DeviceMesh, cutting: int, dim: int
+    placements: Sequence[AnyPlacement], mesh: DeviceMesh, cutting: int, dim: int
 ) -> tuple[tuple[TorchPlacement, ...], bool]:
     """Placements in which dim ``cutting`` of ``mesh`` cuts after all others, and if it is strided.
 
@@ -448,13 +452,13 @@ def _hook(parameter: nn.Parameter, held: _Held) -> None:
 
 
 def torch_placements(
-    placements: Sequence[Placement | TorchPlacement],
+    placements: Sequence[AnyPlacement],
 ) -> tuple[TorchPlacement, ...]:
     """``placements`` as torch's; torch's own pass through."""
     return tuple(_torch_placement(placement) for placement in placements)
 
 
-def _torch_placement(placement: Placement | TorchPlacement) -> TorchPlacement:
+def _torch_placement(placement: AnyPlacement) -> TorchPlacement:
     match placement:
         case Shard(dim=dim):
             return TorchShard(dim)
@@ -466,7 +470,7 @@ def _torch_placement(placement: Placement | TorchPlacement) -> TorchPlacement:
             return placement
 
 
-def our_placement(placement: Placement | TorchPlacement, name: str) -> Placement:
+def our_placement(placement: AnyPlacement, name: str) -> Placement:
     """``placement`` as ours; ours pass through. Raises `LayoutError` for a strided one."""
     if isinstance(placement, Shard | Replicate | Partial):
         return placement

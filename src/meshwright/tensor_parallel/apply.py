@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.comm.dtensor import current_mesh
 from meshwright.mesh import DeviceMesh
+from meshwright.tensor_parallel.following import follow_first_forward
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.styles import ParallelStyle
 from meshwright.tensor_parallel.weights import check_ties, verify_replicated
@@ -34,6 +35,8 @@ def parallelize_module(
     The parameters that styles cut or replicate become DTensors, at rest: forward and backward run
     on local tensors. Values come from rank ``src_data_rank`` of the axis; None takes those that
     are there, and then parameters that ranks share are compared. Ties are kept.
+
+    Layouts that do not meet are found in the first forward, before what they would send.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
     of another type, ValueError for a mesh of several dims or for ties that the plan breaks,
@@ -62,6 +65,7 @@ def parallelize_module(
             changed = style._apply(submodule, mesh)
             module = _put(module, name, submodule, changed)
     check_ties(module)
+    follow_first_forward(module)
     if src_data_rank is None:
         verify_replicated(module, Site.of(mesh, "").axis)
     return module

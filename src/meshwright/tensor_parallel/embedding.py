@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from meshwright.comm.dtensor import local_leaf
 from meshwright.layout import Partial, Replicate, Shard, chunk
-from meshwright.tensor_parallel.layouts import Arrival, Site, normal
+from meshwright.tensor_parallel.layouts import Arrival, Site
 from meshwright.tensor_parallel.linear import Settings
 
 __all__ = ["ColumnEmbedding", "RowEmbedding", "check_embedding"]
@@ -41,7 +41,7 @@ class ColumnEmbedding(nn.Embedding):
         """Features of this rank, laid out as the style says."""
         settings = self._tensor_parallel
         site = settings.site
-        ids = site.move(site.arrive(input, settings.input), Replicate(), leaves=False).local
+        ids = site.move(site.arrive(input, settings.input), Replicate()).local
         y = nn.functional.embedding(
             ids,
             _weight(self),
@@ -49,8 +49,7 @@ class ColumnEmbedding(nn.Embedding):
             scale_grad_by_freq=self.scale_grad_by_freq,
         )
         given = Arrival(y, Shard(y.ndim - 1), (*ids.shape, self.embedding_dim))
-        given = site.move(given, settings.output, leaves=settings.is_local)
-        return site.depart(given, is_local=settings.is_local)
+        return site.leave(given, settings.output, is_local=settings.is_local)
 
 
 class RowEmbedding(nn.Embedding):
@@ -65,7 +64,7 @@ class RowEmbedding(nn.Embedding):
         """
         settings = self._tensor_parallel
         site = settings.site
-        ids = site.move(site.arrive(input, settings.input), Replicate(), leaves=False).local
+        ids = site.move(site.arrive(input, settings.input), Replicate()).local
         self._check_ids(ids, site)
         weight = _weight(self)
         start, rows = chunk(self.num_embeddings, site.axis.size, site.axis.rank)
@@ -81,9 +80,7 @@ class RowEmbedding(nn.Embedding):
         lookup = local.masked_fill(outside, rows)
         y = _Lookup.apply(weight, lookup, outside, padding, self.scale_grad_by_freq)
         given = Arrival(y, Partial(), (*ids.shape, self.embedding_dim))
-        output = normal(settings.output, y.ndim)
-        given = site.move(given, output, leaves=settings.is_local)
-        return site.depart(given, is_local=settings.is_local)
+        return site.leave(given, settings.output, is_local=settings.is_local)
 
     def _check_ids(self, ids: torch.Tensor, site: Site) -> None:
         if ids.device.type != "cpu":

@@ -23,6 +23,7 @@ Each can be differentiated again. With one rank, nothing is sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -252,7 +253,7 @@ class _Exchange:
         _check_chunk(x, axis, self.label, dim, self.total)
         mine = x.shape[to]
         to_go, to_come = _lengths(axis, mine), _lengths(axis, self.total)
-        rest = x.numel() // max(x.shape[dim] * mine, 1)
+        rest = math.prod(size for each, size in enumerate(x.shape) if each not in (dim, to))
         send = torch.cat([part.reshape(-1) for part in x.split(to_go, to)])
         received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
         sizes = [n * to_go[axis.rank] * rest for n in to_come]

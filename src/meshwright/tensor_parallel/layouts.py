@@ -6,7 +6,7 @@ The layout of a local tensor is declared by a style; a DTensor says its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from meshwright.comm.dtensor import mesh_communicators
 from meshwright.comm.edges import entered, left, placement_on
 from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
+from meshwright.tensor_parallel.following import check_mark, mark
 from meshwright.tensor_parallel.functions import (
     Labels,
     exchange,
@@ -33,8 +34,10 @@ class Arrival:
 
     local: torch.Tensor
     placement: Placement
-    shape: tuple[int, ...] | None
-    """Shape of the whole, where it is known: of a DTensor, or where nothing is cut."""
+    shape: tuple[int, ...]
+    """Shape of the whole."""
+    is_summed: bool = False
+    """Whether somebody else sums its gradients over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +56,48 @@ class Site:
         """The site of the module that is called ``name``, on a mesh of one dim."""
         return Site(mesh, mesh_communicators(mesh, "tensor")[0], Labels.of(name))
 
-    def arrive(self, tensor: torch.Tensor, declared: Placement) -> Arrival:
+    def arrive(
+        self,
+        tensor: torch.Tensor,
+        declared: Placement,
+        *,
+        features: int | None = None,
+        is_copied: bool = False,
+    ) -> Arrival:
         """The local tensor of ``tensor``: a DTensor says how it is placed, any other as declared.
+
+        ``features`` is the size of the whole last dim, where that is known. Other dims of a local
+        tensor are taken to be cut in equal chunks.
+
+        ``is_copied``: a DTensor that is whole on each rank is used for a part of what is made of
+        it. Its gradient goes back as a part of a sum, for whoever made it to add up.
 
         Raises ValueError for a DTensor on another mesh.
         """
         placement = placement_on(tensor, self.mesh, self.labels.name)
         if placement is not None:
-            return Arrival(entered(tensor), placement, tuple(tensor.shape))
+            is_whole = isinstance(placement, Replicate)
+            partial = is_copied and is_whole and tensor.grad_fn is not None
+            return Arrival(
+                entered(tensor, partial=partial), placement, tuple(tensor.shape), is_summed=partial
+            )
         placement = normal(declared, tensor.ndim)
-        known = None if isinstance(placement, Shard) else tuple(tensor.shape)
-        return Arrival(tensor, placement, known)
+        check_mark(tensor, placement, self.axis, self.labels.name)
+        shape = list(tensor.shape)
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            shape[dim] *= self.axis.size
+            if features is not None and dim == tensor.ndim - 1:
+                shape[dim] = features
+        return Arrival(tensor, placement, tuple(shape))
 
-    def move(
-        self, given: Arrival, wanted: Placement, *, total: int | None = None, leaves: bool = True
-    ) -> Arrival:
-        """``given`` as ``wanted``. A dim that is gathered has ``total`` rows, or equal chunks.
-
-        ``leaves`` says that the result is given to the user as a local tensor: then a dim is cut
-        in equal chunks only, since nothing says afterwards how long it was.
-        """
+    def move(self, given: Arrival, wanted: Placement) -> Arrival:
+        """``given`` as ``wanted``. Raises ValueError where that would be a part of a sum."""
         x, found = given.local, given.placement
         wanted = normal(wanted, x.ndim)
         if wanted == found:
             return given
-        if isinstance(wanted, Shard) and leaves and total is None:
-            self.check_equal(self.whole_shape(given), wanted.dim)
-        axis, labels = self.axis, self.labels
-        shape = self.whole_shape(given, total)
+        axis, labels, shape = self.axis, self.labels, given.shape
         match found, wanted:
             case Partial(), Replicate():
                 x = reduce_from(x, axis, labels)
@@ -99,28 +116,31 @@ class Site:
                 )
         return Arrival(x, wanted, shape)
 
-    def depart(self, given: Arrival, *, is_local: bool) -> torch.Tensor:
-        """What the caller gets: the local tensor, or a DTensor around it."""
-        if is_local:
-            return given.local
-        shape = self.whole_shape(given)
-        return left(given.local, self.mesh, given.placement, shape, self._convert)
+    def leave(self, given: Arrival, wanted: Placement, *, is_local: bool) -> torch.Tensor:
+        """``given`` as ``wanted``: what the caller gets is local, or a DTensor.
+
+        Raises ValueError for a local tensor whose whole does not fall into equal chunks, where
+        nothing says afterwards how long it was.
+        """
+        wanted = normal(wanted, given.local.ndim)
+        if not is_local:
+            ends = given.placement, wanted
+            return left(given.local, self.mesh, ends, given.shape, self._convert)
+        if isinstance(wanted, Shard) and wanted != given.placement:
+            self.check_equal(given.shape, wanted.dim)
+        return mark(self.move(given, wanted).local, wanted, self.axis, self.labels.name)
 
     def _convert(
-        self, local: torch.Tensor, found: Placement, wanted: Placement, shape: Sequence[int]
+        self,
+        local: torch.Tensor,
+        found: Placement,
+        wanted: Placement,
+        shape: Sequence[int],
+        is_backward: bool,
     ) -> torch.Tensor:
         given = Arrival(local, normal(found, local.ndim), tuple(shape))
-        return self.move(given, wanted, leaves=False).local
-
-    def whole_shape(self, given: Arrival, total: int | None = None) -> tuple[int, ...]:
-        """Shape of what ``given`` is a part of: chunks are equal unless ``total`` is known."""
-        if given.shape is not None:
-            return given.shape
-        shape = list(given.local.shape)
-        if isinstance(given.placement, Shard):
-            dim = given.placement.dim
-            shape[dim] = self.axis.size * shape[dim] if total is None else total
-        return tuple(shape)
+        labels = self.labels.turned() if is_backward else self.labels
+        return replace(self, labels=labels).move(given, wanted).local
 
     def check_equal(self, shape: Sequence[int], dim: int) -> None:
         """Raise ValueError when a whole of ``shape`` does not fall into equal chunks along ``dim``.

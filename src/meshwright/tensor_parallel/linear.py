@@ -71,6 +71,8 @@ class _Passage:
     dim: int | None
     total: int
     """Rows of the whole along ``dim``."""
+    is_summed: bool = False
+    """Whether somebody else sums the gradients of the whole."""
 
 
 class ColumnLinear(nn.Linear):
@@ -82,24 +84,20 @@ class ColumnLinear(nn.Linear):
         """Output features of this rank, laid out as the style says."""
         settings = self._tensor_parallel
         site = settings.site
-        given = site.arrive(input, settings.input)
+        given = site.arrive(input, settings.input, features=self.in_features, is_copied=True)
         _check_features(self, given, site, "ColwiseParallel")
         dim, total = None, 0
         if isinstance(given.placement, Shard) and given.placement.dim != given.local.ndim - 1:
             dim = given.placement.dim
-            total = site.axis.size * given.local.shape[dim]
-            if given.shape is not None:
-                total = given.shape[dim]
+            total = given.shape[dim]
         else:
-            given = site.move(given, Replicate(), total=self.in_features)
-        passage = _Passage(site.axis, site.labels, dim, total)
+            given = site.move(given, Replicate())
+        passage = _Passage(site.axis, site.labels, dim, total, is_summed=given.is_summed)
         x, weight, bias = _autocast(given.local, *_leaves(self))
         y = _Columns.apply(x, weight, bias, passage)
         shape = (*y.shape[:-1], self.out_features)
         found = Arrival(y, Shard(y.ndim - 1), shape)
-        return site.depart(
-            site.move(found, settings.output, leaves=settings.is_local), is_local=settings.is_local
-        )
+        return site.leave(found, settings.output, is_local=settings.is_local)
 
 
 class RowLinear(nn.Linear):
@@ -111,23 +109,23 @@ class RowLinear(nn.Linear):
         """The sum over ranks, laid out as the style says, with the bias added once."""
         settings = self._tensor_parallel
         site = settings.site
-        given = site.arrive(input, settings.input)
+        given = site.arrive(input, settings.input, features=self.in_features)
         _check_features(self, given, site, "RowwiseParallel")
         wanted = Shard(given.local.ndim - 1)
-        given = site.move(given, wanted, total=self.in_features, leaves=False)
+        given = site.move(given, wanted)
         weight, bias = _leaves(self)
         x, weight, bias = _autocast(given.local, weight, bias)
         shape = (*x.shape[:-1], self.out_features)
         output = normal(settings.output, x.ndim)
         if isinstance(output, Partial):
             y = functional.linear(x, weight, bias if site.axis.rank == 0 else None)
-            return site.depart(Arrival(y, output, shape), is_local=settings.is_local)
+            return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
         dim = output.dim if isinstance(output, Shard) else None
         if dim is not None and settings.is_local:
             site.check_equal(shape, dim)
         passage = _Passage(site.axis, site.labels, dim, 0 if dim is None else shape[dim])
         y = _Rows.apply(x, weight, bias, passage)
-        return site.depart(Arrival(y, output, shape), is_local=settings.is_local)
+        return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
 
 
 def _leaves(module: ColumnLinear | RowLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -207,11 +205,11 @@ class _Columns(torch.autograd.Function):
         needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
         if torch.is_grad_enabled():  # a gradient of these gradients will be asked for
             whole = _as_whole(x, passage)
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = _matrix(grad)
         finish: Callable[[], torch.Tensor] | None = None
         if needs[0]:
             finish = _start_sum(rows.mm(weight).view(whole.shape), passage)
-        of_weight = rows.t().mm(whole.reshape(-1, whole.shape[-1])) if needs[1] else None
+        of_weight = rows.t().mm(_matrix(whole)) if needs[1] else None
         of_bias = rows.sum(0) if needs[2] else None
         return None if finish is None else finish(), of_weight, of_bias, None
 
@@ -244,15 +242,20 @@ class _Rows(torch.autograd.Function):
         needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
         of_bias = None
         if needs[2]:
-            of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+            of_bias = _matrix(grad).sum(0)
             if passage.dim == x.ndim - 1:
                 start, length = chunk(passage.total, passage.axis.size, passage.axis.rank)
                 of_bias = functional.pad(of_bias, (start, passage.total - start - length))
         whole = _as_whole(grad, passage)
-        rows = whole.reshape(-1, whole.shape[-1])
+        rows = _matrix(whole)
         of_input = rows.mm(weight).view(x.shape) if needs[0] else None
-        of_weight = rows.t().mm(x.reshape(-1, x.shape[-1])) if needs[1] else None
+        of_weight = rows.t().mm(_matrix(x)) if needs[1] else None
         return of_input, of_weight, of_bias, None
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with all dims but the last as one, also where it is empty."""
+    return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
 
 
 def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
@@ -269,6 +272,8 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
 def _start_sum(grad: torch.Tensor, passage: _Passage) -> Callable[[], torch.Tensor]:
     """Begin to sum the gradient of a whole over the ranks."""
     axis, labels, dim = passage.axis, passage.labels, passage.dim
+    if passage.is_summed:
+        return lambda: grad
     if torch.is_grad_enabled():
         turned = labels.turned()
         if dim is None:

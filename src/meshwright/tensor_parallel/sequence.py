@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.comm.dtensor import is_dtensor, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.layout import Shard
-from meshwright.tensor_parallel.layouts import Arrival, Site
+from meshwright.tensor_parallel.layouts import Arrival, Site, normal
 
 __all__ = ["Sequence", "SequencePart"]
 
@@ -55,22 +55,15 @@ class SequencePart(nn.Module):
                 f"({name}: the first positional input is the sequence)"
             )
         placement = Shard(settings.dim)
-        given = site.move(site.arrive(first, placement), placement, leaves=False)
+        given = site.move(site.arrive(first, placement), placement)
         with self._on_leaves():
             output = super().forward(given.local, *inputs[1:], **options)
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"{name}: expected one tensor as output, found {type(output).__name__}")
-        return site.depart(self._departing(output, given), is_local=settings.is_local)
-
-    def _departing(self, output: torch.Tensor, given: Arrival) -> Arrival:
-        """The output, whose sequence is as long as that of the input."""
-        if self._tensor_parallel.is_local:
-            return Arrival(output, given.placement, None)
-        dim = self._tensor_parallel.dim
-        total = self._tensor_parallel.site.whole_shape(given)[dim]
         shape = list(output.shape)
-        shape[dim] = total
-        return Arrival(output, Shard(dim % output.ndim), tuple(shape))
+        shape[settings.dim] = given.shape[settings.dim]
+        found = Arrival(output, normal(placement, output.ndim), tuple(shape))
+        return site.leave(found, placement, is_local=settings.is_local)
 
     @contextmanager
     def _on_leaves(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
-from meshwright.comm.dtensor import our_placement, torch_placements
+from meshwright.comm.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.comm.partial_gradients import PartialGradient
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
@@ -49,8 +49,8 @@ class _Layered(ParallelStyle):
 
     def __init__(
         self,
-        input_layouts: Placement | None,
-        output_layouts: Placement | None,
+        input_layouts: AnyPlacement | None,
+        output_layouts: AnyPlacement | None,
         defaults: tuple[Placement, Placement],
         use_local_output: bool,
     ) -> None:
@@ -115,8 +115,8 @@ class ColwiseParallel(_Layered):
     def __init__(
         self,
         *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
+        input_layouts: AnyPlacement | None = None,
+        output_layouts: AnyPlacement | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts, output_layouts, (Replicate(), Shard(-1)), use_local_output)
@@ -150,8 +150,8 @@ class RowwiseParallel(_Layered):
     def __init__(
         self,
         *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
+        input_layouts: AnyPlacement | None = None,
+        output_layouts: AnyPlacement | None = None,
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts, output_layouts, (Shard(-1), Replicate()), use_local_output)

@@ -1,0 +1,151 @@
+"""The layouts of local tensors, followed through the first forward of a model.
+
+A local tensor does not say what it is a part of. In the first forward each output of a style is
+marked with its layout; operators that work element by element, or along the features of each token,
+pass the mark on, others drop it. A style whose input carries another layout than it declares raises
+before it sends anything::
+
+    norm (Shard(1)) ──> dropout ──> up (expects Replicate)    found
+    norm (Shard(1)) ──> matmul  ──> up (expects Replicate)    not found: a product may be anything
+
+Later forwards are not followed and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.comm import Communicator
+from meshwright.layout import Partial, Placement
+
+__all__ = ["check_mark", "follow_first_forward", "mark"]
+
+_MARK = "_meshwright_layout"
+_PASSING = frozenset(
+    {
+        "add",
+        "add_",
+        "bfloat16",
+        "clone",
+        "contiguous",
+        "div",
+        "div_",
+        "double",
+        "dropout",
+        "elu",
+        "exp",
+        "float",
+        "gelu",
+        "half",
+        "hardtanh",
+        "layer_norm",
+        "leaky_relu",
+        "masked_fill",
+        "mish",
+        "mul",
+        "mul_",
+        "neg",
+        "pow",
+        "relu",
+        "rms_norm",
+        "rsqrt",
+        "rsub",
+        "sigmoid",
+        "silu",
+        "softplus",
+        "sqrt",
+        "square",
+        "sub",
+        "sub_",
+        "tanh",
+        "to",
+        "true_divide",
+        "type_as",
+        "where",
+    }
+)
+
+
+class _Mark(NamedTuple):
+    placement: Placement
+    axis: Communicator
+    name: str
+    """The module that gave it."""
+
+
+class _Following(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what any function returns
+        found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
+        name = name.removeprefix("r") if name in ("radd", "rmul", "rtruediv") else name
+        if name.replace("truediv", "div") in _PASSING and isinstance(found, torch.Tensor):
+            # What is broadcast says nothing of the result, nor do two that disagree.
+            marks = [
+                vars(arg)[_MARK]
+                for arg in args
+                if isinstance(arg, torch.Tensor) and _MARK in vars(arg) and arg.shape == found.shape
+            ]
+            if marks and all(each[:2] == marks[0][:2] for each in marks):
+                vars(found)[_MARK] = marks[0]
+        return found
+
+
+def follow_first_forward(module: nn.Module) -> None:
+    """Follow layouts through the next forward of ``module``, and not after it."""
+    mode = _Following()
+
+    def begin(module: nn.Module, inputs: object) -> None:
+        _remove(module._forward_pre_hooks, begin)
+        if not torch.compiler.is_compiling():
+            mode.__enter__()
+
+    def end(module: nn.Module, inputs: object, output: object) -> None:
+        _remove(module._forward_hooks, end)
+        if mode in torch.overrides._get_current_function_mode_stack():
+            mode.__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin, prepend=True)
+    module.register_forward_hook(end, always_call=True)
+
+
+def mark(tensor: torch.Tensor, placement: Placement, axis: Communicator, name: str) -> torch.Tensor:
+    """``tensor``, which module ``name`` returns; marked where layouts are followed now."""
+    if _is_following() and not isinstance(placement, Partial):
+        vars(tensor)[_MARK] = _Mark(placement, axis, name)
+    return tensor
+
+
+def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, name: str) -> None:
+    """Raise ValueError where ``tensor`` is known to be placed otherwise than ``declared``."""
+    found = vars(tensor).get(_MARK) if _is_following() else None
+    if found is None or found.axis != axis or found.placement == declared:
+        return
+    raise ValueError(
+        f"{name}: expected an input placed {declared}, found the output of {found.name} (shape "
+        f"{tuple(tensor.shape)}), which is placed {found.placement}: set input_layouts="
+        f"{found.placement} on {name}, or output_layouts={declared} on {found.name}, or put "
+        f"PrepareModuleInput between them"
+    )
+
+
+def _is_following() -> bool:
+    if not torch._C._len_torch_function_stack():
+        return False
+    stack = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, _Following) for mode in stack)
+
+
+def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
+    for key in [key for key, found in hooks.items() if found is hook]:
+        del hooks[key]

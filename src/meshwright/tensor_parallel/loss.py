@@ -1,0 +1,271 @@
+"""Cross entropy of logits whose classes are cut over ranks; the logits are never gathered.
+
+With ``x_c`` the logits of a token, ``y`` its class, ``w`` the weights of classes, ``s`` the
+smoothing, ``C`` the number of classes, ``z`` the weight of the z-loss, ``L = log sum_c exp x_c``::
+
+    loss = (1 - s) w_y (L - x_y)  +  s / C sum_c w_c (L - x_c)  +  z w_y L^2
+
+Three all-reduces of one number for each token: the largest logit, the sum of exponentials, ``x_y``;
+one more with smoothing. The backward is local: a softmax, scaled, minus what was picked. The z-loss
+is that of PaLM (Chowdhery et al., 2022, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from meshwright.comm import Communicator
+from meshwright.layout import chunk
+from meshwright.tensor_parallel.functions import start_sum
+
+__all__ = ["cross_entropy_of_parts"]
+
+REDUCTIONS = ("none", "sum", "mean", "sum and count")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """What is computed for each token."""
+
+    axis: Communicator
+    start: int
+    """The class of this rank's first column."""
+    classes: int
+    """Columns from there on are padding."""
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+
+
+def cross_entropy_of_parts(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    axis: Communicator,
+    *,
+    classes: int | None = None,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    data_axes: Sequence[Communicator] = (),
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`torch.nn.functional.cross_entropy` of this rank's columns of the logits.
+
+    ``logits`` has the shape ``(tokens, columns)`` or ``(batch, columns, ...)``, or ``(columns,)``;
+    ``target`` has class indices in that shape without the columns, the same on all ranks of
+    ``axis``. The columns are chunks of ``classes``; where they are longer, the vocabulary is padded
+    and what lies behind ``classes`` is left out. None: all columns are classes, as many on each
+    rank. ``weight`` has one number for each class. ``z_loss`` adds that times the squared log of
+    the sum of exponentials.
+
+    ``reduction`` is ``"none"``, ``"sum"``, ``"mean"`` over tokens that are not ignored (weighted by
+    their classes), or ``"sum and count"``: the pair that `Trainable` takes, which is right where
+    ranks have different numbers of tokens. With ``data_axes`` sums and counts are those of all
+    ranks of these axes, one all-reduce for each; the gradient is that of the total.
+
+    The result is in float32 where logits are less. Raises ValueError for shapes that do not fit,
+    IndexError for a target that is no class.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{reduction!r} is not a reduction: expected one of {REDUCTIONS}")
+    dim = 0 if logits.ndim == 1 else 1
+    expected = (*logits.shape[:dim], *logits.shape[dim + 1 :])
+    if target.dtype.is_floating_point or tuple(target.shape) != expected:
+        raise ValueError(
+            f"expected class indices of shape {expected} as target, found {target.dtype} of shape "
+            f"{tuple(target.shape)} (class probabilities are not supported)"
+        )
+    start, classes = _columns(logits.shape[dim], axis, classes)
+    if weight is not None and tuple(weight.shape) != (classes,):
+        raise ValueError(f"expected {classes} class weights, found shape {tuple(weight.shape)}")
+    _check_target(target, classes, ignore_index)
+    terms = _Terms(
+        axis=axis,
+        start=start,
+        classes=classes,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    losses = _TokenLoss.apply(logits.movedim(dim, -1), target, weight, terms)
+    if reduction == "none":
+        return losses
+    return _reduced(losses, _counts(target, weight, terms), reduction, data_axes)
+
+
+def _columns(found: int, axis: Communicator, classes: int | None) -> tuple[int, int]:
+    """The class of the first column, and the number of classes."""
+    whole = found * axis.size
+    if classes is None:
+        return axis.rank * found, whole
+    start, length = chunk(classes, axis.size, axis.rank)
+    if found == length:
+        return start, classes
+    if whole < classes:
+        raise ValueError(
+            f"expected rank {axis.rank} of axis {axis.axis} to hold {length} of {classes} classes, "
+            f"or padded columns, as many on each rank; found {found}"
+        )
+    return axis.rank * found, classes
+
+
+def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """Raise IndexError for a target that is no class, on the CPU; else the device asserts."""
+    is_right = ((target >= 0) & (target < classes)) | (target == ignore_index)
+    if target.device.type != "cpu":
+        torch._assert_async(is_right.all())
+    elif not is_right.all():
+        wrong = target[~is_right][0].item()
+        raise IndexError(
+            f"Target {wrong} is out of bounds: expected classes from 0 to {classes - 1}, or "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def _counts(target: torch.Tensor, weight: torch.Tensor | None, terms: _Terms) -> torch.Tensor:
+    """How much each token counts in a mean."""
+    kept = target != terms.ignore_index
+    return kept if weight is None else kept * _of_target(weight.detach(), target, terms)
+
+
+def _reduced(
+    losses: torch.Tensor,
+    counts: torch.Tensor,
+    reduction: str,
+    data_axes: Sequence[Communicator],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    total, count = losses.sum(), counts.sum().to(losses.dtype)
+    for axis in data_axes:
+        if axis.size > 1:
+            total, count = _Total.apply(total, count, axis)
+    if reduction == "sum and count":
+        return total, count
+    return total if reduction == "sum" else total / count
+
+
+class _Total(torch.autograd.Function):
+    """Sums over the ranks of an axis, which every rank then has: the gradient is passed on."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, total: torch.Tensor, count: torch.Tensor, axis: Communicator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = torch.stack([total, count])
+        axis.all_reduce(pair, label="loss and count").wait()
+        total, count = pair.unbind()
+        count = count.clone()
+        ctx.mark_non_differentiable(count)
+        return total.clone(), count
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor, of_count: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class _TokenLoss(torch.autograd.Function):
+    """The loss of each token; classes are the last dim of ``logits``."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        terms: _Terms,
+    ) -> torch.Tensor:
+        x = _classes(logits, terms)
+        largest = _largest(x, terms.axis)
+        exponentials = (x - largest.unsqueeze(-1)).exp_().sum(-1)
+        exponentials = _sum(exponentials, terms.axis, "sum of exponentials")
+        log_sum = exponentials.log_().add_(largest)
+        column = target - terms.start
+        is_here = (column >= 0) & (column < x.shape[-1])
+        column = column.masked_fill(~is_here, 0).unsqueeze(-1)
+        if x.shape[-1]:
+            picked = x.gather(-1, column).squeeze(-1).masked_fill_(~is_here, 0)
+        else:
+            picked = torch.zeros_like(log_sum)
+        picked = _sum(picked, terms.axis, "logit of the class")
+        kept = (target != terms.ignore_index).to(x.dtype)
+        of_class = kept if weight is None else kept * _of_target(weight, target, terms).to(x.dtype)
+        loss = (log_sum - picked).mul_(of_class)
+        if terms.smoothing:
+            own = _own_weights(weight, x, terms)
+            smoothed = _sum((x * own).sum(-1), terms.axis, "logits that are smoothed")
+            whole = terms.classes if weight is None else weight.sum().to(x.dtype)
+            rest = (log_sum * whole - smoothed).mul_(kept)
+            loss = (1 - terms.smoothing) * loss + terms.smoothing / terms.classes * rest
+        if terms.z_loss:
+            loss = loss + terms.z_loss * of_class * log_sum.square()
+        ctx.save_for_backward(logits, target, log_sum, of_class)
+        ctx.kept = terms, weight  # pyrefly: ignore[missing-attribute]
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        logits, target, log_sum, of_class = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
+        terms, weight = ctx.kept  # pyrefly: ignore[missing-attribute]
+        x = _classes(logits, terms)
+        kept = (target != terms.ignore_index).to(x.dtype)
+        picked = (1 - terms.smoothing) * of_class
+        scale = picked + 2 * terms.z_loss * of_class * log_sum
+        found = (x - log_sum.unsqueeze(-1)).exp_()
+        if terms.smoothing:
+            whole = terms.classes if weight is None else weight.sum().to(x.dtype)
+            share = terms.smoothing / terms.classes * kept
+            found.mul_((scale + share * whole).unsqueeze(-1))
+            found.sub_(share.unsqueeze(-1) * _own_weights(weight, x, terms))
+        else:
+            found.mul_(scale.unsqueeze(-1))
+        column = target - terms.start
+        is_here = (column >= 0) & (column < x.shape[-1])
+        if x.shape[-1]:
+            column = column.masked_fill(~is_here, 0).unsqueeze(-1)
+            found.scatter_add_(-1, column, (-picked * is_here).unsqueeze(-1))
+        found.mul_(grad.unsqueeze(-1))
+        padding = logits.shape[-1] - x.shape[-1]
+        if padding:
+            found = torch.nn.functional.pad(found, (0, padding))
+        return found.to(logits.dtype), None, None, None
+
+
+def _classes(logits: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    """The columns that are classes, in at least float32."""
+    kept = min(max(terms.classes - terms.start, 0), logits.shape[-1])
+    x = logits.detach()[..., :kept]
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _largest(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
+    if x.shape[-1]:
+        found = x.amax(-1).contiguous()
+    else:
+        found = x.new_full(x.shape[:-1], -torch.inf)
+    if axis.size > 1:
+        axis.all_reduce(found, reduction="max", label="largest logit").wait()
+    return found
+
+
+def _sum(x: torch.Tensor, axis: Communicator, label: str) -> torch.Tensor:
+    return start_sum(x.contiguous(), axis, label)()
+
+
+def _of_target(weight: torch.Tensor, target: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    return weight[target.clamp(0, terms.classes - 1)]
+
+
+def _own_weights(weight: torch.Tensor | None, x: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    """The weights of this rank's classes."""
+    if weight is None:
+        return x.new_ones(x.shape[-1])
+    return weight[terms.start : terms.start + x.shape[-1]].to(x.dtype)

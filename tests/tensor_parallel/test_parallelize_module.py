@@ -1,0 +1,258 @@
+"""`parallelize_module`: which modules it finds, where values come from, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright import comm, parallelize_module
+from meshwright.comm import Recorder, observe
+from meshwright.comm.dtensor import local_leaf
+from meshwright.errors import LayoutError
+from meshwright.mesh import DeviceMesh, init_device_mesh
+from meshwright.tensor_parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    verify_replicated,
+)
+from meshwright.testing import Ranks
+from tensor_parallel.samples import Block, alike, check_alike, sent, tensor_mesh
+
+
+class Layers(nn.Module):
+    """Two layers, each with an MLP and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (..., 4)."""
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](layer["norm"](x)).relu())
+        return x
+
+
+class Scaled(nn.Linear):
+    """A subclass whose forward calls the one it inherits."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Twice a linear layer."""
+        return 2 * super().forward(input)
+
+
+class Doubling(ParallelStyle):
+    """A style of a user's: doubles the output."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda module, inputs, output: 2 * output)
+        return module
+
+
+MLP = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
+def test_plans_and_values(ranks: Ranks) -> None:
+    def body() -> None:
+        world, mesh = comm.communicator(), tensor_mesh()
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+        # Patterns, and exactly what is sent.
+        one, many = alike(Layers())
+        recorder = Recorder()
+        found = parallelize_module(many, mesh, MLP)
+        assert found is many
+        with observe(recorder):
+            many(x.clone().requires_grad_()).sum().backward()
+        one(x).sum().backward()
+        check_alike(one, many)
+        assert sent(recorder) == [
+            "all_reduce layers.0.down forward",
+            "all_reduce layers.1.down forward",
+            "all_reduce layers.1.up backward",
+            "all_reduce layers.0.up backward",
+        ]
+        again = copy.deepcopy(many)  # copies have leaves of their own
+        again(x).sum().backward()
+        assert local_leaf(again.layers[0]["up"].weight) is not local_leaf(
+            many.layers[0]["up"].weight
+        )
+        torch.testing.assert_close(
+            again.layers[0]["up"].weight.grad.full_tensor(), 2 * one.layers[0]["up"].weight.grad
+        )
+
+        # Every way to say the same: nested, root, sliced mesh, the mesh of a block.
+        square = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicate", "tensor"))
+        up, down = MLP["layers.*.up"], MLP["layers.*.down"]
+
+        def by_layer(module: nn.Module) -> None:
+            for layer in module.layers:
+                parallelize_module(layer, mesh, {"up": up, "down": down})
+
+        def by_module(module: nn.Module) -> None:
+            for layer in module.layers:
+                parallelize_module(layer["up"], mesh, up)
+                parallelize_module(layer["down"], mesh, down)
+
+        ways: list[Callable[[nn.Module], object]] = [
+            by_layer,
+            by_module,
+            lambda m: parallelize_module(m, square["tensor"], MLP),
+            lambda m: parallelize_module(m, mesh, {"layers.[01].u?": up, "*.*.down": down}),
+        ]
+        for way in ways:
+            one, many = alike(Layers())
+            way(many)
+            torch.testing.assert_close(many(x), one(x))
+            assert isinstance(many.layers[1]["up"].weight, DTensor)
+        one, many = alike(Layers())
+        with mesh:
+            parallelize_module(many, parallelize_plan=MLP)
+        torch.testing.assert_close(many(x), one(x))
+
+        # A subclass with a forward of its own, and a style of the user's.
+        one, many = alike(Scaled(4, 6))
+        parallelize_module(many, mesh, ColwiseParallel(output_layouts=Replicate()))
+        torch.testing.assert_close(many(x), one(x))
+        assert isinstance(many, Scaled)
+        one, many = alike(nn.Linear(4, 6))
+        torch.testing.assert_close(parallelize_module(many, mesh, {"": Doubling()})(x), 2 * one(x))
+
+        # Values are those of a rank, or each rank's own.
+        for source in (0, 1, None):
+            layer = nn.Linear(4, 6)
+            with torch.no_grad():
+                layer.weight.fill_(world.rank)
+                layer.bias.fill_(world.rank)
+            recorder = Recorder()
+            with observe(recorder):
+                parallelize_module(layer, mesh, ColwiseParallel(), src_data_rank=source)
+            expected = world.rank if source is None else source
+            assert (layer.weight.to_local() == expected).all()
+            kinds = [found.kind for found in recorder.collectives]
+            assert kinds == ([] if source is None else ["broadcast", "broadcast"])
+        layer = nn.Linear(4, 6)
+        with torch.no_grad():
+            layer.bias.fill_(world.rank)
+        with pytest.raises(LayoutError, match=r"expected bias to be equal on the ranks \[0, 1\]"):
+            parallelize_module(layer, mesh, RowwiseParallel(), src_data_rank=None)
+        layer = parallelize_module(nn.Linear(4, 6), mesh, RowwiseParallel())
+        verify_replicated(layer)
+        with torch.no_grad():
+            layer.bias.to_local().add_(world.rank)
+        with pytest.raises(LayoutError, match=r"expected bias to be equal .* \[0\] and \[1\] hold"):
+            verify_replicated(layer)
+
+        # On the meta device nothing is sent; the parameters are filled later.
+        with torch.device("meta"):
+            layer = nn.Linear(4, 6)
+        recorder = Recorder()
+        with observe(recorder):
+            parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+        assert recorder.collectives == []
+        layer.to_empty(device="cpu").double()
+        with torch.no_grad():
+            layer.weight.to_local().fill_(1.0)
+            layer.bias.to_local().fill_(2.0)
+        torch.testing.assert_close(layer(x), x.sum(1, keepdim=True).expand(3, 6) + 2)
+
+    ranks(2, body)
+
+
+def test_what_is_refused_when_built(ranks: Ranks) -> None:
+    """The texts of torch, then what to do."""
+
+    def body() -> None:
+        mesh = tensor_mesh()
+        square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "tensor"))
+        columns, rows, cut = ColwiseParallel(), RowwiseParallel(), Shard(0)
+
+        def on(module: nn.Module, plan: object, mesh: DeviceMesh = mesh) -> Callable[[], object]:
+            return lambda: parallelize_module(module, mesh, plan)
+
+        def twice() -> None:
+            layer = nn.Linear(4, 4)
+            on(layer, columns)()
+            on(layer, columns)()
+
+        only = "Parallel currently only support nn.Linear and nn.Embedding!"
+        length = "should have same length!"
+        normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+            (NotImplementedError, f"Colwise{only}", on(nn.LayerNorm(4), columns)),
+            (NotImplementedError, f"Rowwise{only}", on(nn.LayerNorm(4), rows)),
+            (
+                TypeError,
+                r"Expect Union\[ParallelStyle, Dict\[str, ParallelStyle\]\] for parallelize_plan",
+                on(Layers(), ["up"]),
+            ),
+            (
+                TypeError,
+                "parallelize_plan, <class 'str'> for 'up' found",
+                on(Layers(), {"up": "c"}),
+            ),
+            (ValueError, "only accepts a 1D DeviceMesh, but found 2D", on(Layers(), MLP, square)),
+            (
+                AssertionError,
+                "desired module inputs should not be None!",
+                lambda: PrepareModuleInput(input_layouts=cut),
+            ),
+            (
+                AssertionError,
+                f"input_layouts and desired_input_layouts {length}",
+                lambda: PrepareModuleInput(input_layouts=cut, desired_input_layouts=(cut, None)),
+            ),
+            (
+                AssertionError,
+                f"input_kwarg_layouts and desired_input_kwarg_layouts {length}",
+                lambda: PrepareModuleInput(input_kwarg_layouts={"x": cut}),
+            ),
+            (
+                AssertionError,
+                f"output_layouts and desired_output_layouts {length}",
+                lambda: PrepareModuleOutput(output_layouts=cut, desired_output_layouts=(cut, cut)),
+            ),
+            (ValueError, "sparse=True", on(nn.Embedding(4, 4, sparse=True), rows)),
+            (
+                ValueError,
+                "max_norm=1.0 is about whole",
+                on(nn.Embedding(4, 4, max_norm=1.0), columns),
+            ),
+            (ValueError, "weight is a DTensor already", twice),
+            (
+                ValueError,
+                "head.weight and embed.weight are one tied parameter, which cannot be placed",
+                on(Block(), {"embed": columns, "head": columns}),
+            ),
+            (ValueError, "head.weight is tied to embed.weight", on(Block(), {"embed": rows})),
+            (ValueError, "expected a ParametrizedLinear with the parameters", on(normed, columns)),
+        ]
+        for error, text, build in cases:
+            with pytest.raises(error, match=text):
+                build()
+        with pytest.warns(
+            UserWarning,
+            match=r"Parallelize plan key 'layer.*.up' could not be resolved.*layers.0.up",
+        ):
+            parallelize_module(Layers(), mesh, {"layer.*.up": ColwiseParallel()})
+        with pytest.warns(
+            UserWarning, match="No parallelize_plan is provided and auto-parallel is not"
+        ):
+            parallelize_module(Layers(), mesh)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize_module(Layers(), mesh, MLP)
+
+    ranks(2, body)
