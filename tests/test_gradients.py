@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm import Communicator, Recorder, communicator, observe
 from meshwright.comm.dtensor import (
@@ -18,6 +20,7 @@ from meshwright.comm.dtensor import (
     mesh_communicators,
     torch_placements,
 )
+from meshwright.comm.shard_view import ShardView
 from meshwright.comm.spread import is_distributed, spread_of, spread_over
 from meshwright.errors import LayoutError, NonFiniteError
 from meshwright.gradients import (
@@ -90,8 +93,12 @@ def test_refuses_what_cannot_be_clipped() -> None:
     weight.grad = torch.tensor([1.0, math.nan])
     with pytest.raises(ValueError, match="expected max_norm >= 0"):
         clip_grad_norm_(weight, -1.0)
-    with pytest.raises(RuntimeError, match="the gradient norm of order 2"):
+    named = "the gradient norm of order 2.0 is nan, .* gradient of 'parameter 0' is not finite"
+    with pytest.raises(RuntimeError, match=named):
         clip_grad_norm_(weight, 1.0, error_if_nonfinite=True)
+    for order in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="expected norm_type > 0"):
+            clip_grad_norm_(weight, 1.0, order)
 
 
 def body_spread_norm(norm_type: float) -> None:
@@ -213,17 +220,83 @@ def test_axes_are_summed_where_they_shard_and_not_where_they_replicate(
             flat_shard(gradients[2], axes["shard"]),
             distributed(gradients[3], mesh["shard"], [Shard(1)]),
         ]
+        assert clip_grad_norm_(parameters, 1e9, norm_type).item() == pytest.approx(norm, rel=1e-12)
         recorder = Recorder()
         with observe(recorder):
             found = clip_grad_norm_(parameters, 0.5, norm_type)
         assert found.item() == pytest.approx(norm, rel=1e-12)
-        assert sorted(c.axis for c in recorder.collectives) == ["replicate", "shard"]
+        # Once the ranks know each other, one number goes over all axes.
+        assert [(c.kind, c.axis) for c in recorder.collectives] == [
+            ("all_reduce", "shard+replicate")
+        ]
         for at in (0, 1, 3):
             gradient = parameters[at].grad
             assert isinstance(gradient, DTensor)
             torch.testing.assert_close(gradient.full_tensor(), clipped[at])
 
     ranks(4, body)
+
+
+def body_everything(norm_type: float) -> None:
+    """Axes of every kind in one call: strided, uneven, flat, replicated, and tied parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    world, shard = communicator(), mesh_communicators(mesh)[0]
+    gradients = gradients_of((8, 3), (3, 1), (4,), (5, 3), (6,), (7, 2))
+    expected, _ = expected_norm(gradients, norm_type)
+
+    # The tensor axis cuts first, so that the rows of this rank are not chunk number world.rank.
+    rows = gradients[0].chunk(4)[world.rank // 2 + 2 * (world.rank % 2)]
+    strided = (_StridedShard(0, split_factor=2), TorchShard(0))
+    twice, twice_gradient = (
+        dtensor_at_rest(part, mesh, strided, (8, 3), (3, 1))
+        for part in (torch.zeros_like(rows), rows.clone())
+    )
+    cut_twice = nn.Parameter(twice)
+    cut_twice.grad = twice_gradient
+    tied = distributed(gradients[1], mesh, [Replicate(), Shard(0)])
+    whole = distributed(gradients[2], mesh, [Replicate(), Replicate()])
+    uneven = distributed(gradients[3], mesh["tensor"], [Shard(0)])
+    plain = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    # Ranks that have summed in another order differ in the last bit; their norm may not.
+    plain.grad = gradients[4] * (1 + world.rank * 2**-52)
+    flat = gradients[5].flatten()[:5] if shard.rank == 0 else gradients[5].flatten()[5:]
+    view, view_gradient = (
+        ShardView(part, 5 * shard.rank, (7, 2), communicator=shard)
+        for part in (torch.zeros_like(flat), flat.clone())
+    )
+    viewed = nn.Parameter(view)
+    viewed.grad = view_gradient
+
+    # torch's own takes DTensors of one mesh, and agrees.
+    same = [cut_twice, tied, whole]
+    theirs = torch.nn.utils.clip_grad_norm_(same, 1e9, norm_type)
+    assert isinstance(theirs, DTensor)
+    ours = clip_grad_norm_(same, 1e9, norm_type)
+    assert ours.item() == pytest.approx(theirs.full_tensor().item(), rel=1e-12)
+
+    parameters = [cut_twice, tied, whole, uneven, plain, viewed, tied]
+    found = clip_grad_norm_(parameters, 0.5, norm_type)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+    assert len(set(world.gather_numbers([found.item()], label="norms"))) == 1
+    assert clip_grad_norm_(parameters, 1e9, norm_type).item() == pytest.approx(0.5, rel=1e-5)
+    torch.testing.assert_close(view_gradient.local, flat * (0.5 / expected), rtol=1e-5, atol=0.0)
+    with pytest.raises(LayoutError, match="holds 3 of 4 elements, and nobody knows"):
+        spread_of(ShardView(torch.zeros(3), 0, (4,)))
+
+    # What is not finite is named on all ranks, with the first rank that has it.
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    held = model["b"].weight = distributed(torch.ones(4, 2), mesh, [Shard(0), Shard(1)])
+    if world.rank >= 2:
+        assert isinstance(held.grad, DTensor)
+        held.grad.to_local()[0, 0] = math.inf
+    words = r"is (inf|nan), so .*: on rank 2 the gradient of 'b.weight' is not .*also on rank 3"
+    with pytest.raises(RuntimeError, match=words):
+        clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 2.0, math.inf])
+def test_every_kind_of_part_counts_once(ranks: Ranks, norm_type: float) -> None:
+    ranks(4, body_everything, norm_type)
 
 
 def test_gradients_may_be_none_on_some_ranks(ranks: Ranks) -> None:

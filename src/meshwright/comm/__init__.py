@@ -25,6 +25,7 @@ from meshwright.comm.process_groups import (
     is_connected,
     peers,
     subgroup,
+    union,
 )
 from meshwright.comm.registry import hears_actions, observe, phase, tell_ran
 from meshwright.comm.streams import Clock, Mark
@@ -53,4 +54,5 @@ __all__ = [
     "start_together",
     "subgroup",
     "tell_ran",
+    "union",
 ]

@@ -44,6 +44,7 @@ __all__ = [
     "is_connected",
     "peers",
     "subgroup",
+    "union",
 ]
 
 _log = logging.getLogger("meshwright")
@@ -214,6 +215,35 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     if not isinstance(group, dist.ProcessGroup):
         raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
     return communicator(group, axis, timeout=parent.timeout)
+
+
+def union(axes: Sequence[Communicator]) -> Communicator:
+    """The communicator of all ranks that are reached along ``axes``, which are those of one grid.
+
+    All of them call it with the same axes in the same order. The first time they tell each other
+    who they are, and a group is made where there is none. Raises LayoutError where the axes form
+    no grid.
+    """
+    first, *others = dict.fromkeys(axes)
+    key = tuple(axis.name for axis in others)
+    if not others:
+        return first
+    if key not in first.unions:
+        name = "+".join(axis.axis for axis in (first, *others))
+        ranks = {dist.get_rank()}
+        for is_check in (False, True):
+            for axis in (first, *others):
+                told = json.dumps(sorted(ranks)).encode()
+                rows = axis.gather_bytes(told, label=f"ranks of {name}")
+                reached = {rank for row in rows for rank in json.loads(row)}
+                if is_check and reached != ranks:
+                    raise LayoutError(
+                        f"the axes {name} form no grid: of rank {dist.get_rank()} they reach "
+                        f"{sorted(ranks)}, of its peers on {axis.axis} {sorted(reached)}"
+                    )
+                ranks = reached
+        first.unions[key] = peers(communicator(), sorted(ranks), name)
+    return first.unions[key]
 
 
 # -------------------------------------------------------------------------- joining

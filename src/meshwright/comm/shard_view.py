@@ -94,6 +94,11 @@ class ShardView(torch.Tensor):
         return self._local
 
     @property
+    def communicator(self) -> Communicator | None:
+        """The ranks that hold the other ranges, where that is known."""
+        return self._communicator
+
+    @property
     def start(self) -> int:
         """The first element, counted in the flattened whole tensor."""
         return self._start

@@ -5,9 +5,10 @@ A DTensor says so itself. A plain shard is marked by whoever made it::
     plain tensor              every rank holds the whole: nothing to sum
     plain shard, marked       each rank of the named communicators holds other elements
     DTensor, Shard on axis a  each rank of a holds other elements; on other axes the same ones
+    ShardView                 each rank of its communicator holds other elements
 
-torch's DTensor is known by its public attributes, because importing it takes longer than all of
-this library.
+torch's DTensor is known by its public attributes, and `ShardView` by its own, because importing
+torch's modules behind them takes longer than all of this library.
 """
 
 from __future__ import annotations
@@ -67,13 +68,25 @@ class _Distributed(Protocol):
     def to_local(self) -> torch.Tensor: ...
 
 
+class _View(Protocol):
+    @property
+    def communicator(self) -> Communicator | None: ...
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+
+def _view(tensor: torch.Tensor) -> _View | None:
+    return cast("_View", tensor) if hasattr(tensor, "boxes") else None
+
+
 def _distributed(tensor: torch.Tensor) -> _Distributed | None:
     return cast("_Distributed", tensor) if hasattr(tensor, "device_mesh") else None
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor, which says itself how it lies."""
-    return _distributed(tensor) is not None
+    """Whether ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
+    return _distributed(tensor) is not None or _view(tensor) is not None
 
 
 def spread_over(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> None:
@@ -85,8 +98,12 @@ def spread_over(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     """The communicators over which ``tensor`` lies spread; none where each rank holds the whole.
 
-    Raises `LayoutError` for a partial sum, of which no rank holds any element.
+    Raises `LayoutError` for a partial sum, of which no rank holds any element, and for a
+    `ShardView` of a part that does not know who holds the others.
     """
+    view = _view(tensor)
+    if view is not None:
+        return _spread_of_view(tensor, view)
     distributed = _distributed(tensor)
     if distributed is None:
         marker = vars(tensor).get("_meshwright_spread") if hasattr(tensor, "__dict__") else None
@@ -105,9 +122,23 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     return tuple(found)
 
 
+def _spread_of_view(tensor: torch.Tensor, view: _View) -> tuple[Communicator, ...]:
+    if view.communicator is not None:
+        return (view.communicator,) if view.communicator.size > 1 else ()
+    if view.local.numel() == tensor.numel():
+        return ()
+    raise LayoutError(
+        f"{tensor!r} holds {view.local.numel()} of {tensor.numel()} elements, and nobody knows who "
+        "holds the others: build it with communicator="
+    )
+
+
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a DTensor; any other tensor as it is. Shares the storage."""
+    """This rank's elements of a DTensor or `ShardView`; any other tensor as it is. Not copied."""
+    view = _view(tensor)
+    if view is not None:
+        return view.local
     distributed = _distributed(tensor)
     return tensor if distributed is None else distributed.to_local()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from meshwright.comm import Communicator
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description, ParameterRow
 from meshwright.errors import InternalError
-from meshwright.gradients import SpreadGradients, group_by_spread
+from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.pipelining.metadata import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
 
@@ -71,11 +70,7 @@ class LoneLayout:
     @property
     def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        return [
-            name
-            for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None and not math.isfinite(parameter.grad.sum().item())
-        ]
+        return non_finite_gradients(self._module.named_parameters())
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`. There is nothing to reduce."""

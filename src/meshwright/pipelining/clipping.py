@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from meshwright.gradients import SpreadGradients, global_norm, group_by_spread, scale_to_norm
+from meshwright.gradients import (
+    SpreadGradients,
+    global_norm,
+    group_by_spread,
+    require_finite_norm,
+    scale_to_norm,
+)
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.ties import counted
 
@@ -28,7 +33,7 @@ def clip_grad_norm_(
     Every rank of the pipeline calls it with all of its stages, after a step.
 
     Raises ``ValueError`` for a negative ``max_norm``, ``RuntimeError`` when the norm is not finite
-    and ``error_if_nonfinite`` is set.
+    and ``error_if_nonfinite`` is set, naming the first rank, stage and parameter.
     """
     if max_norm < 0:
         raise ValueError(f"expected max_norm >= 0, found {max_norm}")
@@ -42,12 +47,13 @@ def clip_grad_norm_(
         dtype=own.dtype,
     )
     norm = global_norm([both], norm_type)
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(
-            f"the gradient norm of order {norm_type} over all stages is {norm.item()}, so "
-            "gradients cannot be clipped. Find what overflows, or pass error_if_nonfinite=False"
-        )
-    every = [parameter for module in modules.values() for parameter in module.parameters()]
-    gradients = [gradient for group in group_by_spread(every) for gradient in group.gradients]
-    scale_to_norm(gradients, norm, max_norm)
+    named = [
+        (f"stage {index}: {name}", parameter)
+        for index, module in modules.items()
+        for name, parameter in module.named_parameters()
+    ]
+    if error_if_nonfinite:
+        require_finite_norm(norm, norm_type, named, communicator)
+    spread = group_by_spread(parameter for _, parameter in named)
+    scale_to_norm([gradient for group in spread for gradient in group.gradients], norm, max_norm)
     return norm

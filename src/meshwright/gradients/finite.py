@@ -1,0 +1,89 @@
+"""What happens when a loss or a gradient is not finite: all ranks skip or stop together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from meshwright.comm import Communicator
+from meshwright.comm.spread import local_part
+from meshwright.errors import NonFiniteError
+
+__all__ = ["LossScale", "agree_on_non_finite", "non_finite_gradients"]
+
+
+class LossScale:
+    """Keeps small gradients of a float16 computation from vanishing.
+
+    The loss is multiplied by ``scale`` before the backward pass, and the gradients by its inverse
+    on the way into the reduction. A step whose gradients are not finite on some rank is skipped by
+    all ranks and halves the scale; ``interval`` good steps in a row double it.
+    """
+
+    def __init__(
+        self, initial: float = 65536.0, interval: int = 2000, smallest: float = 1.0
+    ) -> None:
+        self.scale = initial
+        self.interval = interval
+        self.smallest = smallest
+        """A scale below this means that something else is wrong: then nothing is skipped."""
+        self.good_steps = 0
+
+    def update(self, is_finite: bool) -> bool:
+        """Take in how a step went; returns whether a bad one may be skipped."""
+        if is_finite:
+            self.good_steps += 1
+            if self.good_steps >= self.interval:
+                self.scale, self.good_steps = self.scale * 2.0, 0
+            return True
+        self.scale, self.good_steps = self.scale / 2.0, 0
+        return self.scale >= self.smallest
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale and count of good steps."""
+        return {"scale": self.scale, "good_steps": float(self.good_steps)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def agree_on_non_finite(
+    communicator: Communicator, found: Sequence[str], *, what: str
+) -> NonFiniteError:
+    """The same error on every rank, naming the first rank and parameter that broke the step.
+
+    ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
+    and ``what`` says what all ranks have seen, for example "step 12: the gradient norm is nan".
+    """
+    texts = communicator.gather_bytes(json.dumps(list(found)).encode(), label="who is not finite")
+    culprits = {
+        rank: json.loads(text)
+        for rank, text in zip(communicator.ranks, texts, strict=True)
+        if json.loads(text)
+    }
+    if not culprits:
+        return NonFiniteError(
+            f"{what}, although every rank's own values are finite: their sum overflows. Lower the "
+            "learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
+        )
+    rank, names = next(iter(culprits.items()))
+    others = [other for other in culprits if other != rank]
+    also = f"; also on rank {', '.join(map(str, others))}" if others else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return NonFiniteError(
+        f"{what}: on rank {rank} {names[0]}{more} is not finite{also}. No rank has stepped; "
+        "look at that rank's batch and at the learning rate"
+    )
+
+
+def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """The names of parameters of whose gradients this rank's part is not finite. Sends nothing."""
+    return [
+        name
+        for name, parameter in named
+        if parameter.grad is not None and not math.isfinite(local_part(parameter.grad).sum().item())
+    ]

@@ -1,0 +1,200 @@
+"""The loss that gradients are of: what a loss function may return, over microbatches and ranks.
+
+A loss function returns a mean, or ``(sum, count)``. Over microbatches and ranks
+the gradient is that of the global mean::
+
+    mean           the mean of all means; every microbatch on every rank must be equally large
+    (sum, count)   sum of all sums / sum of all counts
+
+Counts of later microbatches are not known when the first gradients arrive, so gradients of sums
+gather on each rank, and the one factor is applied on their way into the reduction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshwright.comm import Communicator, Pending
+from meshwright.errors import InternalError
+
+__all__ = ["LocalLoss", "LossWindow", "apply_loss", "call_module", "cut_batch", "read_loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLoss:
+    """The loss of one microbatch on this rank, ready for the backward pass."""
+
+    total: torch.Tensor
+    """A sum, or a mean, with its graph."""
+    count: torch.Tensor | float
+    """How many terms the sum has; 1 for a mean."""
+    is_mean: bool
+
+
+def read_loss(value: object) -> LocalLoss:
+    """What a loss function returned, as one form. Raises TypeError when it keeps no contract."""
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return LocalLoss(total=value.reshape(()), count=1.0, is_mean=True)
+        found = f"a tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, tuple) and len(value) == 2:
+        total, count = value
+        if isinstance(count, torch.Tensor) and count.numel() == 1:
+            count = count.detach().reshape(())
+        if (
+            isinstance(total, torch.Tensor)
+            and total.numel() == 1
+            and isinstance(count, torch.Tensor | int | float)
+            and (not isinstance(count, torch.Tensor) or count.numel() == 1)
+        ):
+            return LocalLoss(total=total.reshape(()), count=count, is_mean=False)
+        found = f"({type(total).__name__}, {type(count).__name__}) of another shape"
+    raise TypeError(
+        "expected the loss function to return a tensor with one element (a mean), or "
+        f"(sum, count) with one element each; found {found}"
+    )
+
+
+def call_module(module: Callable[..., object], batch: object) -> object:
+    """Call ``module`` on a batch: a sequence is its arguments, a mapping its keyword arguments."""
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return module(*batch)
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(batch)
+
+
+def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, object, int]]:
+    """Microbatches with their targets and sizes: tensors are cut along dim 0, the rest is shared.
+
+    Raises ValueError when the tensors have different lengths, or less than ``parts``.
+    """
+    leaves, tree = tree_flatten((batch, target))
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    size = min(sizes, default=1)
+    if parts == 1:
+        return [(batch, target, size)]
+    if len(sizes) != 1 or size < parts:
+        raise ValueError(
+            f"expected tensors with one length of at least {parts} along dim 0, to be cut into "
+            f"accumulate = {parts} microbatches; found lengths {sorted(sizes)}"
+        )
+    pieces = [
+        leaf.tensor_split(parts)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+        else (leaf,) * parts
+        for leaf in leaves
+    ]
+    shares = [size // parts + (number < size % parts) for number in range(parts)]
+    return [
+        (*tree_unflatten([piece[number] for piece in pieces], tree), share)
+        for number, share in enumerate(shares)
+    ]
+
+
+def apply_loss(loss: Callable[..., object], output: object, target: object) -> LocalLoss:
+    """The loss of one microbatch; a loss function gets no target where there is none."""
+    return read_loss(loss(output) if target is None else loss(output, target))
+
+
+class LossWindow:
+    """The losses of all microbatches and ranks that belong to one optimizer step.
+
+    ``add`` each microbatch, ``close`` after the last forward pass, then ``factor`` and ``mean``
+    hold for all ranks.
+    """
+
+    WIDTH = 6
+    """Numbers that are summed over the ranks: total, count, microbatches, samples, squares, and
+    microbatches whose loss is no mean."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sums = torch.zeros(self.WIDTH, dtype=torch.float64, device=communicator.device)
+        self._sizes: list[int] = []
+        self._own: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._totals: list[float] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more microbatches may be added."""
+        return self._pending is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been added."""
+        return not self._sizes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's own losses are finite, whatever those of other ranks are."""
+        return self._own is None or math.isfinite(self._own[0].item())
+
+    def add(self, loss: LocalLoss, size: int) -> None:
+        """Count in a microbatch of ``size`` samples."""
+        if self.is_closed:
+            raise InternalError("a microbatch came after the window of losses was closed")
+        self._sizes.append(size)
+        counts = [0.0, 0.0, 1.0, size, size * size, 0.0 if loss.is_mean else 1.0]
+        numbers = torch.tensor(counts, dtype=torch.float64)
+        row = numbers.to(self._sums.device)
+        row[0] = loss.total.detach()
+        row[1] = loss.count
+        self._sums += row
+
+    def close(self) -> None:
+        """Start summing over the ranks; this rank's last microbatch is in."""
+        self._own = self._sums.clone()
+        self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
+
+    def factor(self) -> float:
+        """What the summed gradients are multiplied by: one over the global count.
+
+        Raises ValueError when nothing was counted on any rank.
+        """
+        count = self._global()[1]
+        if count == 0:
+            raise ValueError(
+                "the loss function returned a count of 0 on every rank, so there is no mean: "
+                "leave out such batches, or count at least one term"
+            )
+        return 1.0 / count
+
+    def mean(self) -> torch.Tensor:
+        """The global mean of the loss, on the CPU, in float64."""
+        total, count = self._global()[:2]
+        return torch.tensor(total / count if count else math.nan, dtype=torch.float64)
+
+    def check_sizes(self) -> None:
+        """Raise ValueError, on every rank, when means of batches of unequal size were averaged."""
+        _, _, batches, samples, squares, sums = self._global()
+        # All ranks judge alike, those without a loss too: what follows is a collective.
+        if sums or batches * squares == samples * samples:
+            return
+        mine = json.dumps(self._sizes).encode()
+        sizes = self._communicator.gather_bytes(mine, label="batch sizes")
+        found = "; ".join(
+            f"rank {rank}: {', '.join(map(str, json.loads(text)))}"
+            for rank, text in zip(self._communicator.ranks, sizes, strict=True)
+        )
+        raise ValueError(
+            "the loss is a mean, so all microbatches of a step must have equally many samples; "
+            f"found {found}. Give every rank an equal share, or return (sum, count) from the loss "
+            "function"
+        )
+
+    def _global(self) -> list[float]:
+        if self._totals is None:
+            if self._pending is None:
+                raise InternalError("the window of losses was read before it was closed")
+            self._pending.wait()
+            self._totals = self._sums.tolist()
+        return self._totals

@@ -1,0 +1,237 @@
+"""One norm over all gradients and all axes, and clipping by it.
+
+Each element of the gradients counts once. With its parameter spread over axes ``shard`` and
+``tensor`` of three, on one of them, or on none::
+
+    spread over         each rank sums the powers of   counted on
+    shard, tensor       its own elements               the first replica
+    tensor              its own elements               the first of shard, and the first replica
+    nothing             all elements                   the first rank of all
+
+One number goes over the union of all these axes, so that all ranks find the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator, union
+from meshwright.comm.spread import check_meshes, is_distributed, local_part, spread_of
+from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
+
+__all__ = [
+    "SpreadGradients",
+    "clip_grad_norm_",
+    "global_norm",
+    "group_by_spread",
+    "require_finite_norm",
+    "scale_to_norm",
+]
+
+NORM_ROW = 65536
+"""Elements whose norm is taken at once: longer sums in float32 lose digits on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadGradients:
+    """Gradients of which each rank of ``communicators`` holds other elements.
+
+    Without communicators every rank holds the whole, as after an all-reduce.
+    """
+
+    gradients: tuple[torch.Tensor, ...]
+    communicators: tuple[Communicator, ...] = ()
+    dtype: torch.dtype = torch.float32
+    """At least how wide the norm is, also on a rank that has no gradient here."""
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients so that their joint norm is at most ``max_norm``; returns the old norm.
+
+    It is the norm one process would find, for any mix of plain parameters, flat shards and
+    DTensors: parts of a gradient are summed over the axes on which it is sharded, and it counts
+    once on axes that replicate it and where it is used in several places. Every rank calls this
+    with the same parameters in the same order; a gradient may be None on some. The norm is a plain
+    tensor on the gradients' device, equal to the last bit on all ranks; one reduction is made over
+    all axes that shard.
+
+    Raises RuntimeError, naming the first rank and parameter, when the norm is not finite and
+    ``error_if_nonfinite`` is set; ValueError for a negative ``max_norm`` or a ``norm_type`` that is
+    not positive; `LayoutError` for DTensors that cannot be combined.
+
+    >>> clip_grad_norm_(model, 1.0)
+    >>> clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)
+    """
+    if max_norm < 0:
+        raise ValueError(f"expected max_norm >= 0, found {max_norm}")
+    if isinstance(parameters, nn.Module):
+        named = list(parameters.named_parameters())
+    else:
+        listed = (parameters,) if isinstance(parameters, torch.Tensor) else parameters
+        named = [(f"parameter {number}", each) for number, each in enumerate(listed)]
+    spread = group_by_spread(parameter for _, parameter in named)
+    norm = global_norm(spread, norm_type)
+    if error_if_nonfinite:
+        require_finite_norm(norm, norm_type, named, _axes_of(spread))
+    scale_to_norm([gradient for group in spread for gradient in group.gradients], norm, max_norm)
+    return norm
+
+
+def require_finite_norm(
+    norm: torch.Tensor,
+    norm_type: float,
+    named: Iterable[tuple[str, torch.Tensor]],
+    over: Communicator | None,
+) -> None:
+    """Raise RuntimeError when ``norm`` is not finite, naming the first rank and parameter of all.
+
+    The ranks of ``over`` call it together, with the same norm and their own parameters.
+    """
+    if math.isfinite(norm.item()):
+        return
+    what = (
+        f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped"
+    )
+    found = [f"the gradient of {name!r}" for name in non_finite_gradients(named)]
+    if over is not None:
+        raise RuntimeError(str(agree_on_non_finite(over, found, what=what)))
+    who = f": {found[0]} is not finite" if found else ", although every element is finite"
+    raise RuntimeError(f"{what}{who}. Find what overflows, or pass error_if_nonfinite=False")
+
+
+def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]:
+    """This rank's parts of the gradients of ``parameters``, by the axes they lie spread over.
+
+    The groups and their order follow from the parameters alone, so they are equal on all ranks
+    also where a gradient is None. A parameter that comes twice counts once.
+    """
+    once = list({id(parameter): parameter for parameter in parameters}.values())
+    check_meshes(once)
+    groups: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
+    dtypes: dict[tuple[Communicator, ...], torch.dtype] = {}
+    for parameter in once:
+        gradient = parameter.grad
+        communicators = spread_of(parameter)
+        if gradient is not None and is_distributed(gradient):
+            communicators = spread_of(gradient)  # a plain one lies as its parameter does
+        group = groups.setdefault(communicators, [])
+        if gradient is not None and gradient.is_sparse:
+            # Each row once, or parts of a sum would count as if they stood alone.
+            parameter.grad = gradient.coalesce()
+            group.append(parameter.grad.values())
+        elif gradient is not None:
+            group.append(local_part(gradient))
+        known = dtypes.get(communicators, torch.float32)
+        dtypes[communicators] = torch.promote_types(known, parameter.dtype)
+    return [
+        SpreadGradients(
+            gradients=tuple(gradients), communicators=communicators, dtype=dtypes[communicators]
+        )
+        for communicators, gradients in groups.items()
+    ]
+
+
+def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of order ``norm_type`` of all gradients together, over all axes, as a 0-dim tensor.
+
+    Every rank of the axes calls it with groups over the same axes, in the same order. One number
+    is reduced, and two where the norm is the maximum. Raises ValueError for an order not above 0.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"expected norm_type > 0, found {norm_type}")
+    parts = [_local_norm(group.gradients, norm_type) for group in spread]
+    over = _axes_of(spread)
+    if over is None:
+        if len(parts) <= 1:
+            return parts[0] if parts else torch.zeros(())
+        return _norm_of_norms([part.to(parts[0].device) for part in parts], norm_type)
+    widest = functools.reduce(
+        torch.promote_types, [*(part.dtype for part in parts), *(group.dtype for group in spread)]
+    )
+    # Powers of a float32 norm overflow where the norm itself does not.
+    counted = [
+        part.to(over.device, torch.float64)
+        for part, group in zip(parts, spread, strict=True)
+        if _counts_here(group, over)
+    ]
+    none = torch.zeros((), dtype=torch.float64, device=over.device)
+    norm = torch.linalg.vector_norm(torch.stack([none, *counted]), norm_type)
+    if math.isinf(norm_type):
+        # The maximum of a NaN and a number is the number on some backends.
+        is_nan = norm.isnan()
+        both = torch.stack([norm.masked_fill(is_nan, 0.0), is_nan.double()])
+        over.all_reduce(both, reduction="max", label="gradient norm").wait()
+        return both[0].masked_fill(both[1] > 0, math.nan).to(widest)
+    power = norm.pow(norm_type)
+    over.all_reduce(power, label="gradient norm").wait()
+    return power.pow(1.0 / norm_type).to(widest)
+
+
+def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
+    """All ranks that hold elements which others do not; None where each rank holds all."""
+    axes = [axis for group in spread for axis in group.communicators]
+    return union(axes) if axes else None
+
+
+def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
+    """Whether this rank is among those that hold all of ``group`` once: those with the first."""
+    if not group.communicators:
+        return over.rank == 0
+    return over.ranks[0] in union(group.communicators).ranks
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply ``gradients`` in place by ``max_norm / norm`` where that is less than one."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if coefficient.device.type == "cpu" and coefficient.item() == 1.0:
+        return
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, coefficient.to(device))
+
+
+@torch.no_grad()
+def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    norms: list[torch.Tensor] = []
+    for gradient in gradients:
+        if gradient.numel() > NORM_ROW and gradient.is_contiguous():
+            rows = gradient.numel() // NORM_ROW
+            flat = gradient.view(-1)
+            whole = flat[: rows * NORM_ROW].view(rows, NORM_ROW)
+            wide = torch.float32 if gradient.dtype.itemsize < 4 else None
+            rows_norm = torch.linalg.vector_norm(whole, norm_type, dim=1, dtype=wide)
+            norms.append(_norm_of_norms(rows_norm, norm_type))
+            gradient = flat[rows * NORM_ROW :]
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (_, dtype), group in by_kind.items():
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        filled = [g for g in group if g.numel()]
+        if filled:
+            norms.extend(torch._foreach_norm(filled, norm_type, dtype=wide))
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    return _norm_of_norms([norm.to(device) for norm in norms], norm_type)
+
+
+def _norm_of_norms(norms: torch.Tensor | Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not isinstance(norms, torch.Tensor):
+        widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+        norms = torch.stack([norm.to(widest) for norm in norms])
+    return torch.linalg.vector_norm(norms, norm_type)
