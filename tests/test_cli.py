@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import __version__
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
 from meshwright.report import compare_runs, read_chrome_trace, write_chrome_trace
@@ -118,7 +119,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
         ([], "expected a command: train, compare, doctor, report, simulate, checkpoint verify"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["checkpoint", "verfy", "x"], "did you mean 'checkpoint verify'?"),
-        (["train"], "CONFIG.toml"),
+        (["train"], "meshwright train: Missing from meshwright train: CONFIG.toml"),
         (["train", "x.toml", "--nproc", "two"], "--nproc"),
         (["train", "x.toml", "--nprco", "2"], "Perhaps you meant: --nproc"),
         (["train", "/nowhere/x.toml"], "/nowhere/x.toml: expected a TOML file"),
@@ -199,8 +200,11 @@ def test_help_shows_every_key_and_its_default(capsys: pytest.CaptureFixture[str]
     assert "--nproc N" in shown
     for key in ("--axes.NAME", "--train.clip_norm", "--model.dim", "--run.resume"):
         assert key in shown
-    assert main(["--help"]) == 0
-    assert "checkpoint verify" in capsys.readouterr().out
+    for word in ("--help", "help"):
+        assert main([word]) == 0
+        assert "checkpoint verify" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"meshwright {__version__}\n"
 
 
 # ------------------------------------------------------------------------------- whole commands
@@ -319,6 +323,9 @@ def test_verify_tells_sound_from_damaged(
     status, error = told(capsys, "checkpoint", "verify", str(folder))
     assert status == 1
     assert file.name in error
+    status, error = told(capsys, "checkpoint", "verify", str(tmp_path / "run"))
+    assert status == 2
+    assert f"expected a checkpoint, found a run: give {folder}" in error
     status, error = told(capsys, "checkpoint", "verify", str(tmp_path / "nowhere"))
     assert status == 1
     assert "nowhere" in error
@@ -367,7 +374,12 @@ def test_simulate_reads_files_of_torch(capsys: pytest.CaptureFixture[str], tmp_p
         (["zbx"], "unknown schedule 'zbx'; known: gpipe"),
         (["1f1b", "--microbatches", "2"], "Number of microbatches (2) must be greater"),
         (["loopedbfs", "--stages", "6"], "--stages: expected a multiple of the 4 ranks, found 6"),
-        (["none.csv"], "none.csv"),
+        (["none.csv"], "none.csv: No such file or directory"),
+        (["gpipe", "--ranks", "0"], "expected at least 1 for the number of ranks, found 0"),
+        (["gpipe", "--forward", "-1"], "--forward: expected a number of at least 0, found -1"),
+        (["gpipe", "--transfer", "nan"], "--transfer: expected a number of at least 0, found nan"),
+        (["gpipe", "--write", "/dev/null/x.csv"], "/dev/null/x.csv: Not a directory"),
+        (["gpipe", "--page", "/dev/null/x.html"], "/dev/null/x.html: Not a directory"),
     ],
 )
 def test_simulate_refuses(

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from typing import Annotated, TypeVar
 import torch
 import tyro
 
-from meshwright import checkpoint
+from meshwright import __version__, checkpoint
 from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.launch import is_launched, launch, record_failure
 from meshwright.composition import check_model
@@ -86,9 +87,8 @@ class _CompareCommand:
     """The folder of a run."""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_B")]
     """The folder of another."""
-    tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
-    """Relative difference that counts as rounding; by default that of the narrowest dtype: 1e-9 in
-    float64, 1e-3 in float32, 3e-2 in bfloat16 and float16."""
+    tolerance: Annotated[str, tyro.conf.arg(metavar="X")] = ""
+    """Relative difference that is rounding; by default 1e-9, 1e-3, 3e-2 by the narrowest dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +127,11 @@ class _SimulateCommand:
     schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCHEDULE")]
     """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv, dualpipev, or a CSV file."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 4
+    """Number of ranks of the pipeline."""
     stages: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of stages; 0 means as many for each rank as the schedule is made for."""
     microbatches: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """Number of parts of a batch that follow each other through the stages."""
     forward: float = 1.0
     """Time of one microbatch's forward through a rank's whole share."""
     input: float = 1.0
@@ -162,8 +164,11 @@ def _run(words: list[str]) -> int:
                 return _fail(name, *error.args[0].splitlines(), status=2)
             except MeshwrightError as error:
                 return _fail(name, _one_line(error), status=1)
-    if words and words[0] in ("-h", "--help"):
-        print(_overview())
+            except OSError as error:
+                where = f"{error.filename}: {error.strerror}"
+                return _fail(name, where if error.filename else _one_line(error), status=2)
+    if words and words[0] in ("-h", "--help", "help", "--version"):
+        print(f"meshwright {__version__}" if words[0] == "--version" else _overview())
         return 0
     if not words:
         return _fail("", f"expected a command: {', '.join(_COMMANDS)}", status=2)
@@ -293,9 +298,11 @@ def _summary(outcome: Outcome) -> list[str]:
 def _simulate(words: list[str]) -> int:
     command = _parse(_SimulateCommand, "simulate", words)
     try:
+        for name in ("forward", "input", "weight", "transfer"):
+            _at_least_0(f"--{name}", str(getattr(command, name)))
         compute = _schedule_of(command)
         lowered = lower(compute)
-    except (ValueError, OSError, ScheduleError) as error:
+    except (ValueError, ScheduleError) as error:
         raise PlanError(str(error)) from error
     share = len(compute.stages_of(0))
     costs = replace(
@@ -320,11 +327,10 @@ def _simulate(words: list[str]) -> int:
 
 def _compare(words: list[str]) -> int:
     command = _parse(_CompareCommand, "compare", words)
-    if command.tolerance is not None and not command.tolerance >= 0:
-        raise PlanError(f"--tolerance: expected at least 0, found {command.tolerance}")
     try:
-        found = compare_runs(command.first, command.second, tolerance=command.tolerance)
-    except (OSError, ValueError) as error:
+        tolerance = _at_least_0("--tolerance", command.tolerance) if command.tolerance else None
+        found = compare_runs(command.first, command.second, tolerance=tolerance)
+    except ValueError as error:
         raise PlanError(str(error)) from error
     print("\n".join(found.lines()))
     return int(found.divergence is not None)
@@ -338,7 +344,7 @@ def _report(words: list[str]) -> int:
     try:
         timeline = read_chrome_trace(path)
         write_page(timeline, output, title=f"Timeline of {path.resolve().parent.name}")
-    except (OSError, ValueError, ScheduleError) as error:
+    except (ValueError, ScheduleError) as error:
         raise PlanError(str(error)) from error
     print(f"wrote {output}")
     return 0
@@ -355,6 +361,16 @@ def _schedule_of(command: _SimulateCommand) -> Schedule:
     return build(command.schedule, command.ranks, command.microbatches, chunks)
 
 
+def _at_least_0(option: str, given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{option}: expected a number of at least 0, found {given}")
+    return value
+
+
 def _doctor(words: list[str]) -> int:
     command = _parse(_DoctorCommand, "doctor", words)
     findings = examine(measure_collectives=command.measure)
@@ -364,6 +380,10 @@ def _doctor(words: list[str]) -> int:
 
 def _verify(words: list[str]) -> int:
     command = _parse(_VerifyCommand, "checkpoint verify", words)
+    inner = Path(command.folder, "checkpoints")
+    if inner.is_dir():
+        newest = checkpoint.latest(inner) or inner / "step_..."
+        raise PlanError(f"{command.folder}: expected a checkpoint, found a run: give {newest}")
     manifest = checkpoint.verify(command.folder)
     total = sum(file.size for file in manifest.file_maps.values())
     print(
@@ -438,6 +458,7 @@ def _unboxed(text: str) -> str:
     """What tyro says, on one line, without the box around it and its advice below."""
     text = re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", text)
     text = re.split(r"Argument helptext|For full helptext", text)[0]
+    text = re.sub(r"^\s*(Required|Unrecognized) options\s|^\s*Value error\s", "", text)
     return " ".join(word for word in text.split() if set(word) != {"-"}) or "wrong arguments"
 
 

@@ -51,6 +51,7 @@ class PipelinePlan:
     """``[pipeline]``: how stages are cut and in which order they run."""
 
     schedule: ScheduleName = "1f1b"
+    """gpipe, 1f1b, interleaved1f1b, loopedbfs, zb1p, zbv or dualpipev."""
     microbatches: Annotated[int, AtLeast(1)] = 1
     """Equal parts of each rank's batch that follow each other through the stages."""
     split: Literal["auto", "parameters"] | tuple[str, ...] = "auto"
@@ -86,6 +87,7 @@ class TrainPlan:
     recompute: tuple[str, ...] = ()
     """Patterns of modules whose activations are computed again in the backward."""
     compile: bool = False
+    """Not available in this version."""
     batch_norm: Literal["local", "sync"] | None = None
     """Statistics of each rank's own share or of all; must be said when data axes meet BatchNorm."""
     seed: Annotated[int, AtLeast(0)] = 0

@@ -119,6 +119,7 @@ def test_runs_on_any_layout_compare_and_faults_are_found_by_name(
     for name in ("replicate", "shard", "pipeline"):
         found = compare_runs(one, tmp_path / name / "run")
         assert found.divergence is None, found.lines()
+        assert len(found.notes) == 2, found.notes
         assert found.steps == [1, 2, 3]
         # Two layers of 9 modules, 8 with parameters; 4 more with 3 parameters, one of them tied.
         each = {"input": 1, "activation": 24, "loss": 1, "gradient": 23, "parameter": 23}
@@ -177,7 +178,9 @@ def _check_refusals(one: Path, other: Path, capsys: pytest.CaptureFixture[str]) 
     assert "none: expected the folder of a run, found no such" in capsys.readouterr().err
     assert main(["compare", str(one), str(one / "checkpoints")]) == 2
     assert "start the run with --trace-tensors" in capsys.readouterr().err
-    assert "--tolerance: expected at least 0" in refusal("--tolerance", "-1")
+    for number in ("-1", "nan", "few"):
+        told = refusal("--tolerance", number)
+        assert f"--tolerance: expected a number of at least 0, found {number}" in told
     header["run"]["config"]["model"]["dim"] = 32
     first.write_text(json.dumps(header) + "\n" + "".join(lines[1:]))
     assert "runs of one model, found model.dim = 16 in A, 32 in B" in refusal()

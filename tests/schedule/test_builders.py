@@ -187,8 +187,8 @@ def test_stage_maps() -> None:
         ("zbv", (2, 4, 1), r"ZBV requires exactly 2 stages per rank, but got 1\."),
         ("dualpipev", (2, 4, 3), r"DualPipeV requires exactly 2 stages per rank, but got 3\."),
         ("dualpipev", (2, 3), "DualPipeV requires at least as many microbatches as stages"),
-        ("gpipe", (0, 3), "at least one of ranks"),
-        ("gpipe", (2, 0), "at least one of microbatches"),
+        ("gpipe", (0, 3), "the number of ranks, found 0"),
+        ("gpipe", (2, 0), "the number of microbatches, found 0"),
         ("2f2b", (2, 2), "unknown schedule '2f2b'"),
     ],
 )

@@ -459,7 +459,7 @@ def build(
 def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
     for what, size in (("ranks", ranks), ("microbatches", microbatches), ("stages a rank", chunks)):
         if size < 1:
-            raise ValueError(f"a schedule needs at least one of {what}, but got {size}")
+            raise ValueError(f"expected at least 1 for the number of {what}, found {size}")
 
 
 def _check_v(name: str, ranks: int, microbatches: int, chunks: int) -> None:
