@@ -21,6 +21,8 @@ __all__ = ["Identities", "Known", "Microbatches"]
 
 Known = dict[object, tuple[int, ...]]
 """By what a stage is given, its ids."""
+Incoming = Callable[..., tuple[int, ...] | None]
+"""Gives the ids of a stage of another rank; None when it does not know them and may not wait."""
 _KEPT = 256
 """How many kinds of batches are kept in mind."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -60,9 +62,6 @@ class Microbatches:
 class Identities:
     """The ids of one step on one rank."""
 
-    incoming: Callable[..., tuple[int, ...] | None]
-    """Gives the ids of stages of other ranks."""
-
     def __init__(
         self,
         stages: Mapping[int, PipelineStage],
@@ -80,15 +79,20 @@ class Identities:
         self.made: dict[int, tuple[int, ...]] = {}
         """What has been asked for, by stage."""
 
-    def __call__(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
-        """The ids of what ``stage`` of this rank makes, by microbatch."""
+    def __call__(self, stage: int, incoming: Incoming, *, wait: bool) -> tuple[int, ...] | None:
+        """The ids of what ``stage`` of this rank makes, by microbatch.
+
+        ``incoming`` is asked for those of stages of other ranks.
+        """
         found = self.made.get(stage)
         if found is not None:
             return found
         before: list[tuple[int, ...]] = []
         for source in self._schedule.sources[stage]:
-            ask = self if source in self._stages else self.incoming
-            theirs = ask(source, wait=wait)
+            if source in self._stages:
+                theirs = self(source, incoming, wait=wait)
+            else:
+                theirs = incoming(source, wait=wait)
             if theirs is None:
                 return None
             before.append(theirs)

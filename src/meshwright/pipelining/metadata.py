@@ -19,6 +19,7 @@ from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
@@ -31,6 +32,7 @@ __all__ = [
     "Signature",
     "TensorMeta",
     "Values",
+    "detached",
     "differences",
     "digest",
     "shapes",
@@ -304,6 +306,13 @@ def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
             return list(given)
     leaves = tree_leaves((list(given), dict(named)))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: object) -> object:
+    """``value`` with its tensors out of the graph that has made them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def trained(module: nn.Module) -> tuple[bool, ...]:

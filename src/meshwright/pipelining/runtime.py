@@ -17,7 +17,7 @@ from meshwright.pipelining.custom import call
 from meshwright.pipelining.failures import Failures
 from meshwright.pipelining.listener import Listener
 from meshwright.pipelining.losses import Losses
-from meshwright.pipelining.metadata import digest, signature_of
+from meshwright.pipelining.metadata import detached, digest, signature_of
 from meshwright.pipelining.program import CustomFunction, Entry, Leg, program
 from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage, StepOfStage
@@ -205,7 +205,6 @@ class _Step:
             runtime.disagreement,
             runtime._first_tag,
         )
-        self.ids.incoming = self.transfers.incoming
         told = StepOfStage(training, batch.is_scaled, self.reduce_stage)
         for stage in runtime.stages.values():
             stage.begin_step(told)
@@ -276,7 +275,7 @@ class _Step:
     def _expect(self, entry: Entry) -> None:
         """Tell the stage what its outputs must be, where that is known."""
         k = entry.microbatch
-        ids = self.ids(entry.index, wait=True) or ()
+        ids = self.ids(entry.index, self.transfers.incoming, wait=True) or ()
         known = self.runtime._agreed[entry.index].outputs.get(ids[k])
         if known is not None:
             entry.stage.expected[k] = known
@@ -296,7 +295,7 @@ class _Step:
         values = stage.take_outputs(k)
         if known is None and not stage.is_last:
             where = f"{stage.name} output of microbatch {k}"
-            ids = self.ids(entry.index, wait=True) or ()
+            ids = self.ids(entry.index, self.transfers.incoming, wait=True) or ()
             self.runtime._agreed.learn(entry.index, ids[k], signature_of(values, where))
         elif known is not None:
             known.check_gradients(values, f"{stage.name} output of microbatch {k}")
@@ -339,7 +338,12 @@ class _Step:
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
-        """What follows a weight half."""
+        """What follows a weight half: of a last stage nothing keeps the graph, whose half is left
+        as it was when only the other was run."""
+        if entry.operation is W and entry.stage.is_last:
+            for kept in (entry.stage.output_chunks, self.batch.losses):
+                if entry.microbatch < len(kept):
+                    kept[entry.microbatch] = detached(kept[entry.microbatch])
         if entry.residency is not None:
             entry.residency.accumulate()
 

@@ -54,8 +54,14 @@ _TAGS = 1 << 31
 class Ids(Protocol):
     """Gives the ids of what a stage of this rank makes, once they are known."""
 
-    def __call__(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
-        """One id for each microbatch; None when they are not known and ``wait`` is false."""
+    def __call__(
+        self, stage: int, incoming: Callable[..., tuple[int, ...] | None], *, wait: bool
+    ) -> tuple[int, ...] | None:
+        """One id for each microbatch; None when they are not known and ``wait`` is false.
+
+        ``incoming`` gives those of stages of other ranks. It is handed over with each call, so that
+        nothing of a step waits for the garbage collector.
+        """
         ...
 
 
@@ -159,7 +165,7 @@ class Transfers:
 
     def _announce(self, stage: int, rank: int) -> tuple[int, ...]:
         """Send the header of ``stage`` to ``rank`` unless it has been sent; its ids."""
-        ids = self._ids(stage, wait=True)
+        ids = self._ids(stage, self.incoming, wait=True)
         if ids is None:
             raise PipeliningShapeError(f"stage {stage} does not know what it will send")
         if (stage, rank) not in self._announced:
@@ -374,7 +380,7 @@ class Transfers:
 
     def _post_gradients(self, leg: Leg, *, wait: bool) -> _Receive | None:
         _, stage, source, k, _, _ = leg.message
-        ids = self._ids(source, wait=True)
+        ids = self._ids(source, self.incoming, wait=True)
         if ids is None:
             return None
         signature = self._agreed[source].outputs[ids[k]]
