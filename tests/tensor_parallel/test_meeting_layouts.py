@@ -10,11 +10,13 @@ from torch.nn import functional
 
 from meshwright import parallelize_module
 from meshwright.comm import Recorder, observe
+from meshwright.comm.dtensor import is_dtensor
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -111,3 +113,122 @@ def test_a_transformer_layer_with_prepared_inputs(ranks: Ranks, size: int) -> No
             assert backward == expected_kinds + ["reduce_scatter"] * scatters, sent(recorder)
 
     ranks(size, body)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def norm() -> nn.LayerNorm:
+    return nn.LayerNorm(WIDTH)
+
+
+CUT, WHOLE = Shard(1), Replicate()
+COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+SEQUENCE = SequenceParallel(use_local_output=True)
+REPLICATED = RowwiseParallel(input_layouts=WHOLE)
+MISFITS: list[tuple[list[nn.Module], dict[str, ParallelStyle], str]] = [
+    # By the number of features, at every forward.
+    (
+        [linear(), nn.Unflatten(2, (2, -1)), nn.Flatten(2), linear()],
+        {"0": COLUMNS, "3": COLUMNS},
+        r"3 \(ColwiseParallel\): expected .* 8 of 8 features .* which is this rank's part",
+    ),
+    (
+        [linear()],
+        {"0": ROWS},
+        r"0 \(RowwiseParallel\): expected .* 4 of 8 features .* which are all of them on every",
+    ),
+    # By what the style before has said, through operators that keep the layout.
+    (
+        [linear(), linear()],
+        {"*": COLUMNS},
+        r"1: expected an input placed Replicate.*output of 0 .* placed Shard\(dim=2\)",
+    ),
+    (
+        [norm(), nn.GELU(), linear()],
+        {"0": SEQUENCE, "2": COLUMNS},
+        r"2: expected an input placed Replicate.*output of 0 .* placed Shard\(dim=1\)",
+    ),
+    (
+        [norm(), nn.Dropout(0.0), linear()],
+        {"0": SEQUENCE, "2": ColwiseParallel(input_layouts=Shard(0))},
+        r"2: expected an input placed Shard\(dim=0\).*output of 0",
+    ),
+    (
+        [linear(), norm()],
+        {"0": REPLICATED, "1": SEQUENCE},
+        r"1: expected an input placed Shard\(dim=1\).*output of 0 .* placed Replicate",
+    ),
+]
+
+
+def test_layouts_that_do_not_meet(ranks: Ranks) -> None:
+    """In the first forward, before the style that does not fit sends anything."""
+
+    def body() -> None:
+        mesh, x = tensor_mesh(), torch.randn(2, LENGTH, WIDTH)
+        for modules, plan, text in MISFITS:
+            model = parallelize_module(nn.Sequential(*modules), mesh, plan)
+            recorder = Recorder()
+            with observe(recorder), pytest.raises(ValueError, match=text):
+                model(x)
+            assert sent(recorder) in ([], ["all_reduce 0 forward"])
+            assert not torch._C._len_torch_function_stack()
+        # A view may be anything, so what follows it is not judged.
+        views = nn.Sequential(norm(), nn.Flatten(0, 1), linear())
+        parallelize_module(views, mesh, {"0": SEQUENCE, "2": COLUMNS})(x)
+
+    ranks(2, body)
+
+
+def test_what_is_refused_when_called(ranks: Ranks) -> None:
+    def body() -> None:
+        mesh, x = tensor_mesh(), torch.randn(2, LENGTH, WIDTH)
+
+        def apply(module: nn.Module, style: ParallelStyle) -> nn.Module:
+            return parallelize_module(module, mesh, style)
+
+        def refused(error: type[Exception], text: str, module: nn.Module, *inputs: object) -> None:
+            with pytest.raises(error, match=text):
+                module(*inputs)
+
+        # A local output of unequal chunks would not say how long the whole is; a DTensor does.
+        part = x[:, :5, :4]
+        rows = apply(linear(), RowwiseParallel(output_layouts=CUT))
+        refused(ValueError, r"dim 1 has 5 rows, which 2 ranks .* use_local_output=Fal", rows, part)
+        rows = apply(linear(), RowwiseParallel(output_layouts=CUT, use_local_output=False))
+        assert rows(part).shape == (2, 5, 8)
+
+        given = PrepareModuleInput(input_layouts=(CUT, None), desired_input_layouts=(WHOLE, None))
+        block = apply(nn.Bilinear(8, 8, 2), given)
+        length = "should have same length!"
+        refused(ValueError, f"module inputs and input_layouts {length}", block, x)
+        refused(AssertionError, "expecting input to be a torch.Tensor!", block, "x", x)
+        pair = PrepareModuleOutput(output_layouts=(CUT, CUT), desired_output_layouts=(WHOLE, WHOLE))
+        refused(ValueError, f"module outputs and output_layouts {length}", apply(linear(), pair), x)
+        table = apply(nn.Embedding(5, 4), RowwiseParallel(input_layouts=WHOLE))
+        refused(IndexError, "expected ids from 0 to 4, found 0 to 5", table, torch.tensor([0, 5]))
+
+        # An exception in a forward leaves DTensors behind, and the next forward works.
+        normed = apply(norm(), SEQUENCE)
+        text = "expecting input of LayerNorm.* to be a torch.Tensor or DTensor, but got"
+        refused(ValueError, text, normed, "x")
+        refused(RuntimeError, "normalized_shape", normed, x[..., :3])
+        assert all(is_dtensor(parameter) for parameter in normed.parameters())
+        normed(x)
+
+        # Keyword inputs go by their names.
+        named = PrepareModuleInput(
+            input_kwarg_layouts={"shift": CUT},
+            desired_input_kwarg_layouts={"shift": WHOLE},
+            use_local_output=True,
+        )
+        attention, seen = apply(Attention(), named), []
+        attention.register_forward_pre_hook(
+            lambda module, inputs, options: seen.append(options["shift"].shape), with_kwargs=True
+        )
+        attention(x, shift=x)
+        assert seen == [(2, 2 * LENGTH, WIDTH)]
+
+    ranks(2, body)
