@@ -1,0 +1,100 @@
+"""Losses that count their tokens: the global mean, however the tokens fall on ranks and parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.axes import Axes
+from meshwright.composition import Trainable, parallelize
+from meshwright.plan import PipelinePlan, Plan, TrainPlan
+from meshwright.reference import first_difference, record, train_reference
+from meshwright.testing import Ranks
+
+WORDS, LENGTH, STEPS, IGNORED = 11, 6, 2, -100
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(WORDS, 7), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, WORDS)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each sample counts another number of tokens, and some none at all."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(STEPS):
+        x, y = (torch.randint(WORDS, (samples, LENGTH)) for _ in range(2))
+        for row in range(samples):
+            y[row, row % (LENGTH + 1) :] = IGNORED
+        found.append((x, y))
+    return found
+
+
+def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = F.cross_entropy(
+        output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total, (target != IGNORED).sum()
+
+
+def averaged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.5, momentum=0.9)  # pyrefly: ignore[bad-argument-type]
+
+
+def laid_out(axes: dict[str, int], microbatches: int, accumulate: int, loss: object) -> Trainable:
+    pipeline = PipelinePlan(schedule="1f1b", microbatches=microbatches)
+    train = TrainPlan(accumulate=accumulate, clip_norm=0.1)
+    plan = Plan(axes=Axes.of(axes), pipeline=pipeline, train=train)
+    example = (torch.zeros(2, LENGTH, dtype=torch.int64),)
+    return parallelize(model(), plan, optimizer=sgd, loss=loss, example=example)  # pyrefly: ignore
+
+
+def body_tokens(axes: dict[str, int], microbatches: int, accumulate: int) -> None:
+    trainable = laid_out(axes, microbatches, accumulate, counted)
+    ranks, number = trainable.data_size, trainable.data_rank
+    parts = microbatches * accumulate
+    # The last rank has one sample more for each part: counts of samples differ too.
+    share = [parts] * (ranks - 1) + [2 * parts]
+    begin = sum(share[:number])
+    data = batches(sum(share))
+    expected = train_reference(model(), data, optimizer=sgd, loss=counted, clip_norm=0.1)
+    rows = slice(begin, begin + share[number])
+    run = record(trainable, [(x[rows], y[rows]) for x, y in data])
+    assert first_difference(run, expected, 1e-10) is None
+    if ranks == 1:
+        return
+    before = {name: value.clone() for name, value in trainable.weights().items()}
+    mean = laid_out(axes, microbatches, accumulate, averaged)
+    x, y = data[0][0][rows], data[0][1][rows].clamp(min=0)
+    with pytest.raises(ValueError, match=r"equally many samples; found .* return \(sum, count\)"):
+        mean.step(x, y)
+    fresh = model().state_dict()
+    assert all(torch.equal(value, fresh[name]) for name, value in mean.weights().items())
+    assert not any(torch.equal(value, fresh[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("axes", "microbatches", "accumulate"),
+    [
+        ({"replicate": 2}, 1, 3),
+        ({"shard": 2}, 1, 3),
+        ({"pipeline": 2}, 3, 2),
+        ({"pipeline": 2, "replicate": 2}, 2, 2),
+        pytest.param({"pipeline": 2, "shard": 2}, 2, 3, marks=pytest.mark.slow),
+        pytest.param({"replicate": 2, "shard": 2}, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_count_once_wherever_they_fall(
+    ranks: Ranks, axes: dict[str, int], microbatches: int, accumulate: int
+) -> None:
+    ranks(math.prod(axes.values()), body_tokens, axes, microbatches, accumulate)
