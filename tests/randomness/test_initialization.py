@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.randomness import initialize, initialize_by_blocks, module_initializer
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 Initialize = Callable[..., nn.Module]
@@ -116,26 +118,25 @@ def spread(model: nn.Module, mesh: DeviceMesh, wanted: tuple[Placement, ...]) ->
                     for p in wanted
                 ]
                 shape = parameter.shape
-                local = torch.full(local_shape(shape, mesh, fits), math.nan, dtype=parameter.dtype)
+                local = torch.full_like(cut(parameter.detach(), mesh, fits), math.nan)
                 rest = dtensor_at_rest(local, mesh, fits, shape, parameter.stride())
                 known[parameter] = nn.Parameter(rest)
             module._parameters[key] = known[parameter]
 
 
-def local_shape(
-    shape: tuple[int, ...], mesh: DeviceMesh, wanted: list[Placement]
-) -> tuple[int, ...]:
-    local, coordinate = torch.empty(shape, device="meta"), mesh.get_coordinate()
+def cut(tensor: torch.Tensor, mesh: DeviceMesh, wanted: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part, by what torch says of its placements."""
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None
     for size, index, placement in zip(mesh.mesh.shape, coordinate, wanted, strict=True):
         if isinstance(placement, _StridedShard):
-            pieces = local.chunk(size * placement.split_factor, placement.dim)
-            local = torch.cat(pieces[index::size], placement.dim)
+            pieces = tensor.chunk(size * int(placement.split_factor), placement.dim)
+            tensor = torch.cat(pieces[index::size], placement.dim)
         elif isinstance(placement, Shard):
-            pieces = local.chunk(size, placement.dim)
-            empty = local.narrow(placement.dim, 0, 0)
-            local = pieces[index] if index < len(pieces) else empty
-    return tuple(local.shape)
+            pieces = tensor.chunk(size, placement.dim)
+            empty = tensor.narrow(placement.dim, 0, 0)
+            tensor = pieces[index] if index < len(pieces) else empty
+    return tensor
 
 
 @functools.cache
@@ -159,6 +160,9 @@ def check_layout(
         spread(model, mesh_of(shape, rank), wanted)  # type: ignore[arg-type]
         route(model, 5, held=held_boxes)
         for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            part = cut(expected[name], parameter.device_mesh, parameter.placements)
+            assert torch.equal(parameter.to_local(), part), (name, rank)
             for box, memory in held_boxes(parameter):
                 assert torch.equal(memory, expected[name][box.slices()]), (name, rank)
                 seen[name][box.slices()] = True
@@ -335,6 +339,32 @@ def body_strategies() -> None:
             for name, parameter in facade.named_parameters()
         }
     assert_same(found, wanted)
+
+
+def body_tensor_parallel() -> None:
+    """Axes ``shard`` and ``tensor`` cut the same dim: rows in strides."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 4))
+
+    expected = dict(initialize(make(), 5).named_parameters())
+    model = parallelize_module(
+        make(), mesh["tensor"], {"1": ColwiseParallel(), "3": RowwiseParallel()}
+    )
+    for module in (model[1], model[3], model):
+        fully_shard(module, mesh=mesh["shard"])
+    initialize(model, 5, held=held_boxes)
+    found = dict(model.named_parameters())
+    assert isinstance(found["1.weight"].placements[0], _StridedShard)
+    for name, parameter in found.items():
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+    words = torch.arange(8).view(2, 4)
+    torch.testing.assert_close(model(words), initialize(make(), 5)(words))
+
+
+def test_tensor_parallel_models_hold_the_same_model(ranks: Ranks) -> None:
+    ranks(4, body_tensor_parallel)
 
 
 def test_strategies_hold_the_same_model(ranks: Ranks) -> None:
