@@ -50,7 +50,9 @@ class Finding:
 
     def __str__(self) -> str:
         what = {"activation": "output", "input": "input", "loss": "loss"}.get(self.kind, self.kind)
-        text = f"step {self.step}: the {what}" + (f" of {self.name!r}" if self.name else "")
+        text = f"step {self.step}: the {what}"
+        if self.name:
+            text += f"{'' if self.kind == 'parameter' else ' of'} {self.name!r}"
         if self.samples is not None:
             text += f" for samples {self.samples[0]} to {self.samples[1] - 1}"
         return f"{text} differs by {self.error:.1e} relative ({self.detail})"
@@ -79,7 +81,7 @@ class RunComparison:
 
     def lines(self) -> list[str]:
         """For readers."""
-        counted = ", ".join(f"{n} {_plural(kind)}" for kind, n in self.counts.items())
+        counted = ", ".join(_counted(n, kind) for kind, n in self.counts.items())
         lines = [*self.notes, f"compared {_spans(self.steps)}: {counted}"]
         if self.first_bits is None:
             lines.append("all of them are equal, bit for bit")
@@ -348,7 +350,7 @@ def _notes(runs: tuple[RunTrace, RunTrace]) -> Iterator[str]:
         for key in sorted({*a, *b})
         if a.get(key) != b.get(key)
     ]
-    models = [each for each in found if each.startswith("model.")]
+    models = [e for e in found if e.startswith("model.") and not e.startswith("model.dropout")]
     if models:
         raise ValueError(
             f"expected runs of one model, found {'; '.join(models)} (A is {runs[0].folder}, B is "
@@ -378,8 +380,10 @@ def _begin(run: RunTrace) -> int | str:
     return next((step.number for step in run.steps()), "none")
 
 
-def _plural(kind: str) -> str:
-    return "losses" if kind == "loss" else f"{kind}s"
+def _counted(count: int, kind: str) -> str:
+    if count == 1:
+        return f"1 {kind}"
+    return f"{count} losses" if kind == "loss" else f"{count} {kind}s"
 
 
 def _spans(steps: Sequence[int]) -> str:
