@@ -218,6 +218,39 @@ def test_a_forward_pass_may_be_repeated(ranks: Ranks, strategy: str) -> None:
         ranks(2, body_retry, strategy, (1,))
 
 
+def body_skips(ends_with: str) -> None:
+    """Rank 1 leaves its second batch out before any pass: pass for pass the ranks still agree.
+
+    Only the count of passes differs, and that is an error at the first pass without a partner.
+    """
+    world = communicator()
+    torch.manual_seed(0)
+    one = nn.Linear(4, 2).double()
+    model = replicate(copy.deepcopy(one))
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    batches = [(0, 0), (1, 2), (2, 3)]
+    for steps in batches:
+        sgd_step(model, mine, batch(steps[world.rank], world.rank))
+        together = [batch(step, rank) for rank, step in enumerate(steps)]
+        sgd_step(one, theirs, torch.cat(together))
+    if world.rank == 0:
+        text = "rank 1 (called|issued) barrier|rank 1 failed first"
+        text = "rank 1 is done" if ends_with == "the end" else text
+        with pytest.raises(CommunicationError, match=text):
+            sgd_step(model, mine, batch(3, 0))
+    elif ends_with != "the end":
+        with pytest.raises(CommunicationError, match="rank 0 .*all_reduce|rank 0 failed first"):
+            world.barrier()
+    for ours, expected in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("ends_with", ["the end", "something else"])
+def test_a_replica_that_skips_a_batch(ranks: Ranks, ends_with: str) -> None:
+    ranks(2, body_skips, ends_with)
+
+
 def body_split_optimizer() -> None:
     """Rank 2 owns no parameter: the other ranks change its weights."""
     with warnings.catch_warnings():

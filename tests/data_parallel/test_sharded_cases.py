@@ -267,3 +267,28 @@ def body_flat_gradients_are_zeroed_together(through_model: bool) -> None:
 def test_flat_gradients_are_zeroed_together(ranks: Ranks) -> None:
     for through_model in (False, True):
         ranks(2, body_flat_gradients_are_zeroed_together, through_model)
+
+
+def body_parameters_are_copied() -> None:
+    """With their gradients, also where their memory does not begin the unit's."""
+    model = fully_shard(mlp())
+    model(batch(0)).square().sum().backward()
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        copied = copy.deepcopy(parameter)
+        assert isinstance(copied, DTensor)
+        assert isinstance(copied, nn.Parameter)
+        before = parameter.full_tensor()
+        assert torch.equal(copied.full_tensor(), before)
+        assert parameter.grad is not None
+        assert copied.grad is not None
+        assert torch.equal(whole(copied.grad), whole(parameter.grad))
+        with torch.no_grad():
+            copied.add_(1.0)
+            copied.grad.add_(1.0)
+        assert torch.equal(parameter.full_tensor(), before)
+        assert not torch.equal(whole(copied.grad), whole(parameter.grad))
+
+
+def test_parameters_are_copied(ranks: Ranks) -> None:
+    ranks(2, body_parameters_are_copied)

@@ -125,7 +125,7 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
             f"expected a part of shape {tuple(known.shape)} and {known.dtype}, found "
             f"{tuple(local.shape)} and {local.dtype}"
         )
-    return DTensor(local, like._spec, requires_grad=False)
+    return _around(local, like)
 
 
 def savable(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,8 +135,16 @@ def savable(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor) or not tensor._local_tensor.storage_offset():
         return tensor
-    local = tensor._local_tensor
-    found = DTensor(local.new_empty(0), tensor._spec, requires_grad=tensor.requires_grad)
+    found = _around(tensor._local_tensor, tensor).requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        found._is_param = True
+    return found
+
+
+def _around(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor without an offset, whatever that of ``local`` is."""
+    begins = local.new_empty(0) if local.storage_offset() else local
+    found = DTensor(begins, like._spec, requires_grad=False)
     found._local_tensor = local
     return found
 

@@ -7,12 +7,12 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of
+from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
@@ -39,9 +39,10 @@ class _Entry:
         if place is None:
             raise InternalError("a DTensor at rest needs a place on a mesh")
         self.wrap = (place.mesh, place.placements, place.shape, _strides(place.shape))
-        self.exposed = nn.Parameter(
+        exposed = nn.Parameter(
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
+        self.exposed = cast("nn.Parameter", savable(exposed))
         self.exposed.__dict__.update(slot.original.__dict__)
         self.cells: list[tuple[dict[str, Any], str]] = []
         self.find_cells()
