@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from data_parallel import tensor_parallel_samples as samples
 from meshwright.comm import Recorder, observe
@@ -166,3 +175,72 @@ def test_hybrid(ranks: Ranks, shape: tuple[int, int, int]) -> None:
 @pytest.mark.slow
 def test_three_axes_of_two_ranks(ranks: Ranks) -> None:
     ranks(8, body_hybrid, (2, 2, 2))
+
+
+# --------------------------------------------------------------------------------- saved
+
+
+def laid_out(shape: tuple[int, int]) -> tuple[nn.Module, nn.Module, DeviceMesh]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
+    one = even()
+    one.idle.requires_grad_(False)  # torch's functions make state for all others
+    model = samples.cut(one, mesh["tensor"])
+    return (sharded(model, mesh["shard"]) if shape[0] > 1 else model), one, mesh
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def step_both(
+    pairs: list[tuple[nn.Module, torch.optim.Optimizer]], at: tuple[int, int], step: int
+) -> None:
+    (model, ours), (one, theirs) = pairs
+    given = samples.batch(step)
+    samples.loss_of(model, *samples.share(given, *at)).backward()
+    samples.loss_of(one, *given).backward()
+    for optimizer in (ours, theirs):
+        optimizer.step()
+        optimizer.zero_grad()
+    samples.same(model, one)
+
+
+def body_save(folder: Path) -> None:
+    model, one, mesh = laid_out((2, 2))
+    pairs = [(model, adamw(model.parameters())), (one, adamw(one.parameters()))]
+    for step in range(2):
+        step_both(pairs, place(mesh), step)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, expected in one.state_dict().items():
+        torch.testing.assert_close(whole[name], expected, rtol=1e-9, atol=1e-9)
+    dcp.save(state_of(*pairs[0]), checkpoint_id=folder)
+
+
+def body_load(folder: Path, shape: tuple[int, int]) -> None:
+    model, one, mesh = laid_out(shape)
+    pairs = [(model, adamw(model.parameters())), (one, adamw(one.parameters()))]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = state_of(*pairs[0])
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, pairs[0][1], state["optimizer"])
+    for step in range(2):
+        given = samples.batch(step)
+        samples.loss_of(one, *given).backward()
+        pairs[1][1].step()
+        pairs[1][1].zero_grad()
+    samples.same(model, one)
+    step_both(pairs, place(mesh), 2)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_both_axes_goes_on_at_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, body_save, tmp_path)
+    ranks(4, body_load, tmp_path, (1, 4))
+    ranks(4, body_load, tmp_path, (4, 1))
+    ranks(2, body_load, tmp_path, (1, 2))

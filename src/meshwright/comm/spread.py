@@ -22,16 +22,25 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 
-__all__ = ["check_meshes", "is_distributed", "local_part", "spread_of", "spread_over"]
+__all__ = [
+    "check_meshes",
+    "is_distributed",
+    "local_part",
+    "refuse_spread",
+    "spread_of",
+    "spread_over",
+]
 
 
 class _Marker:
     """The communicators of one shard. Copies of the tensor, and pickles, are not marked."""
 
-    __slots__ = ("communicators",)
+    __slots__ = ("communicators", "refusal")
 
-    def __init__(self, communicators: tuple[Communicator, ...] = ()) -> None:
+    def __init__(self, communicators: tuple[Communicator, ...] = (), refusal: str = "") -> None:
         self.communicators = communicators
+        self.refusal = refusal
+        """Why there is no one answer."""
 
     def __deepcopy__(self, memo: object) -> _Marker:
         return self
@@ -95,11 +104,17 @@ def spread_over(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> 
     vars(tensor)["_meshwright_spread"] = _Marker(tuple(c for c in communicators if c.size > 1))
 
 
+def refuse_spread(tensor: torch.Tensor, why: str) -> None:
+    """Let `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
+    vars(tensor)["_meshwright_spread"] = _Marker(refusal=why)
+
+
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     """The communicators over which ``tensor`` lies spread; none where each rank holds the whole.
 
-    Raises `LayoutError` for a partial sum, of which no rank holds any element, and for a
-    `ShardView` of a part that does not know who holds the others.
+    Raises `LayoutError` for a partial sum, of which no rank holds any element, for a line of
+    several tensors that lie spread in several ways, and for a `ShardView` of a part that does not
+    know who holds the others.
     """
     view = _view(tensor)
     if view is not None:
@@ -107,6 +122,8 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     distributed = _distributed(tensor)
     if distributed is None:
         marker = vars(tensor).get("_meshwright_spread") if hasattr(tensor, "__dict__") else None
+        if isinstance(marker, _Marker) and marker.refusal:
+            raise LayoutError(marker.refusal)
         return marker.communicators if isinstance(marker, _Marker) else ()
     mesh = distributed.device_mesh
     names = mesh.mesh_dim_names or ("shard",) * mesh.mesh.ndim

@@ -2,8 +2,8 @@
 
 `fully_shard` and what belongs to it are here as well, under the names that torch's package has.
 Bottom-up: `options` (what a user may choose), `counterparts` (options of other libraries), `wrap`
-(which modules become units), `groups`, `checks`, `exposure` (how parameters look from outside),
-`traversal` (the tree of wrappers),
+(which modules become units), `groups`, `checks`, `tensor_axes` (parameters that tensor parallelism
+has cut), `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
 `building` (from module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`,
 `state_dicts`, `unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule
 drives), `state_dict_types`, `managed_parameters` (with their names), `optimizer_exchange` (what
@@ -17,6 +17,8 @@ Where this differs from torch's class on purpose:
   With original parameters they work, and before a first step they leave the optimizer as it was.
 * ``limit_all_gathers`` changes nothing: two gathers at most are ever on their way.
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
+* Modules that tensor parallelism has cut are wrapped with the data axes of their mesh. State dicts
+  are of whole parameters; `summon_full_params` shows the part that this rank computes with.
 * Where parameters change between forward and backward that is an error in every strategy.
 """
 

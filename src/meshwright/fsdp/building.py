@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.buffer import BufferTypes
+from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.starting_state import broadcast_tensors
 from meshwright.data_parallel.unit import (
     ParameterGroup,
@@ -23,6 +24,7 @@ from meshwright.fsdp.checks import Ignored
 from meshwright.fsdp.exposure import FlatExposure, FlatParameter, OriginalExposure
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
+from meshwright.fsdp.tensor_axes import take_part
 from meshwright.fsdp.traversal import clean_name
 from meshwright.layout import FlatLayout
 
@@ -155,9 +157,12 @@ def build_unit(
     root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> Unit | None:
     """The unit of all parameters below ``root`` that no other unit has; None without any."""
+    local = local_parameters(root)
     slots = list(_slots(root, ignored, deferred))
     if not slots:
         return None
+    for slot in slots:
+        take_part(slot, plan.groups, local)
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]

@@ -6,15 +6,17 @@ finds before the registered ones. So ``parameters()`` lists the same objects at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from meshwright.comm.spread import spread_over
+from meshwright.comm import Communicator
+from meshwright.comm.spread import refuse_spread, spread_over
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
+from meshwright.fsdp.tensor_axes import cut_axes
 from meshwright.layout import FlatLayout, Piece
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "OriginalExposure",
     "exposed_of",
     "flat_layout",
+    "gradients_by_axes",
     "hide_full",
     "own_pieces",
 ]
@@ -126,7 +129,7 @@ class FlatExposure:
         group = self._only_group(unit)
         trains = group.slots[0].original.requires_grad
         flat = FlatParameter(group.buffer.shard, requires_grad=trains)
-        _mark(flat, group)
+        _mark(flat, group, group.slots)
         for slot in group.slots:
             for module, name in slot.places:
                 module._parameters.pop(name, None)
@@ -326,7 +329,7 @@ class OriginalExposure:
         self._targets = []
         for group in unit.groups:
             for slot in group.slots:
-                _mark(slot.original, group)
+                _mark(slot.original, group, [slot])
         for slot, target in _places_in_shards(unit.groups):
             if keep:
                 target.copy_(slot.original.data)
@@ -334,10 +337,44 @@ class OriginalExposure:
             self._targets.append((slot, target))
 
 
-def _mark(parameter: nn.Parameter, group: ParameterGroup) -> None:
+def gradients_by_axes(
+    unit: Unit,
+) -> Iterator[tuple[tuple[Communicator, ...], list[torch.Tensor]]]:
+    """This rank's gradients, by the axes they lie spread over: the same ones on all ranks."""
+    exposure = exposed_of(unit)
+    for group in unit.groups:
+        pieces = own_pieces(group)
+        line = exposure.flat.grad if isinstance(exposure, FlatExposure) else None
+        if line is not None and len(_cuts(group, group.slots)) == 1:
+            yield from ((axes, [line]) for axes in _cuts(group, group.slots))
+            continue
+        for index, slot in enumerate(group.slots):
+            piece, own = pieces.get(index), slot.original.grad
+            if isinstance(exposure, FlatExposure):
+                own = None
+                if line is not None and piece is not None:
+                    own = line[piece.offset : piece.offset + piece.numel]
+            (axes,) = _cuts(group, [slot])
+            yield axes, [] if own is None else [own]
+
+
+def _cuts(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
+    """Over which axes the elements of ``slots`` lie spread."""
+    return {cut_axes(slot.outer, group.axes) for slot in slots}
+
+
+def _mark(parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot]) -> None:
     """Let sums over all parameters, as of the gradient norm, know what other ranks hold of it."""
-    shard = group.axes.shard
-    spread_over(parameter, () if shard is None else (shard,))
+    cuts = _cuts(group, slots)
+    if len(cuts) > 1:
+        refuse_spread(
+            parameter,
+            f"the flat parameter of {slots[0].name!r} and {len(slots) - 1} more holds some that "
+            "tensor parallelism has cut and some that it replicates: call clip_grad_norm_ of the "
+            "FullyShardedDataParallel, or set use_orig_params=True",
+        )
+    else:
+        spread_over(parameter, cuts.pop())
 
 
 def _give_gradient(

@@ -32,6 +32,7 @@ from meshwright.fsdp.options import (
     StateDictType,
 )
 from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
+from meshwright.fsdp.tensor_axes import part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
@@ -65,7 +66,8 @@ def optimizer_state(
     state, groups = _by_parameter(optimizer, given)
     entries = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_full)
+    is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
+    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_agreed, views=False)
     found = {entry.names[0]: own for entry, own in parts if own}
     managed = {entry.exposed for entry in entries}
     for parameter, own in state.items():
@@ -152,7 +154,7 @@ def spread_state(
     entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
     for entry in entries:
         _check_form(entry, state.get(entry.exposed, {}))
-    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True):
+    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True, views=True):
         state.pop(entry.exposed, None)
         if own:
             state[entry.exposed] = own
@@ -176,8 +178,13 @@ def _take_apart(
     *,
     is_full: bool,
     is_agreed: bool,
+    views: bool,
 ) -> list[tuple[Managed, State]]:
-    """The state of each parameter, if any rank has some; ``is_agreed`` asks the others."""
+    """The state of each parameter, if any rank has some; ``is_agreed`` asks the others.
+
+    Parts are DTensors where a mesh was given, a collective; ``views`` wants none that can be
+    avoided.
+    """
     held = [_held(entry, state.get(entry.exposed)) for entry in entries]
     answers: list[list[Held] | None] = [None] * len(entries)
     if is_agreed:
@@ -191,7 +198,7 @@ def _take_apart(
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
     return [
-        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full))
+        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full, views=views))
         for entry, answer in zip(entries, answers, strict=True)
     ]
 
@@ -213,7 +220,12 @@ def _counts(entry: Managed) -> bool:
 
 
 def _own_state(
-    entry: Managed, own: State | None, answers: Sequence[Held] | None, *, is_full: bool
+    entry: Managed,
+    own: State | None,
+    answers: Sequence[Held] | None,
+    *,
+    is_full: bool,
+    views: bool,
 ) -> State:
     """The state of one parameter; without ``answers`` only what this rank has elements of."""
     held, shape = own or {}, entry.exposed.shape
@@ -231,7 +243,9 @@ def _own_state(
         result = {**result, **found}
     elif own is None or not counts:
         return {}
-    is_view = answers is not None or entry.wrapper._groups.mesh is None
+    # A view of a part of what tensor parallelism has cut would pass for one of the whole.
+    is_plain = entry.group.slots[entry.index].outer is None
+    is_view = (views and is_plain) or entry.wrapper._groups.mesh is None
     for key in sorted(spread):
         value = held.get(key)
         result[key] = _spread_value(entry, value, spread[key], is_full=is_full, is_view=is_view)
@@ -257,16 +271,19 @@ def _spread_value(
     if piece is not None and value is not None:
         flat = value.reshape(-1)
         local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
-    shape = flat_layout(group).shapes[index]
     if group.axes.shard is None:
-        return local.reshape(shape)
+        part = local.reshape(flat_layout(group).shapes[index])
+        return whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
     if not is_full and is_view:
         return sharded_value(group, index, local, entry.names[0])
     line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
         line[piece.offset : piece.offset + piece.numel].copy_(local)
-    whole = cut_line(group, gather_line(group, line, f"optimizer state {entry.names[0]}"))[index]
-    return whole.clone() if is_full else as_dtensor(whole, entry.wrapper._groups)
+    label, outer = f"optimizer state {entry.names[0]}", group.slots[index].outer
+    part = cut_line(group, gather_line(group, line, label))[index]
+    if is_full:
+        return whole_of(part, outer, label).clone()
+    return as_dtensor(part, entry.wrapper._groups, outer)
 
 
 def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
@@ -328,7 +345,9 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     """This rank's part of a value, in the form of the exposed parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
-    shape = flat_layout(entry.group).shapes[entry.index]
+    outer = entry.group.slots[entry.index].outer
+    local = flat_layout(entry.group).shapes[entry.index]
+    shape = whole_shape(local, outer)
     if tuple(value.shape) != shape:
         raise ValueError(
             "Tensor optimizer state does not have same shape as its parameter: expected "
@@ -343,10 +362,10 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
         value = value.full_tensor()
     elif is_dtensor(value):
         value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
-    flat = value.reshape(-1)
+    flat = part_of(value, outer).reshape(-1)
     part = flat[:0] if piece is None else flat[piece.start : piece.stop]
     part = part.clone()
-    return part.view(shape) if entry.group.axes.shard is None and not entry.is_flat else part
+    return part.view(local) if entry.group.axes.shard is None and not entry.is_flat else part
 
 
 def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> State:

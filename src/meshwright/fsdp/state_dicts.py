@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor
+from meshwright.comm.dtensor import AtRest, dtensor_at_rest, is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of, flat_layout, own_pieces
 from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType
+from meshwright.fsdp.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.layout import Replicate, Shard, chunk
 
@@ -66,10 +67,13 @@ def _values(
     layout, shard = flat_layout(group), group.buffer.shard
     is_full = kind is StateDictType.FULL_STATE_DICT or group.axes.shard is None
     if is_full or groups.mesh is not None:
-        wholes = cut_line(group, gather_line(group, shard, f"state dict of {name}"))
+        label = f"state dict of {name}"
+        parts = list(
+            zip(cut_line(group, gather_line(group, shard, label)), group.slots, strict=True)
+        )
         if is_full:
-            return [whole.clone() for whole in wholes]
-        return [as_dtensor(whole, groups) for whole in wholes]
+            return [whole_of(part, slot.outer, label).clone() for part, slot in parts]
+        return [as_dtensor(part, groups, slot.outer) for part, slot in parts]
     pieces = own_pieces(group)
     return [
         sharded_value(group, index, _cut(shard, pieces.get(index)), layout.names[index])
@@ -95,9 +99,14 @@ def sharded_value(
     )
 
 
-def as_dtensor(whole: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """A whole tensor as a DTensor on the mesh, cut along dim 0 on its last axis."""
+def as_dtensor(whole: torch.Tensor, groups: Groups, outer: AtRest | None) -> torch.Tensor:
+    """A whole tensor as a DTensor on the mesh, cut along dim 0 on its last axis.
+
+    Of one that was a DTensor ``outer`` before it is this rank's part.
+    """
     mesh, shard = groups.mesh, groups.shard
+    if outer is not None:
+        return on_all_axes(whole, outer, groups)
     if mesh is None:
         return whole
     start, length = chunk(whole.shape[0], shard.size, shard.rank)
@@ -265,7 +274,8 @@ def _load_value(
     group: ParameterGroup, index: int, value: torch.Tensor, report: tuple[str, list[str]]
 ) -> None:
     name, errors = report
-    shape, piece = flat_layout(group).shapes[index], own_pieces(group).get(index)
+    outer, piece = group.slots[index].outer, own_pieces(group).get(index)
+    shape = whole_shape(flat_layout(group).shapes[index], outer)
     if tuple(value.shape) != shape:
         errors.append(
             f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from "
@@ -282,4 +292,5 @@ def _load_value(
     elif is_dtensor(value):
         value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
     if piece is not None:
-        target.copy_(value.detach().reshape(-1)[piece.start : piece.stop])
+        part = part_of(value.detach(), outer)
+        target.copy_(part.reshape(-1)[piece.start : piece.stop])

@@ -11,9 +11,10 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
+from meshwright.comm import Communicator
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
-from meshwright.fsdp.exposure import exposed_of
+from meshwright.fsdp.exposure import exposed_of, gradients_by_axes
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.modes import PrecisionMode
@@ -377,28 +378,18 @@ def _own_modules(wrapper: UnitWrapper) -> Iterator[nn.Module]:
 
 def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[torch.Tensor]]:
     """Gradients by the ranks over which they are spread: every rank has the same groups."""
-    by_shard: dict[tuple[int, ...], tuple[Any, list[torch.Tensor]]] = {}
-    whole: list[torch.Tensor] = []
+    by_axes: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
-    for wrapper in wrappers_in(root):
-        unit = wrapper._unit
-        if unit is None:
-            continue
-        exposed = exposed_of(unit).parameters(unit)
-        managed.update(exposed)
-        found = [p.grad for p in exposed if p.grad is not None]
-        shard = unit.groups[0].axes.shard
-        if shard is None:
-            whole += found
-        else:
-            by_shard.setdefault(shard.ranks, (shard, []))[1].extend(found)
+    for unit in fsdp_units(root):
+        managed.update(exposed_of(unit).parameters(unit))
+        for axes, found in gradients_by_axes(unit):
+            by_axes.setdefault(axes, []).extend(found)
     others = (p for p in root.parameters() if p not in managed)
-    whole += [p.grad for p in others if p.grad is not None]
+    by_axes.setdefault((), []).extend(p.grad for p in others if p.grad is not None)
     spread = [
-        SpreadGradients(gradients=tuple(found), communicators=(shard,))
-        for shard, found in by_shard.values()
+        SpreadGradients(gradients=tuple(found), communicators=axes)
+        for axes, found in by_axes.items()
     ]
-    spread.append(SpreadGradients(gradients=tuple(whole)))
     return spread, [gradient for part in spread for gradient in part.gradients]
 
 

@@ -6,6 +6,8 @@ A lookup in rows that another rank holds gives zeros here, and the sum over rank
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
@@ -97,9 +99,7 @@ class RowEmbedding(nn.Embedding):
 
 
 def _weight(module: nn.Embedding) -> nn.Parameter:
-    weight = module._parameters["weight"]
-    if weight is None:
-        raise ValueError("an embedding without a weight")
+    weight: Any = module.weight  # not the registered one: see `linear`
     return local_leaf(weight)
 
 

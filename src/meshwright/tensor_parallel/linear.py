@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,9 +131,9 @@ class RowLinear(nn.Linear):
 
 def _leaves(module: ColumnLinear | RowLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the weight and the bias are computed with."""
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
-    if weight is None:
-        raise ValueError("a linear layer without a weight")
+    # As attributes: data parallelism may keep the whole ones beside the registered parameters.
+    weight: Any = module.weight
+    bias: Any = module.bias
     partial = module._tensor_parallel.partial_bias
     if bias is not None and partial is not None:
         forget_unsummed(module._tensor_parallel.site.axis)

@@ -73,11 +73,11 @@ class SequencePart(nn.Module):
         at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         try:
             for path, key, add in settings.partial:
-                owner = self.get_submodule(path)._parameters
-                parameter = owner[key]
-                if parameter is not None and is_dtensor(parameter):
-                    at_rest.append((owner, key, parameter))
-                    owner[key] = sum_partial(parameter, add)
+                owner = self.get_submodule(path)
+                parameter = getattr(owner, key)
+                if is_dtensor(parameter):
+                    at_rest.append((owner._parameters, key, parameter))
+                    owner._parameters[key] = sum_partial(parameter, add)
             yield
         finally:
             for owner, key, parameter in at_rest:

@@ -1,0 +1,205 @@
+"""The facade over modules that tensor parallelism has cut."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from data_parallel import tensor_parallel_samples as samples
+from meshwright.comm import Recorder, observe
+from meshwright.errors import LayoutError
+from meshwright.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from meshwright.gradients import clip_grad_norm_
+from meshwright.mesh import DeviceMesh, init_device_mesh
+from meshwright.testing import Ranks
+
+FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+SHARDED = (
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(),
+    ShardedOptimStateDictConfig(),
+)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    # Without decay: the flat gradient of a parameter that is not used is zero, not None.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+
+
+def wrapped(model: nn.Module, mesh: DeviceMesh, **options: Any) -> FullyShardedDataParallel:
+    policy = ModuleWrapPolicy({samples.Block})
+    return FullyShardedDataParallel(model, device_mesh=mesh, auto_wrap_policy=policy, **options)
+
+
+def place(mesh: DeviceMesh) -> tuple[int, int]:
+    names = [name for name in mesh.mesh_dim_names if name != "tensor"]
+    index, count = 0, 1
+    for name in names:
+        index = index * mesh[name].size() + mesh.get_local_rank(name)
+        count *= mesh[name].size()
+    return index, count
+
+
+def same_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        torch.testing.assert_close(
+            samples.whole(value),
+            expected[name],
+            rtol=1e-9,
+            atol=1e-9,
+            msg=lambda t, n=name: f"{n}: {t}",
+        )
+
+
+def named_state(one: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {name: optimizer.state[p] for name, p in one.named_parameters() if p in optimizer.state}
+
+
+def steps(
+    model: FullyShardedDataParallel,
+    one: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer],
+    at: tuple[int, int],
+    count: int,
+) -> None:
+    """Each of two passes, the first of which is not reduced; norms and weights agree."""
+    for step in range(count):
+        for part, scope in ((0, model.no_sync()), (1, warnings.catch_warnings())):
+            given = samples.batch(2 * step + part)
+            with scope:
+                loss = samples.loss_of(model, *samples.share(given, *at))
+                loss.backward()
+            samples.loss_of(one, *given).backward()
+        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        torch.testing.assert_close(model.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with FullyShardedDataParallel.state_dict_type(model, *FULL):
+            same_values(model.state_dict(), one.state_dict())
+
+
+def body_training(use_orig_params: bool) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    one = samples.net()
+    options = {"use_orig_params": use_orig_params}
+    model = wrapped(samples.cut(one, mesh["tensor"]), mesh["shard"], **options)
+    optimizers = adam(model), adam(one)
+    steps(model, one, optimizers, place(mesh), 5)
+
+    # Dicts of both kinds, into another model of the same layout; then on with the training.
+    for kind in (FULL, SHARDED):
+        with FullyShardedDataParallel.state_dict_type(model, *kind):
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            state = FullyShardedDataParallel.optim_state_dict(model, optimizers[0])
+        if kind is SHARDED:
+            assert all(type(value) is DTensor for value in saved.values())
+            assert saved["words.weight"].device_mesh.mesh_dim_names == ("shard", "tensor")
+            assert str(saved["words.weight"].placements) == "(Shard(dim=1), Shard(dim=0))"
+        same_values(saved, one.state_dict())
+        expected = named_state(one, optimizers[1])
+        for name, own in expected.items():
+            for key, value in own.items():
+                found = samples.whole(state["state"][name][key])
+                torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
+        other = wrapped(samples.cut(samples.net(7), mesh["tensor"]), mesh["shard"], **options)
+        fresh = adam(other)
+        with FullyShardedDataParallel.state_dict_type(other, *kind):
+            other.load_state_dict(saved)
+            load = FullyShardedDataParallel.optim_state_dict_to_load(other, fresh, state)
+        fresh.load_state_dict(load)
+        model, optimizers = other, (fresh, optimizers[1])
+    steps(model, one, optimizers, place(mesh), 1)
+
+    recorder, operators = Recorder(), samples.CountDTensorOperators()
+    given = samples.share(samples.batch(5), *place(mesh))
+    with observe(recorder), operators:
+        samples.loss_of(model, *given).backward()
+    assert operators.found == []
+    assert {c.axis for c in recorder.collectives} == {"shard", "tensor"}
+    # One for each unit; sums of both kinds take the place of no other collective.
+    assert sum(c.label == "partial gradients" for c in recorder.collectives) == 3
+    if use_orig_params:
+        samples.loss_of(one, *samples.batch(5)).backward()
+        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm_(model, 0.5), norm, rtol=1e-9, atol=1e-9)
+    else:
+        with pytest.raises(LayoutError, match="holds some that tensor parallelism has cut"):
+            clip_grad_norm_(model, 0.5)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_facade_trains_cut_modules_as_one_process(ranks: Ranks, use_orig_params: bool) -> None:
+    ranks(4, body_training, use_orig_params)
+
+
+# ------------------------------------------------------------------------------- the rest
+
+
+def body_others(shape: tuple[int, int, int]) -> None:
+    """Copies of shards; shards of copies of nothing; another dtype; refused."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    one = samples.net()
+    strategy = ShardingStrategy.HYBRID_SHARD
+    data = mesh["replicate", "shard"]
+    model = wrapped(samples.cut(one, mesh["tensor"]), data, sharding_strategy=strategy)
+    recorder = Recorder()
+    with observe(recorder):
+        steps(model, one, (adam(model), adam(one)), place(mesh), 2)
+    sums = {c.axis for c in recorder.collectives if c.label.startswith(("reduce", "unshard"))}
+    assert sums <= {"shard"}
+    assert {c.axis for c in recorder.collectives} <= {"replicate", "shard", "tensor"}
+
+    one = samples.net()
+    strategy = ShardingStrategy.NO_SHARD
+    cut = samples.cut(one, mesh["tensor"])
+    flat = mesh["replicate", "shard"]._flatten("data")
+    model = wrapped(cut, flat, sharding_strategy=strategy, use_orig_params=True)
+    steps(model, one, (adam(model), adam(one)), place(mesh), 2)
+
+    one = samples.net()
+    precision = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    cut = samples.cut(one, mesh["tensor"])
+    model = wrapped(cut, flat, mixed_precision=precision, use_orig_params=True)
+    for part, given in (
+        (model, samples.share(samples.batch(0), *place(mesh))),
+        (one, samples.batch(0)),
+    ):
+        samples.loss_of(part, *given).backward()
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+    torch.testing.assert_close(model.clip_grad_norm_(0.5), norm, rtol=1e-5, atol=1e-5)
+
+    for bad, text in (
+        ({"process_group": mesh.get_group("shard")}, "needs the data axes of the same mesh"),
+        ({"device_mesh": mesh["tensor"]}, "in common with the data axis 'shard': a mean"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            FullyShardedDataParallel(samples.cut(one, mesh["tensor"]), **bad)
+
+
+def test_copies_of_shards_other_dtypes_and_refusals(ranks: Ranks) -> None:
+    ranks(4, body_others, (1, 2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 2)])
+def test_copies_of_shards_on_three_axes(ranks: Ranks, shape: tuple[int, int, int]) -> None:
+    ranks(shape[0] * shape[1] * shape[2], body_others, shape)
