@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as peer
+from torch.utils.checkpoint import checkpoint
 
 from data_parallel import tensor_parallel_samples as samples
 from meshwright.comm import Recorder, observe
@@ -18,6 +19,7 @@ from meshwright.data_parallel import DistributedDataParallel, MixedPrecision, re
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 AXES = ("replicate", "tensor")
@@ -185,6 +187,69 @@ def body_others() -> None:
     samples.loss_of(reference, *samples.batch(7)).backward()
     samples.train(model, reference, sgd, place(mesh), steps=3)
 
+    # Ranks of one replica have run out of batches together; then in another dtype.
+    model, reference = samples.cut(one, mesh["tensor"]), copy.deepcopy(one)
+    replicate(model, device_mesh=mesh["replicate"])
+    rows = [samples.batch(step, rows=2) for step in range(3)]
+    mine = [rows[0], rows[2]] if index == 0 else [rows[1]]
+    with model.join():
+        for given in mine:
+            model.zero_grad()
+            samples.loss_of(model, *given).backward()
+    if index == 0:  # half of what the only batch gives: the other replica had none
+        (samples.loss_of(reference, *rows[2]) / 2).backward()
+        samples.same(model, reference)
+    model.float()
+    reference.float().zero_grad()
+    model.zero_grad()
+    given = samples.batch(4)
+    samples.loss_of(model, *samples.share(given, index, count)).backward()
+    samples.loss_of(reference, *given).backward()
+    assert model.words.weight.grad.dtype == torch.float32
+    samples.same(model, reference, tolerance=1e-5)
+
 
 def test_others(ranks: Ranks) -> None:
     ranks(4, body_others)
+
+
+# ------------------------------------------------------------------------------- seed 002
+
+
+class SeedNet(nn.Module):
+    """As in the test of replicated tensor parallelism."""
+
+    def __init__(self, width: int, checkpoint: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3, self.fc4 = (nn.Linear(width, width) for _ in range(4))
+        self.use_checkpoint = checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.fc1, x, use_reentrant=False) if self.use_checkpoint else self.fc1(x)
+        return self.fc4(self.fc3(self.fc2(x)))
+
+
+def body_seed() -> None:
+    mesh_2d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for uses_checkpoint in (False, True):
+        torch.manual_seed(0)
+        one = SeedNet(50, uses_checkpoint).double()
+        plan = {
+            "fc1": ColwiseParallel(),
+            "fc2": RowwiseParallel(),
+            "fc3": ColwiseParallel(),
+            "fc4": RowwiseParallel(),
+        }
+        model = parallelize_module(copy.deepcopy(one), mesh_2d["tp"], plan)
+        model = replicate(model, device_mesh=mesh_2d["dp"])
+        data = torch.randn(2, 50, dtype=torch.float64)
+        row = mesh_2d.get_local_rank("dp")
+        for _ in range(2):
+            model(data[row : row + 1]).sum().backward()
+            (one(data).sum() / 2).backward()
+            assert len(list(model.parameters())) == 8
+            samples.same(model, one)
+
+
+def test_seed_of_replicated_tensor_parallelism(ranks: Ranks) -> None:
+    ranks(4, body_seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from data_parallel import tensor_parallel_samples as samples
 from meshwright.comm import Recorder, observe
-from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard
+from meshwright.data_parallel import MixedPrecisionPolicy, flat_groups, fully_shard
+from meshwright.errors import LayoutError
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
@@ -130,6 +132,15 @@ def body_steps() -> None:
     ]
     samples.loss_of(one, *samples.batch(3)).backward()
     samples.same(model, one)
+
+    # The norm of flat shards: of one kind, and of several, which one line cannot say.
+    with pytest.raises(LayoutError, match="holds some that tensor parallelism has cut"):
+        clip_grad_norm_(flat_groups(model), 0.5)
+    layer = fully_shard(nn.Linear(4, 3).double(), mesh=mesh["shard"])
+    flats = flat_groups(layer)
+    layer(torch.full((2, 4), index + 1.0, dtype=torch.float64)).square().sum().backward()
+    norm = clip_grad_norm_(layer, math.inf)
+    torch.testing.assert_close(clip_grad_norm_(flats, math.inf), norm, rtol=1e-12, atol=1e-12)
 
     # In another dtype; the sum of partial gradients too.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)

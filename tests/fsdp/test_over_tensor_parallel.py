@@ -166,7 +166,8 @@ def body_others(shape: tuple[int, int, int]) -> None:
         steps(model, one, (adam(model), adam(one)), place(mesh), 2)
     sums = {c.axis for c in recorder.collectives if c.label.startswith(("reduce", "unshard"))}
     assert sums <= {"shard"}
-    assert {c.axis for c in recorder.collectives} <= {"replicate", "shard", "tensor"}
+    others = {c.axis for c in recorder.collectives if c.label != "gradient norm"}
+    assert others <= {"replicate", "shard", "tensor"}
 
     one = samples.net()
     strategy = ShardingStrategy.NO_SHARD

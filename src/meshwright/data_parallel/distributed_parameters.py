@@ -26,6 +26,7 @@ from meshwright.comm.dtensor import (
     AtRest,
     dtensor_like,
     is_dtensor,
+    is_replicated,
     known_at_rest,
     local_gradient,
     local_leaf,
@@ -33,6 +34,7 @@ from meshwright.comm.dtensor import (
     mesh_communicators,
     take_over,
 )
+from meshwright.comm.spread import refuse_spread, spread_over
 
 __all__ = [
     "LocalComputation",
@@ -41,7 +43,9 @@ __all__ = [
     "ReducedLeaves",
     "check_axes",
     "computing",
+    "cut_axes",
     "local_parameters",
+    "mark_spread",
 ]
 
 MARK = "_tensor_parallel"
@@ -122,6 +126,35 @@ def check_axes(name: str, known: AtRest, communicator: Communicator) -> None:
                 f"{communicator.axis!r}: a mean over them would mix gradients of other parts. "
                 'Pass the data axes of the mesh alone, for example mesh["replicate"]'
             )
+
+
+def cut_axes(outer: AtRest | None, shard: Communicator | None) -> tuple[Communicator, ...]:
+    """Over which axes elements lie spread of what ``shard`` cuts, and was a DTensor before."""
+    own = () if shard is None else (shard,)
+    if outer is None:
+        return own
+    axes = zip(mesh_communicators(outer.mesh), outer.placements, strict=True)
+    return (*own, *(axis for axis, placement in axes if not is_replicated(placement)))
+
+
+def mark_spread(
+    line: nn.Parameter, outers: Sequence[AtRest | None], shard: Communicator | None, name: str
+) -> None:
+    """Let sums over all parameters, as of the gradient norm, know what other ranks hold of one.
+
+    ``line`` holds parts of the tensors that were ``outers``. Where they lie spread in several ways
+    such a sum is refused; ``name`` is that of the first.
+    """
+    cuts = {cut_axes(outer, shard) for outer in outers}
+    if len(cuts) > 1:
+        refuse_spread(
+            line,
+            f"the flat parameter of {name!r} and {len(outers) - 1} more holds some that tensor "
+            "parallelism has cut and some that it replicates: take the norm of the parameters "
+            "themselves, or by clip_grad_norm_ of the FullyShardedDataParallel",
+        )
+    else:
+        spread_over(line, cuts.pop())
 
 
 class _Lent:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
+from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
@@ -77,6 +78,8 @@ class ExposedTensors:
         found = self._flat.get(group)
         if found is None:
             found = self._flat[group] = nn.Parameter(group.buffer.shard)
+            outers = [slot.outer for slot in group.slots]
+            mark_spread(found, outers, group.axes.shard, group.slots[0].name)
         return found
 
     def forget_places(self) -> None:

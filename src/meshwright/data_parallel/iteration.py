@@ -306,7 +306,7 @@ class Iteration:
         if self.announce is not None:
             self.announce()
         groups = [group for unit in units for group in unit.trainable_groups]
-        sum_parts([part for group in groups for part in group.partial_means()])
+        sum_parts([m for group in groups if group.partial_sums for m in group.partial_means()])
         on_axes: dict[DataAxes, list[ParameterGroup]] = {}
         for group in groups:
             on_axes.setdefault(group.axes, []).append(group)

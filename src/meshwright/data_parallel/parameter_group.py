@@ -135,11 +135,12 @@ class ParameterGroup:
             [None if slot.local is not None else local_of(slot.original) for slot in slots]
         )
         self._has_outer = any(slot.outer and not slot.computes.is_local for slot in slots)
-        self._partial_sums = [
+        self.partial_sums = [
             (index, add)
             for index, slot in enumerate(slots)
             if (add := slot.computes.partial) is not None
         ]
+        """By their index, parameters whose gradients are parts of sums over other axes."""
         for index, slot in enumerate(slots):
             if slot.local is not None:
                 self.buffer.local(index).copy_(slot.local)
@@ -242,8 +243,8 @@ class ParameterGroup:
         buffer, axes = self.buffer, self.axes
         if not buffer.has_gradient:
             buffer.take(self._nothing)
-        if self._partial_sums and isinstance(buffer.layout, FlatLayout):
-            sum_parts(summands_of(self._partial_sums, buffer.gradients[0]))
+        if self.partial_sums and isinstance(buffer.layout, FlatLayout):
+            sum_parts(summands_of(self.partial_sums, buffer.gradients[0]))
         if settings.is_watched:
             self.non_finite = self._find_non_finite()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
@@ -365,7 +366,7 @@ class ParameterGroup:
         mean, layout = self.mean, self.buffer.layout
         if mean is None or isinstance(layout, FlatLayout):
             return []
-        starts = [(add, layout.offsets[i], self.buffer.local(i)) for i, add in self._partial_sums]
+        starts = [(add, layout.offsets[i], self.buffer.local(i)) for i, add in self.partial_sums]
         return [(add, mean[start : start + own.numel()]) for add, start, own in starts]
 
     def _wait(self) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.comm.spread import refuse_spread, spread_over
+from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
-from meshwright.fsdp.tensor_axes import cut_axes
 from meshwright.layout import FlatLayout, Piece
 
 __all__ = [
@@ -360,21 +359,11 @@ def gradients_by_axes(
 
 def _cuts(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
     """Over which axes the elements of ``slots`` lie spread."""
-    return {cut_axes(slot.outer, group.axes) for slot in slots}
+    return {cut_axes(slot.outer, group.axes.shard) for slot in slots}
 
 
 def _mark(parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot]) -> None:
-    """Let sums over all parameters, as of the gradient norm, know what other ranks hold of it."""
-    cuts = _cuts(group, slots)
-    if len(cuts) > 1:
-        refuse_spread(
-            parameter,
-            f"the flat parameter of {slots[0].name!r} and {len(slots) - 1} more holds some that "
-            "tensor parallelism has cut and some that it replicates: call clip_grad_norm_ of the "
-            "FullyShardedDataParallel, or set use_orig_params=True",
-        )
-    else:
-        spread_over(parameter, cuts.pop())
+    mark_spread(parameter, [slot.outer for slot in slots], group.axes.shard, slots[0].name)
 
 
 def _give_gradient(

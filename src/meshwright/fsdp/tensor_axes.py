@@ -16,20 +16,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
 from meshwright.comm.dtensor import (
     AtRest,
     concatenated_mesh,
     cut_once_more,
     dtensor_at_rest,
-    is_replicated,
     known_at_rest,
     local_box,
     local_of,
-    mesh_communicators,
 )
 from meshwright.comm.whole import whole
-from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
 from meshwright.data_parallel.placement import even_dim
 from meshwright.data_parallel.unit import Slot
@@ -37,7 +33,7 @@ from meshwright.errors import LayoutError
 from meshwright.fsdp.groups import Groups
 from meshwright.layout import Placement, Replicate, Shard, chunk
 
-__all__ = ["cut_axes", "on_all_axes", "part_of", "take_part", "whole_of", "whole_shape"]
+__all__ = ["on_all_axes", "part_of", "take_part", "whole_of", "whole_shape"]
 
 
 def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:
@@ -61,15 +57,6 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
         local_of(slot.original).detach(), requires_grad=slot.original.requires_grad
     )
     slot.show(slot.original)
-
-
-def cut_axes(outer: AtRest | None, data: DataAxes) -> tuple[Communicator, ...]:
-    """Over which axes elements of the parameter lie spread."""
-    own = () if data.shard is None else (data.shard,)
-    if outer is None:
-        return own
-    axes = zip(mesh_communicators(outer.mesh), outer.placements, strict=True)
-    return (*own, *(axis for axis, placement in axes if not is_replicated(placement)))
 
 
 def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:

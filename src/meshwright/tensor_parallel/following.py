@@ -13,6 +13,7 @@ Later forwards are not followed and cost nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -111,7 +112,8 @@ def follow_first_forward(module: nn.Module) -> None:
             mode.__enter__()
 
     def end(module: nn.Module, inputs: object, output: object) -> None:
-        _remove(module._forward_hooks, end)
+        if sys.exc_info()[0] is None:  # else torch is going through the hooks themselves
+            _remove(module._forward_hooks, end)
         if mode in torch.overrides._get_current_function_mode_stack():
             mode.__exit__(None, None, None)
 

@@ -188,18 +188,21 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
-        parameters = []
+        parameters: list[tuple[str, str, PartialGradient]] = []
         for path, owner in module.named_modules():
-            for key, parameter in owner._parameters.items():
-                if parameter is None:
-                    continue
-                add = PartialGradient(site.axis)
+            keys = [key for key, parameter in owner._parameters.items() if parameter is not None]
+            own = tuple(("", key, PartialGradient(site.axis)) for key in keys)
+            for key in keys:
                 distribute(owner, key, Replicate(), site, self.src_data_rank, is_partial=True)
-                parameters.append((path, key, add))
+            parameters += [(path, key, add) for _, key, add in own]
+            # Data parallelism may be asked for a module inside alone.
+            vars(owner)["_tensor_parallel"] = Sequence(
+                site, self.sequence_dim, self.use_local_output, own
+            )
         settings = Sequence(site, self.sequence_dim, self.use_local_output, tuple(parameters))
         vars(module)["_tensor_parallel"] = settings
-        own = type(module)
-        module.__class__ = type(own.__name__, (SequencePart, own), {"__module__": own.__module__})
+        cls = type(module)
+        module.__class__ = type(cls.__name__, (SequencePart, cls), {"__module__": cls.__module__})
         return module
 
     def __repr__(self) -> str:
