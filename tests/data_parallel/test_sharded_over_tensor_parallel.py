@@ -71,7 +71,7 @@ def even(width: int = 8) -> nn.Module:
 # ------------------------------------------------------------------------------- training
 
 
-def body_training() -> None:
+def body_training(steps: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for sequence, optimizer, options in [
         (True, adamw, {}),
@@ -82,14 +82,15 @@ def body_training() -> None:
         names = [name for name, _ in model.named_parameters()]
         sharded(model, mesh["shard"], **options)
         clip = torchs_clip if sequence else partial(clip_grad_norm_, max_norm=0.5)
-        samples.train(model, one, optimizer, place(mesh), clip=clip)
+        samples.train(model, one, optimizer, place(mesh), steps=steps, clip=clip)
         assert [name for name, _ in model.named_parameters()] == names
         assert str(model.words.weight.placements) == STRIDED
         assert model.idle.weight.grad is None
 
 
-def test_sharded_cut_modules_train_as_one_process(ranks: Ranks) -> None:
-    ranks(4, body_training)
+@pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_sharded_cut_modules_train_as_one_process(ranks: Ranks, steps: int) -> None:
+    ranks(4, body_training, steps)
 
 
 # ----------------------------------------------------------------------- what a step does
@@ -178,6 +179,7 @@ def body_hybrid(shape: tuple[int, int, int]) -> None:
             assert collective.axis == "shard", collective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
 def test_hybrid(ranks: Ranks, shape: tuple[int, int, int]) -> None:
     ranks(4, body_hybrid, shape)
