@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm import communicator
 from meshwright.comm.whole import whole
 from meshwright.data_parallel import fully_shard, replicate
-from meshwright.randomness import Draws, RandomOperators, replace_dropout
+from meshwright.mesh import init_device_mesh
+from meshwright.randomness import DimPart, Draws, RandomOperators, replace_dropout
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 BATCH, STEPS = 12, 3
@@ -68,6 +70,44 @@ def body(kind: Literal["replicate", "shard"]) -> list[dict[str, torch.Tensor]]:
         return fully_shard(model)
 
     return [weights_after(strategy, axis.size, axis.rank, n) for n in (1, 3)]
+
+
+def gradients_of_mlp(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Of two layers that are cut by columns and by rows where there are several ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 6), nn.Dropout(0.5)
+    ).double()
+    data = torch.randn(3, 5, 6, dtype=torch.float64)
+    draws = Draws(seed=7)
+    replace_dropout(model, draws)
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+        # The first dropout sees a part of the hidden dim; the second sees what all ranks hold.
+        model[2].parts = (DimPart(dim=-1, index=rank, parts=ranks),)
+    torch.manual_seed(100 + rank)
+    with draws.microbatch(0, range(3)):
+        model(data).square().sum().backward()
+    return {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def body_tensor() -> dict[str, torch.Tensor]:
+    axis = communicator()
+    return gradients_of_mlp(axis.rank, axis.size)
+
+
+def test_parts_of_a_hidden_dim_drop_what_one_process_drops(ranks: Ranks) -> None:
+    expected = gradients_of_mlp(0, 1)
+    assert len(expected) == 4
+    for found in ranks(2, body_tensor):
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
