@@ -453,6 +453,12 @@ class Communicator:
                     f"axis {self.axis} communicates on {self.device}, found a tensor on "
                     f"{tensor.device}: move it there first"
                 )
+            if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
+                # A DTensor has no memory of its own that could be sent.
+                raise ValueError(
+                    f"axis {self.axis}: expected a plain tensor, found a DTensor of shape "
+                    f"{tuple(tensor.shape)}: pass its local tensor, or redistribute it"
+                )
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"axis {self.axis}: expected a contiguous tensor, found shape "

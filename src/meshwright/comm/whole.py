@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,26 +61,31 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     rest = at_rest(tensor)
-    found = rest.local
+    cutting = [n for n, placement in enumerate(rest.placements) if not is_replicated(placement)]
+    sizes = [rest.mesh.size(number) for number in cutting]
+    here = rest.mesh.get_coordinate()
+    if here is None:
+        raise LayoutError(f"{label}: this rank is not on {rest.mesh}, which holds the tensor")
+    places = [
+        _ranges(rest, [*_replaced(here, dict(zip(cutting, indices, strict=True)))], label)
+        for indices in itertools.product(*map(range, sizes))
+    ]
+    # Parts may differ in size; all travel in the largest.
+    room = max(math.prod(map(_length, ranges)) for ranges in places)
+    everyone = rest.local.new_zeros(room)
+    everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
     axes = mesh_communicators(rest.mesh)
-    # The last axis cut what the ones before had cut, so it is put together first.
-    for number in reversed(range(len(axes))):
-        placement, axis = rest.placements[number], axes[number]
-        if not isinstance(placement, TorchShard):
-            continue
-        shape = list(rest.shape)
-        dim = placement.dim
-        others = [p for p in rest.placements[:number] if isinstance(p, TorchShard) and p.dim == dim]
-        if others:
-            raise LayoutError(f"dim {dim} is sharded over more than one axis: {rest.placements}")
-        rows = -(-shape[dim] // axis.size)
-        padded = found.movedim(dim, 0)
-        mine = padded.new_zeros((rows, *padded.shape[1:]))
-        mine[: padded.shape[0]].copy_(padded)
-        everyone = mine.new_empty((axis.size * rows, *mine.shape[1:]))
-        axis.all_gather(everyone, mine, label=label).wait()
-        found = everyone[: shape[dim]].movedim(0, dim)
-    return found.contiguous()
+    for number in reversed(cutting):
+        gathered = everyone.new_empty(axes[number].size * everyone.numel())
+        axes[number].all_gather(gathered, everyone, label=label).wait()
+        everyone = gathered
+    found = rest.local.new_empty(rest.shape)
+    for ranges, part in zip(places, everyone.split(room), strict=True):
+        shape = [_length(each) for each in ranges]
+        local = part[: math.prod(shape)].view(shape)
+        for box, memory in _boxes(ranges, local):
+            found[box.slices()] = memory
+    return found
 
 
 @torch.no_grad()
@@ -115,11 +122,17 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 def _boxes_in(local: torch.Tensor, rest: AtRest, name: str) -> list[tuple[Box, torch.Tensor]]:
     """As `held_boxes`, for a ``local`` tensor that is laid out as that of ``rest``."""
-    # Per dim: the ranges of the whole that follow each other in the local tensor.
-    ranges = [[(0, size)] for size in rest.shape]
     coordinate = rest.mesh.get_coordinate()
-    if coordinate is None:
-        return []
+    return [] if coordinate is None else _boxes(_ranges(rest, coordinate, name), local)
+
+
+_Ranges = list[tuple[int, int]]
+"""(first row, rows) of the whole along one dim, in the order in which a local tensor has them."""
+
+
+def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]:
+    """For each dim, what the rank at ``coordinate`` of the mesh holds."""
+    found = [[(0, size)] for size in rest.shape]
     for size, index, placement in zip(
         rest.mesh.mesh.shape, coordinate, rest.placements, strict=True
     ):
@@ -137,9 +150,13 @@ def _boxes_in(local: torch.Tensor, rest: AtRest, name: str) -> list[tuple[Box, t
                 "whole values, not summands"
             )
         dim = placement.dim
-        rows = sum(length for _, length in ranges[dim])
-        cuts = [chunk(rows, pieces, number) for number in every]
-        ranges[dim] = [part for cut in cuts for part in _narrowed(ranges[dim], *cut)]
+        cuts = [chunk(_length(found[dim]), pieces, number) for number in every]
+        found[dim] = [part for cut in cuts for part in _narrowed(found[dim], *cut)]
+    return found
+
+
+def _boxes(ranges: Sequence[_Ranges], local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of ``ranges``, each with its memory in ``local``."""
     found: list[tuple[Box, torch.Tensor]] = []
     starts = [list(itertools.accumulate((n for _, n in held), initial=0)) for held in ranges]
     for numbers in itertools.product(*(range(len(held)) for held in ranges)):
@@ -150,9 +167,18 @@ def _boxes_in(local: torch.Tensor, rest: AtRest, name: str) -> list[tuple[Box, t
     return found
 
 
-def _narrowed(ranges: list[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
+def _length(ranges: _Ranges) -> int:
+    return sum(rows for _, rows in ranges)
+
+
+def _replaced(coordinate: Sequence[int], others: Mapping[int, int]) -> Iterator[int]:
+    for number, index in enumerate(coordinate):
+        yield others.get(number, index)
+
+
+def _narrowed(ranges: _Ranges, start: int, count: int) -> _Ranges:
     """``count`` rows from row ``start`` on of ``ranges`` of (first row, rows) laid end to end."""
-    found: list[tuple[int, int]] = []
+    found: _Ranges = []
     for first, rows in ranges:
         skipped = min(start, rows)
         taken = min(rows - skipped, count)

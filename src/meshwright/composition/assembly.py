@@ -7,7 +7,7 @@ the optimizer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import comm
-from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import mesh_communicators, mesh_over
+from meshwright.comm.dtensor import mesh_communicators
+from meshwright.composition.checks import check_model, recomputed
 from meshwright.composition.data_layout import DataLayout, ReplicatedLayout, ShardedLayout
-from meshwright.composition.pipelined import SCHEDULES, PipelinedTrainable
+from meshwright.composition.peers import Peers
+from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
-from meshwright.composition.stages import CutModel, chunks_of, cut_model
+from meshwright.composition.stages import CutModel, cut_model
+from meshwright.composition.tensor_check import WholeRun
+from meshwright.composition.tensor_rules import STYLES, styles_of
 from meshwright.composition.trainable import Loss, Trainable
 from meshwright.data_parallel import (
     ReductionSettings,
     ReplicateOptions,
-    batch_norms,
     replicate,
     synchronise_batch_norm,
 )
@@ -37,16 +39,13 @@ from meshwright.data_parallel.driver import driver_of
 from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
-from meshwright.errors import PlanError
-from meshwright.pipelining import PipelineScheduleSingle, PipelineStage, build_stage
+from meshwright.errors import InternalError, PlanError
+from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.plan import Plan, match_names
-from meshwright.schedule.builders import build, stage_ranks
-from meshwright.settings import Problem
+from meshwright.schedule.builders import stage_ranks
+from meshwright.tensor_parallel import parallelize_module
 
 __all__ = ["check_model", "parallelize"]
-
-AUTOCAST = ("bfloat16", "float16")
-"""The dtypes that torch can compute in while parameters have another."""
 
 
 def parallelize(
@@ -76,40 +75,77 @@ def parallelize(
     ... )
     >>> trainable.step(inputs, targets).loss
     """
-    axis = comm.connect() if group is None else comm.communicator(group, "replicate")
-    check_model(model, plan, axis.size)
+    everyone = comm.connect() if group is None else comm.communicator(group, "replicate")
+    check_model(model, plan, everyone.size)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError("the model is on the meta device: build it on a device")
+    _check_example(plan, example)
+    peers = Peers.of(plan, everyone)
     if plan.axes.size("pipeline") > 1:
-        return _pipelined(model, plan, optimizer, loss, example, axis)
-    _place(model, plan, axis)
+        return _pipelined(model, plan, optimizer, loss, example or (), peers)
+    _place(model, plan, everyone)
+    if plan.axes.size("tensor") > 1:
+        _equalise(model, everyone)
+        whole = WholeRun(model, _moved(example or (), everyone), peers.tensor)
+        _cut(model, styles_of(model, plan), peers)
+        whole.compare(model)
     if plan.train.batch_norm == "sync":
-        synchronise_batch_norm(model, axis)
+        synchronise_batch_norm(model, peers.data)
     _recompute(model, plan)
     if plan.axes.size("shard") > 1:
-        _equalise(model, axis)
-        layout: DataLayout = _sharded(model, plan, axis, axis)
+        if plan.axes.size("tensor") == 1:
+            _equalise(model, everyone)
+        layout: DataLayout = _sharded(model, plan, peers)
     else:
-        layout = _replicated(model, plan, axis)
+        layout = _replicated(model, plan, peers)
     return Trainable(
         model,
         plan,
+        peers=peers,
         layout=layout,
         optimizer=None if optimizer is None else optimizer(model.parameters()),
         loss=loss,
     )
 
 
-def _replicated(model: nn.Module, plan: Plan, axis: Communicator) -> ReplicatedLayout:
+def _check_example(plan: Plan, example: tuple[Any, ...] | None) -> None:
+    for axis, why in (
+        ("pipeline", "needs to see how the model runs"),
+        ("tensor", "is checked against the whole model"),
+    ):
+        if plan.axes.size(axis) > 1 and example is None:
+            raise PlanError(
+                f"axis {axis} {why}: give parallelize example=(inputs,), as one small batch has "
+                "them"
+            )
+
+
+def _cut(model: nn.Module, styles: Mapping[str, str], peers: Peers) -> None:
+    """Cut the modules that ``styles`` name over the ranks of axis tensor, in place."""
+    mesh = peers.mesh_of("tensor")
+    try:
+        # All ranks have equal parameters by now, so each keeps its part of its own.
+        parallelize_module(
+            model,
+            mesh,
+            {name: STYLES[style]() for name, style in styles.items()},
+            src_data_rank=None,
+        )
+    except ValueError as error:
+        raise PlanError(f"[tensor] rules: {error}") from error
+
+
+def _replicated(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
     options = ReplicateOptions(
-        process_group=axis.group,
+        process_group=peers.data.group,
         axis="replicate",
         # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
         broadcast_buffers=False,
         reduction=_reduction(plan),
     )
     replicate.apply(model, options)
-    return ReplicatedLayout(replicate.state(model).replica)
+    is_cut = plan.axes.size("tensor") > 1
+    return ReplicatedLayout(replicate.state(model).replica, model, is_cut=is_cut)
 
 
 def _equalise(model: nn.Module, everyone: Communicator) -> None:
@@ -119,13 +155,11 @@ def _equalise(model: nn.Module, everyone: Communicator) -> None:
     broadcast_tensors(everyone, tensors, label="broadcast parameters")
 
 
-def _sharded(
-    model: nn.Module, plan: Plan, everyone: Communicator, data: Communicator
-) -> ShardedLayout:
-    """Shard a module that is equal on the ranks of ``data``, unit by unit."""
-    # What is cut last lies innermost, whatever the order of the ranks.
-    names = [name for name in ("replicate", "shard") if plan.axes.size(name) > 1]
-    mesh = mesh_over(everyone, plan.axes, names)
+def _sharded(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
+    """Shard a module that is equal on the ranks that hold it, unit by unit."""
+    mesh = peers.mesh_of("replicate", "shard")
+    if mesh is None:
+        raise InternalError("a plan with axis shard has no mesh of it")
     reduce = plan.precision.reduce
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -143,8 +177,8 @@ def _sharded(
         for part in model.modules()
         if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
     ]
-    communicators = dict(zip(names, mesh_communicators(mesh), strict=True))
-    return ShardedLayout(model, units, data, communicators)
+    communicators = {each.axis: each for each in mesh_communicators(mesh)}
+    return ShardedLayout(model, units, peers.data, communicators)
 
 
 def _pipelined(
@@ -152,25 +186,26 @@ def _pipelined(
     plan: Plan,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     loss: Loss,
-    example: tuple[Any, ...] | None,
-    everyone: Communicator,
+    example: tuple[Any, ...],
+    peers: Peers,
 ) -> Trainable:
-    """Cut a copy of the model into stages, and lay this rank's stages out over the data axes."""
-    if example is None:
-        raise PlanError(
-            "axis pipeline needs to see how the model runs: give parallelize example=(inputs,), "
-            "as one small batch has them"
-        )
+    """Cut a copy of the model into stages, and lay this rank's stages out over the other axes."""
+    everyone, pipeline = peers.everyone, peers.pipeline
     model = copy.deepcopy(model)
     _place(model, plan, everyone)
     _equalise(model, everyone)
     names = list(model.state_dict())
-    numbers = {name: plan.axes.peers(everyone.rank, name) for name in ("pipeline", "replicate")}
-    together = plan.axes.peers(everyone.rank, DATA_AXES)
-    pipeline = _peers(everyone, numbers["pipeline"], "pipeline")
-    data = _peers(everyone, together, "replicate" if together == numbers["replicate"] else "data")
-    example = tree_map(partial(_on, everyone.device), example)
-    found = cut_model(model, plan.pipeline, pipeline.size, example)
+    example = _moved(example, everyone)
+    styles = styles_of(model, plan) if plan.axes.size("tensor") > 1 else {}
+    if styles:
+        trial = copy.deepcopy(model)
+        whole = WholeRun(model, example, peers.tensor)
+        _cut(trial, styles, peers)
+        whole.compare(trial)
+        del whole, trial
+    found = cut_model(
+        model, plan.pipeline, pipeline.size, example, styles=styles, tensor=peers.tensor.size
+    )
     _check_traced(plan, found)
     count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
@@ -180,23 +215,25 @@ def _pipelined(
     stages: list[PipelineStage] = []
     for stage in mine:
         module = found.modules[stage]
+        here = {name for name, _ in module.named_modules()}
+        _cut(module, {name: style for name, style in styles.items() if name in here}, peers)
         if plan.train.batch_norm == "sync":
-            synchronise_batch_norm(module, data)
+            synchronise_batch_norm(module, peers.data)
         _recompute(module, plan)
-        layouts.append(_stage_layout(module, plan, everyone, data))
+        layouts.append(_stage_layout(module, plan, peers))
         stages.append(_stage(found, stage, everyone.device, pipeline))
     modules = StageModules([found.modules[stage] for stage in mine])
     copies = _copies(found)
     layout = PipelinedLayout(
         layouts,
         [found.modules[stage] for stage in mine],
-        everyone,
-        pipeline,
+        peers,
         lambda parameter: id(parameter) not in copies,
     )
     return PipelinedTrainable(
         modules,
         plan,
+        peers=peers,
         layout=layout,
         stages=stages,
         names=names,
@@ -216,14 +253,12 @@ def _stage(
     return PipelineStage(module, index, count, device, group=group, ties=found.ties)
 
 
-def _stage_layout(
-    module: nn.Module, plan: Plan, everyone: Communicator, data: Communicator
-) -> DataLayout:
+def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
     if plan.axes.size("shard") > 1:
-        return _sharded(module, plan, everyone, data)
-    if data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
-        return _replicated(module, plan, data)
-    return LoneLayout(module, data)
+        return _sharded(module, plan, peers)
+    if peers.data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
+        return _replicated(module, plan, peers)
+    return LoneLayout(module, peers.everyone.rank)
 
 
 def _copies(found: CutModel) -> frozenset[int]:
@@ -255,8 +290,9 @@ def _check_traced(plan: Plan, found: CutModel) -> None:
         )
 
 
-def _peers(everyone: Communicator, numbers: Sequence[int], axis: str) -> Communicator:
-    return comm.peers(everyone, [everyone.ranks[number] for number in numbers], axis)
+def _moved(example: tuple[Any, ...], everyone: Communicator) -> tuple[Any, ...]:
+    """``example`` on the device of the ranks."""
+    return tree_map(partial(_on, everyone.device), example)
 
 
 def _on(device: torch.device, value: object) -> object:
@@ -298,103 +334,6 @@ def _reduction(plan: Plan) -> ReductionSettings:
     )
 
 
-# ------------------------------------------------------------------------------------ checks
-
-
-def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
-    """Raise one PlanError with all that ``plan``, ``model`` and the number of ranks contradict.
-
-    It needs no rank and no data: the model may be on the meta device.
-    """
-    problems: list[str] = []
-    names = [name for name, _ in model.named_modules()]
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    try:
-        plan.check(ranks, shapes, modules=names)
-    except PlanError as error:
-        problems.extend(error.problems)
-    ours = [
-        *_axis_problems(plan),
-        *_pipeline_problems(plan),
-        *_train_problems(model, plan),
-        *_precision_problems(plan),
-    ]
-    if ours:
-        problems.extend(plan.origin.error(ours).problems)
-    if problems:
-        raise PlanError(problems, plan.origin.source)
-
-
-def _axis_problems(plan: Plan) -> Iterator[Problem]:
-    for name in plan.axes.names:
-        if name not in (*DATA_AXES, "pipeline") and plan.axes.size(name) > 1:
-            yield Problem(
-                ("axes", name),
-                f"axis {name} = {plan.axes.size(name)} is not available in this version: only "
-                "pipeline, replicate and shard may be larger than 1",
-            )
-
-
-def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
-    ranks, pipeline = plan.axes.size("pipeline"), plan.pipeline
-    if ranks == 1:
-        return
-    try:
-        chunks = chunks_of(pipeline, ranks)
-        if issubclass(SCHEDULES[pipeline.schedule], PipelineScheduleSingle) and chunks > 1:
-            raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
-        build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
-    except PlanError as error:
-        yield Problem(("pipeline", "split"), str(error))
-    except ValueError as error:
-        yield Problem(("pipeline", "microbatches"), f"[pipeline] {error}")
-
-
-def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    train = plan.train
-    if train.compile:
-        yield Problem(
-            ("train", "compile"),
-            "compile = true is not available in this version: remove it",
-        )
-    normalised = list(batch_norms(model))
-    is_cut = plan.data_size > 1 or plan.pipeline.microbatches > 1
-    if normalised and train.batch_norm is None and is_cut:
-        yield Problem(
-            ("train", "batch_norm"),
-            f"the model has BatchNorm ({normalised[0]!r}): say in [train] whether its statistics "
-            'are those of each rank\'s share, batch_norm = "local", or of all ranks, "sync"',
-        )
-    if not normalised and train.batch_norm is not None:
-        yield Problem(
-            ("train", "batch_norm"),
-            f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
-        )
-    again = [name for name in _recomputed(model, plan) if batch_norms(model.get_submodule(name))]
-    if again:
-        yield Problem(
-            ("train", "recompute"),
-            f"recompute matches {again[0]!r}, which has BatchNorm: its running statistics would "
-            "move twice a step; leave it out",
-        )
-
-
-def _precision_problems(plan: Plan) -> Iterator[Problem]:
-    precision = plan.precision
-    if precision.is_mixed and precision.compute not in AUTOCAST:
-        yield Problem(
-            ("precision", "compute"),
-            f"compute = {precision.compute!r} differs from parameters = "
-            f"{precision.parameters!r}: only {' and '.join(AUTOCAST)} can differ",
-        )
-    if precision.optimizer not in (None, precision.parameters):
-        yield Problem(
-            ("precision", "optimizer"),
-            f"optimizer = {precision.optimizer!r} needs a second copy of the parameters, which is "
-            "not available in this version: remove it",
-        )
-
-
 # ----------------------------------------------------------------------------------- actions
 
 
@@ -405,16 +344,9 @@ def _place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
         model.to(getattr(torch, plan.precision.parameters))
 
 
-def _recomputed(model: nn.Module, plan: Plan) -> list[str]:
-    """Names of the modules whose activations are computed again, each once."""
-    names = [name for name, _ in model.named_modules()]
-    matches = [match_names(pattern, names) for pattern in plan.train.recompute]
-    return list(dict.fromkeys(name for found in matches for name in found))
-
-
 def _recompute(model: nn.Module, plan: Plan) -> None:
     """Compute the activations of the matching modules again in the backward pass."""
-    for name in _recomputed(model, plan):
+    for name in recomputed(model, plan):
         module = model.get_submodule(name)
         # An attribute of the instance: names, state dict and class stay as they are.
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -25,8 +25,6 @@ class DataLayout(Protocol):
 
     communicators: Mapping[str, Communicator]
     """By the name of their axis."""
-    everyone: Communicator
-    """All ranks that read different shares of a batch."""
     buffers: Sequence[torch.Tensor]
     """Those of the module, which follow rank 0."""
 
@@ -59,9 +57,11 @@ class DataLayout(Protocol):
 class ReplicatedLayout:
     """Every rank holds the whole model."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, module: nn.Module, *, is_cut: bool) -> None:
+        """``is_cut`` says that parameters of ``module`` are cut over ranks of axis tensor."""
         self._replica = replica
-        self.everyone = replica.communicator
+        self._module = module
+        self._is_cut = is_cut
         self.communicators: Mapping[str, Communicator] = {"replicate": replica.communicator}
         self.buffers: Sequence[torch.Tensor] = replica.buffers
 
@@ -80,6 +80,8 @@ class ReplicatedLayout:
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`."""
+        if self._is_cut:
+            return group_by_spread(self._module.parameters())
         return [SpreadGradients(gradients=self._replica.reducer.gradients())]
 
     def synchronise_buffers(self) -> None:
@@ -98,12 +100,13 @@ class ShardedLayout:
         self,
         module: nn.Module,
         units: Sequence[Unit],
-        everyone: Communicator,
+        data: Communicator,
         communicators: Mapping[str, Communicator],
     ) -> None:
+        """``data`` are the ranks that read different shares of a batch."""
         self._module = module
         self._units = tuple(units)
-        self.everyone = everyone
+        self._data = data
         self.communicators = communicators
         self.buffers: Sequence[torch.Tensor] = tuple(module.buffers())
         for unit in units:
@@ -131,8 +134,8 @@ class ShardedLayout:
 
     def synchronise_buffers(self) -> None:
         """See `DataLayout`."""
-        broadcast_tensors(self.everyone, self.buffers, label="broadcast buffers")
+        broadcast_tensors(self._data, self.buffers, label="broadcast buffers")
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
-        return describe_sharded(plan, self._units, self.everyone, has_buffers=bool(self.buffers))
+        return describe_sharded(plan, self._units, self._data, has_buffers=bool(self.buffers))

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -17,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import phase
 from meshwright.comm.whole import part_like
 from meshwright.composition.named_optimizer import named_state
+from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined_layout import (
     PipelinedLayout,
     StageModules,
@@ -29,7 +28,7 @@ from meshwright.composition.pipelined_layout import (
     output_of,
     union,
 )
-from meshwright.composition.trainable import EvalResult, Loss, Trainable
+from meshwright.composition.trainable import EvalResult, Loss, Trainable, tensors_in
 from meshwright.errors import PlanError
 from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (
@@ -91,6 +90,7 @@ class PipelinedTrainable(Trainable):
         module: StageModules,
         plan: Plan,
         *,
+        peers: Peers,
         layout: PipelinedLayout,
         stages: Sequence[PipelineStage],
         names: Sequence[str],
@@ -102,9 +102,8 @@ class PipelinedTrainable(Trainable):
 
         ``copies`` gives for each name of a tied parameter that is no first name that one.
         """
-        super().__init__(module, plan, layout=layout, optimizer=optimizer, loss=loss)
-        self._pipeline = layout.pipeline
-        self._data = layout.data
+        super().__init__(module, plan, peers=peers, layout=layout, optimizer=optimizer, loss=loss)
+        self._pipeline = peers.pipeline
         self._pipelined = layout
         self._names = tuple(names)
         self._copies = dict(copies)
@@ -116,17 +115,6 @@ class PipelinedTrainable(Trainable):
         self._last = self.schedule.schedule.stage_ranks[-1]
         """The rank of the pipeline that has the last stage."""
         self._has_target = True
-        self._is_same = False
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of a global batch this rank reads: the same for all ranks of a pipeline."""
-        return self._data.rank
-
-    @property
-    def data_size(self) -> int:
-        """Into how many shares a global batch is cut."""
-        return self._data.size
 
     @property
     def draws(self) -> tuple[object, ...]:
@@ -154,7 +142,7 @@ class PipelinedTrainable(Trainable):
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         args, kwargs = _call(batch)
-        rows = min((t.shape[0] for t in _tensors(batch) if t.dim()), default=1)
+        rows = min((t.shape[0] for t in tensors_in(batch) if t.dim()), default=1)
         is_whole = rows < self.plan.pipeline.microbatches
         schedule = self._undivided if is_whole else self.schedule
         try:
@@ -212,7 +200,6 @@ class PipelinedTrainable(Trainable):
 
     def _train_on(self, part: tuple[object, object, int], *, is_last: bool) -> None:
         batch, target, size = part
-        self._check_same(batch, target)
         self._layout.reduce_next(is_last)
         self._has_target = target is not None
         args, kwargs = _call(batch)
@@ -236,29 +223,11 @@ class PipelinedTrainable(Trainable):
 
     def _lose(self, output: object, target: object) -> torch.Tensor:
         """The loss of one microbatch, on the last stage."""
-        sizes = (tensor.shape[0] for tensor in _tensors(target) if tensor.dim())
+        sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         local = apply_loss(self._loss, output, target if self._has_target else None)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1))
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
-
-    def _check_same(self, batch: object, target: object) -> None:
-        """Compare the first batch over the pipeline: stages of one model see one batch."""
-        if self._is_same:
-            return
-        content = hashlib.sha256()
-        for tensor in _tensors((batch, target)):
-            plain = tensor.detach().cpu().contiguous().reshape(-1)
-            content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-            content.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
-        digests = self._pipeline.gather_bytes(content.digest(), label="batch of a pipeline")
-        others = [r for r, d in zip(self._pipeline.ranks, digests, strict=True) if d != digests[0]]
-        if others:
-            raise ValueError(
-                f"ranks {others} were given another batch than rank {self._pipeline.ranks[0]}: all "
-                "ranks of a pipeline get the same share, that of their data_rank"
-            )
-        self._is_same = True
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         precision = self.plan.precision
@@ -266,7 +235,7 @@ class PipelinedTrainable(Trainable):
             return contextlib.nullcontext()
         dtype = getattr(torch, str(precision.compute))
         # Casts are not kept: parameters come and go between microbatches.
-        return torch.autocast(self._axis.device.type, dtype, cache_enabled=False)
+        return torch.autocast(self._peers.everyone.device.type, dtype, cache_enabled=False)
 
     def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: found[name] for name in self._names if name in found}
@@ -279,10 +248,6 @@ def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch,), {}
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_graph(module: nn.Module) -> bool:

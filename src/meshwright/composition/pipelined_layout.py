@@ -15,6 +15,7 @@ from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description, ParameterRow
+from meshwright.composition.peers import Peers
 from meshwright.errors import InternalError
 from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.pipelining.metadata import Signature, TensorMeta, Values, signature_of
@@ -59,11 +60,11 @@ class StageModules(nn.Module):
 
 
 class LoneLayout:
-    """A stage that no other rank has."""
+    """A module, or its part on axis tensor, that no other rank has."""
 
-    def __init__(self, module: nn.Module, alone: Communicator) -> None:
+    def __init__(self, module: nn.Module, rank: int) -> None:
         self._module = module
-        self.everyone = alone
+        self._rank = rank
         self.communicators: Mapping[str, Communicator] = {}
         self.buffers: Sequence[torch.Tensor] = ()
 
@@ -98,7 +99,7 @@ class LoneLayout:
             )
             for name, parameter in module.named_parameters()
         )
-        return Description(rank=self.everyone.rank, parameters=rows, collectives=(), settings=())
+        return Description(rank=self._rank, parameters=rows, collectives=(), settings=())
 
 
 class PipelinedLayout:
@@ -112,19 +113,15 @@ class PipelinedLayout:
         self,
         layouts: Sequence[DataLayout],
         stages: Sequence[nn.Module],
-        everyone: Communicator,
-        pipeline: Communicator,
+        peers: Peers,
         owned: Callable[[torch.Tensor], bool],
     ) -> None:
         self._layouts = tuple(layouts)
         self._stages = tuple(stages)
         self._owned = owned
-        self.everyone = everyone
-        self.pipeline = pipeline
-        self.data = layouts[0].everyone
-        """The ranks with the same stages."""
+        self._peers = peers
         inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
-        self.communicators: Mapping[str, Communicator] = {"pipeline": pipeline, **inner}
+        self.communicators: Mapping[str, Communicator] = {"pipeline": peers.pipeline, **inner}
         self.buffers: Sequence[torch.Tensor] = [b for each in layouts for b in each.buffers]
         for each in layouts:
             each.scale_by(_one)
@@ -152,10 +149,10 @@ class PipelinedLayout:
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""
-        shard = self.communicators.get("shard")
+        over = [c for name in ("shard", "tensor") if (c := self._over(name)) is not None]
         parameters = [p for stage in self._stages for p in stage.parameters() if self._owned(p)]
         found = group_by_spread(parameters)
-        wanted: list[tuple[Communicator, ...]] = [()] if shard is None else [(), (shard,)]
+        wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
         dtype = torch.float32
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
@@ -165,11 +162,16 @@ class PipelinedLayout:
         return [
             SpreadGradients(
                 gradients=tuple(g for p in found if p.communicators == axes for g in p.gradients),
-                communicators=(*axes, self.pipeline),
+                communicators=(*axes, self._peers.pipeline),
                 dtype=dtype,
             )
             for axes in wanted
         ]
+
+    def _over(self, name: str) -> Communicator | None:
+        """An axis that cuts parameters, where it has more than one rank."""
+        found = self._peers.tensor if name == "tensor" else self.communicators.get(name)
+        return None if found is None or found.size == 1 else found
 
     def synchronise_buffers(self) -> None:
         """See `DataLayout`."""
@@ -179,6 +181,7 @@ class PipelinedLayout:
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
+        pipeline = self._peers.pipeline
         each = [
             layout.describe(stage, plan)
             for layout, stage in zip(self._layouts, self._stages, strict=True)
@@ -186,12 +189,12 @@ class PipelinedLayout:
         collectives = [c for d in each for c in d.collectives if c.label != "loss and counts"]
         settings = [line for d in each for line in d.settings]
         return Description(
-            rank=self.everyone.rank,
+            rank=self._peers.everyone.rank,
             parameters=tuple(row for d in each for row in d.parameters),
             collectives=tuple(replace(c, sequence=n) for n, c in enumerate(collectives)),
             settings=(
-                f"axes: {self.pipeline.size} ranks hold {self.pipeline.size * len(each)} stages in "
-                f"a row; this is rank {self.pipeline.rank} of them, with {len(each)}",
+                f"axes: {pipeline.size} ranks hold {pipeline.size * len(each)} stages in a row; "
+                f"this is rank {pipeline.rank} of them, with {len(each)}",
                 f"pipeline.schedule = {plan.pipeline.schedule}: the order of their actions",
                 f"pipeline.microbatches = {plan.pipeline.microbatches}: parts of each rank's batch "
                 "that follow each other",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.composition.tensor_twin import restore, twin_of
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.balance import balanced
@@ -62,14 +63,21 @@ def chunks_of(plan: PipelinePlan, ranks: int) -> int:
 
 
 def cut_model(
-    model: nn.Module, plan: PipelinePlan, ranks: int, example: tuple[Any, ...]
+    model: nn.Module,
+    plan: PipelinePlan,
+    ranks: int,
+    example: tuple[Any, ...],
+    *,
+    styles: Mapping[str, str],
+    tensor: int,
 ) -> CutModel:
     """The stages of ``model``, with its parameters under its names.
 
     ``split`` names the modules that stages begin with. By default stages are balanced by what they
     multiply by (``auto``: the operations of a traced model; of the modules of a chain parameters of
-    two and more dims, but for embedding tables, which are looked up), or by parameters. Raises
-    ``PlanError`` where the model cannot be cut so.
+    two and more dims, but for embedding tables, which are looked up), or by parameters. Modules
+    with ``styles`` can be cut over ``tensor`` ranks afterwards. Raises ``PlanError`` where the
+    model cannot be cut so.
     """
     count = chunks_of(plan, ranks) * ranks
     links = _chain(model, example)
@@ -91,8 +99,9 @@ def cut_model(
         names = [name for name, _ in model.named_modules() if name]
         starts = _starts(model, plan, names, count)
         cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
+    traced = twin_of(model, styles, tensor) if styles else model
     try:
-        pipe = pipeline(model, example, dynamic_shapes=sizes, **cuts)
+        pipe = pipeline(traced, example, dynamic_shapes=sizes, **cuts)
     except ValueError as error:
         raise PlanError(f"the model cannot be cut into {count} stages: {error}") from error
     if pipe.num_stages != count:
@@ -101,7 +110,10 @@ def cut_model(
             f"expected {count}: name other modules"
         )
     info = pipe.info()
-    return CutModel([pipe.get_stage_module(n) for n in range(count)], info.ties, info)
+    modules = [pipe.get_stage_module(n) for n in range(count)]
+    for module in modules if styles else ():
+        restore(module, model, styles)
+    return CutModel(modules, info.ties, info)
 
 
 # ------------------------------------------------------------------------------------- chains

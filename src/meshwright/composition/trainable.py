@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator, phase
 from meshwright.comm.whole import part_like, whole
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description
 from meshwright.composition.named_optimizer import load_named_state, named_state
+from meshwright.composition.peers import Peers
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     LossScale,
@@ -42,7 +44,7 @@ from meshwright.gradients import (
 from meshwright.plan import Plan
 from meshwright.sampling import Sampler
 
-__all__ = ["EvalResult", "Loss", "StepResult", "Trainable"]
+__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "tensors_in"]
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """``loss(output, target)``, or ``loss(output)`` without a target: a mean or (sum, count)."""
@@ -77,6 +79,7 @@ class Trainable:
         module: nn.Module,
         plan: Plan,
         *,
+        peers: Peers,
         layout: DataLayout,
         optimizer: Optimizer | None,
         loss: Loss,
@@ -84,26 +87,29 @@ class Trainable:
         self.module = module
         self.plan = plan
         self.optimizer = optimizer
-        self.communicators: Mapping[str, Communicator] = MappingProxyType(layout.communicators)
+        over = {"tensor": peers.tensor} if peers.tensor.size > 1 else {}
+        self.communicators: Mapping[str, Communicator] = MappingProxyType(
+            {**layout.communicators, **over}
+        )
         """The communicator of each axis."""
         self.steps = 0
         """Optimizer steps so far, skipped ones included."""
         self.loss_scale = LossScale() if plan.precision.needs_loss_scaling else None
         self._layout = layout
-        self._axis = layout.everyone
+        self._peers = peers
         self._loss = loss
-        self._window = LossWindow(self._axis)
+        self._window = LossWindow(peers.losses)
         self._is_compared = False
 
     @property
     def data_rank(self) -> int:
         """Which share of a global batch this rank reads, from 0."""
-        return self._axis.rank
+        return self._peers.data.rank
 
     @property
     def data_size(self) -> int:
         """Into how many shares a global batch is cut."""
-        return self._axis.size
+        return self._peers.data.size
 
     def sampler(self, dataset_size: int, batch_size: int, seed: int | None = None) -> Sampler:
         """This rank's part of an order of samples that does not depend on the number of ranks.
@@ -146,6 +152,8 @@ class Trainable:
             )
         if not self._is_compared:
             self._compare_plans()
+            self._compare_batches(batch, target)
+            self._is_compared = True
         parts = cut_batch(batch, target, self.plan.train.accumulate)
         try:
             for number, part in enumerate(parts):
@@ -301,30 +309,57 @@ class Trainable:
         what = (
             f"step {self.steps}: the loss is {loss.item():g} and the gradient norm {norm.item():g}"
         )
-        raise agree_on_non_finite(self._axis, found, what=what)
+        raise agree_on_non_finite(self._peers.everyone, found, what=what)
 
     def _start_over(self) -> None:
         """Forget the gradients and losses of this step."""
-        self._window = LossWindow(self._axis)
+        self._window = LossWindow(self._peers.losses)
         self.module.zero_grad(set_to_none=True)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         precision = self.plan.precision
         if not precision.is_mixed:
             return contextlib.nullcontext()
-        return torch.autocast(self._axis.device.type, getattr(torch, str(precision.compute)))
+        return torch.autocast(
+            self._peers.everyone.device.type, getattr(torch, str(precision.compute))
+        )
 
     def _compare_plans(self) -> None:
         """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
         with phase("compare plans", step=self.steps):
             text = self.plan.to_json()
             digest = hashlib.sha256(text.encode()).digest()
-            digests = self._axis.gather_bytes(digest, label="compare plans")
+            everyone = self._peers.everyone
+            digests = everyone.gather_bytes(digest, label="compare plans")
             if len(set(digests)) > 1:
-                texts = self._axis.gather_bytes(text.encode(), label="plans that differ")
-                plans = dict(zip(self._axis.ranks, map(json.loads, texts), strict=True))
+                texts = everyone.gather_bytes(text.encode(), label="plans that differ")
+                plans = dict(zip(everyone.ranks, map(json.loads, texts), strict=True))
                 raise PlanError(list(_plan_differences(plans)))
-        self._is_compared = True
+
+    def _compare_batches(self, batch: object, target: object) -> None:
+        """Check that the ranks of one model see one batch. Raises ValueError on all of them."""
+        alike = self._peers.alike
+        if alike.size == 1:
+            return
+        content = hashlib.sha256()
+        for tensor in tensors_in((batch, target)):
+            plain = tensor.detach().cpu().contiguous().reshape(-1)
+            content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+            content.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        with phase("compare batches", step=self.steps):
+            digests = alike.gather_bytes(content.digest(), label="batch of one model")
+        others = [r for r, d in zip(alike.ranks, digests, strict=True) if d != digests[0]]
+        if others:
+            raise ValueError(
+                f"ranks {others} were given another batch than rank {alike.ranks[0]}: all ranks "
+                "that differ only on the axes tensor and pipeline get the same share, that of "
+                "their data_rank"
+            )
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors of any nested value."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _plan_differences(plans: Mapping[int, Any]) -> Iterator[str]:

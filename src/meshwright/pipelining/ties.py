@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from meshwright.comm.dtensor import dtensor_like, is_dtensor, local_of
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.metadata import digest
 from meshwright.pipelining.residency import Several
@@ -126,7 +127,7 @@ class TiedParameters:
         """A training step begins: put the gradients of earlier ones aside."""
         self._look_up()
         for held in self._held:
-            held.before = {stage: p.grad for stage, p in held.parameters.items()}
+            held.before = {stage: _gradient(p) for stage, p in held.parameters.items()}
             for parameter in held.parameters.values():
                 parameter.grad = None
         self._is_open = bool(self._held)
@@ -140,11 +141,11 @@ class TiedParameters:
         self._is_open = False
         for held in self._held:
             for stage, parameter in held.parameters.items():
-                before = held.before.pop(stage, None)
-                if before is not None and parameter.grad is not None:
-                    before += parameter.grad
+                before, now = held.before.pop(stage, None), _gradient(parameter)
+                if before is not None and now is not None:
+                    before += now
                 if before is not None:
-                    parameter.grad = before
+                    _set_gradient(parameter, before)
 
     def send_values(self, wire: Wire) -> None:
         """Give the owner's values to the other holders, unless a step has done so."""
@@ -170,16 +171,22 @@ class TiedParameters:
             given = [held for held in shared if held.tie.owner == mine]
             taken = [held for held in shared if held.tie.owner == other]
             if given:
-                _send(wire, mine, other, [held.parameters[mine].detach() for held in given], 0)
+                _send(
+                    wire,
+                    mine,
+                    other,
+                    [local_of(held.parameters[mine]).detach() for held in given],
+                    0,
+                )
             for held, value in zip(taken, _receive(wire, other, mine, taken, 0), strict=True):
                 if value is not None:
                     for parameter in held.parameters.values():
-                        parameter.detach().copy_(value)
+                        local_of(parameter).detach().copy_(value)
         for held in self._held:
             own = held.parameters.get(held.tie.owner)
             for parameter in held.parameters.values():
                 if own is not None and parameter is not own:
-                    parameter.detach().copy_(own.detach())
+                    local_of(parameter).detach().copy_(local_of(own).detach())
 
     def add_up(self, wire: Wire) -> None:
         """Sum the gradients of this step over all holders, and add them to those of earlier ones.
@@ -190,13 +197,13 @@ class TiedParameters:
         if not self._is_open:
             return
         parts = [
-            {stage: p.grad for stage, p in held.parameters.items() if p.grad is not None}
+            {stage: g for stage, p in held.parameters.items() if (g := _gradient(p)) is not None}
             for held in self._held
         ]
         start = 1 + len(self._held)
         for mine, other in self._peers:
             shared = self._shared(mine, other)
-            given = [held.parameters[mine].grad for held in shared]
+            given = [_gradient(held.parameters[mine]) for held in shared]
             if mine < other:
                 _send(wire, mine, other, given, start)
             found = _receive(wire, other, mine, shared, start)
@@ -219,7 +226,7 @@ class TiedParameters:
         for part in rest:
             total += part
         for number, parameter in enumerate(held.parameters.values()):
-            parameter.grad = total.clone() if number else total
+            _set_gradient(parameter, total.clone() if number else total)
 
     # ----------------------------------------------------------------------- messages
 
@@ -255,7 +262,8 @@ def _receive(
         if not fact:
             found.append(None)
             continue
-        buffer = torch.empty_like(held.parameters[target], memory_format=torch.contiguous_format)
+        like = local_of(held.parameters[target])
+        buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
         if fact != _facts(buffer):
             names = dict(held.tie.names)
             raise PipeliningShapeError(
@@ -266,6 +274,15 @@ def _receive(
         wire.recv_tied(buffer, stage, target, number)
         found.append(buffer)
     return found
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient of ``parameter``, which all holders cut alike."""
+    return None if parameter.grad is None else local_of(parameter.grad)
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = dtensor_like(gradient, parameter) if is_dtensor(parameter) else gradient
 
 
 def _facts(tensor: torch.Tensor) -> int:

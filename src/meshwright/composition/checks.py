@@ -1,0 +1,131 @@
+"""What a plan and a model contradict, before anything is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from meshwright.axes import DATA_AXES
+from meshwright.comm.dtensor import is_dtensor
+from meshwright.composition.pipelined import SCHEDULES
+from meshwright.composition.stages import chunks_of
+from meshwright.composition.tensor_rules import rule_problems
+from meshwright.data_parallel import batch_norms
+from meshwright.errors import PlanError
+from meshwright.pipelining import PipelineScheduleSingle
+from meshwright.plan import Plan, match_names
+from meshwright.schedule.builders import build
+from meshwright.settings import Problem
+
+__all__ = ["check_model", "recomputed"]
+
+AUTOCAST = ("bfloat16", "float16")
+"""The dtypes that torch can compute in while parameters have another."""
+
+
+def check_model(model: nn.Module, plan: Plan, ranks: int) -> None:
+    """Raise one PlanError with all that ``plan``, ``model`` and the number of ranks contradict.
+
+    It needs no rank and no data: the model may be on the meta device.
+    """
+    problems: list[str] = []
+    names = [name for name, _ in model.named_modules()]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    try:
+        plan.check(ranks, shapes, modules=names)
+    except PlanError as error:
+        problems.extend(error.problems)
+    ours = [
+        *_axis_problems(plan),
+        *_pipeline_problems(plan),
+        *rule_problems(model, plan),
+        *_train_problems(model, plan),
+        *_precision_problems(plan),
+    ]
+    problems.extend(
+        f"parameter {name!r} is a DTensor already: give parallelize a model of plain tensors"
+        for name, parameter in model.named_parameters()
+        if is_dtensor(parameter)
+    )
+    if ours:
+        problems.extend(plan.origin.error(ours).problems)
+    if problems:
+        raise PlanError(problems, plan.origin.source)
+
+
+def _axis_problems(plan: Plan) -> Iterator[Problem]:
+    for name in plan.axes.names:
+        if name not in (*DATA_AXES, "pipeline", "tensor") and plan.axes.size(name) > 1:
+            yield Problem(
+                ("axes", name),
+                f"axis {name} = {plan.axes.size(name)} is not available in this version: only "
+                "pipeline, replicate, shard and tensor may be larger than 1",
+            )
+
+
+def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
+    ranks, pipeline = plan.axes.size("pipeline"), plan.pipeline
+    if ranks == 1:
+        return
+    try:
+        chunks = chunks_of(pipeline, ranks)
+        if issubclass(SCHEDULES[pipeline.schedule], PipelineScheduleSingle) and chunks > 1:
+            raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
+        build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
+    except PlanError as error:
+        yield Problem(("pipeline", "split"), str(error))
+    except ValueError as error:
+        yield Problem(("pipeline", "microbatches"), f"[pipeline] {error}")
+
+
+def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    train = plan.train
+    if train.compile:
+        yield Problem(
+            ("train", "compile"),
+            "compile = true is not available in this version: remove it",
+        )
+    normalised = list(batch_norms(model))
+    is_cut = plan.data_size > 1 or plan.pipeline.microbatches > 1
+    if normalised and train.batch_norm is None and is_cut:
+        yield Problem(
+            ("train", "batch_norm"),
+            f"the model has BatchNorm ({normalised[0]!r}): say in [train] whether its statistics "
+            'are those of each rank\'s share, batch_norm = "local", or of all ranks, "sync"',
+        )
+    if not normalised and train.batch_norm is not None:
+        yield Problem(
+            ("train", "batch_norm"),
+            f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
+        )
+    again = [name for name in recomputed(model, plan) if batch_norms(model.get_submodule(name))]
+    if again:
+        yield Problem(
+            ("train", "recompute"),
+            f"recompute matches {again[0]!r}, which has BatchNorm: its running statistics would "
+            "move twice a step; leave it out",
+        )
+
+
+def _precision_problems(plan: Plan) -> Iterator[Problem]:
+    precision = plan.precision
+    if precision.is_mixed and precision.compute not in AUTOCAST:
+        yield Problem(
+            ("precision", "compute"),
+            f"compute = {precision.compute!r} differs from parameters = "
+            f"{precision.parameters!r}: only {' and '.join(AUTOCAST)} can differ",
+        )
+    if precision.optimizer not in (None, precision.parameters):
+        yield Problem(
+            ("precision", "optimizer"),
+            f"optimizer = {precision.optimizer!r} needs a second copy of the parameters, which is "
+            "not available in this version: remove it",
+        )
+
+
+def recomputed(model: nn.Module, plan: Plan) -> list[str]:
+    """Names of the modules whose activations are computed again, each once."""
+    names = [name for name, _ in model.named_modules()]
+    matches = [match_names(pattern, names) for pattern in plan.train.recompute]
+    return list(dict.fromkeys(name for found in matches for name in found))

@@ -1,0 +1,178 @@
+"""Does a model that was cut on axis tensor compute what the whole one computes?
+
+Styles are told by name, and a wrong one may train: a parameter that every rank holds whole, used on
+activations that are cut, has a gradient that lacks the shares of the other ranks, and nothing
+fails. So the model runs once forward and backward on the example before it is cut and once after,
+and outputs and gradients are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm import Communicator, phase
+from meshwright.comm.dtensor import local_of
+from meshwright.comm.whole import part_like
+from meshwright.errors import PlanError
+
+__all__ = ["WholeRun"]
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Norm of a difference over the norm of what is expected; half precision has `_COARSE`."""
+_COARSE = 5e-2
+_FLOOR = 1e-3
+"""Of the largest gradient: smaller ones may be nothing but rounding, as those of key biases are."""
+
+
+@dataclass(slots=True)
+class _Modes:
+    """Whether each module trains; dropout is off while the two runs are made."""
+
+    modes: dict[nn.Module, bool]
+
+    @classmethod
+    def evaluating(cls, model: nn.Module) -> _Modes:
+        found = cls({module: module.training for module in model.modules()})
+        model.eval()
+        return found
+
+    def restore(self) -> None:
+        for module, mode in self.modes.items():
+            module.training = mode
+
+
+class WholeRun:
+    """What the whole model gives on ``example``; made before the model is cut in place."""
+
+    def __init__(self, model: nn.Module, example: tuple[Any, ...], axis: Communicator) -> None:
+        self._example = example
+        self._axis = axis
+        self._parameters = dict(model.named_parameters())
+        self._outputs = _forward(model, example)
+
+    def compare(self, model: nn.Module) -> None:
+        """Run ``model`` as it is cut now. All ranks of the axis call it together.
+
+        Raises PlanError, on all of them, naming the first output and the first gradients that
+        differ, and where they should.
+        """
+        with phase("compare with the whole model"):
+            outputs: list[torch.Tensor] = []
+            refused: list[str] = []
+            try:
+                outputs = _forward(model, self._example)
+            except (ValueError, RuntimeError) as error:
+                # Ranks may find different sizes, so they agree before any of them goes on.
+                refused.append(f"[tensor] rules cut a model that cannot run then: {error}")
+            self._agree(refused)
+            pairs = [*zip(outputs, self._outputs, strict=False)]
+            # A cache of keys and values is cut as the heads are; it is nobody's loss.
+            alike = [(mine, whole) for mine, whole in pairs if mine.shape == whole.shape]
+            self._agree(_output_problems(outputs, self._outputs, alike))
+            seeds = [_seed(whole) for _, whole in alike]
+            expected = _gradients([whole for _, whole in alike], seeds, self._parameters)
+            parameters = dict(model.named_parameters())
+            found = _gradients([mine for mine, _ in alike], seeds, parameters)
+            self._agree(_gradient_problems(found, expected, parameters))
+
+    def _agree(self, problems: Iterable[str]) -> None:
+        """Raise on all ranks what any has found."""
+        text = json.dumps(list(problems)).encode()
+        rows = self._axis.gather_bytes(text, label="compare with the whole model")
+        found: dict[str, int] = {}
+        for rank, row in zip(self._axis.ranks, rows, strict=True):
+            for problem in json.loads(row):
+                found.setdefault(problem, rank)
+        if found:
+            raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
+
+
+def _output_problems(
+    outputs: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    alike: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[str]:
+    if len(outputs) != len(expected) or not alike:
+        shapes = [[tuple(tensor.shape) for tensor in each] for each in (outputs, expected)]
+        yield (
+            "cut on axis tensor the model returns on the example differentiable tensors of shapes "
+            f"{shapes[0]}, as a whole {shapes[1]}. Give the last module a style that gathers its "
+            'output, such as "colwise_gathered" or "rowwise"'
+        )
+        return
+    for mine, whole in alike:
+        if error := _distance(mine, whole, 0.0):
+            yield (
+                f"an output of shape {tuple(whole.shape)} of the model cut on axis tensor differs "
+                f"from the whole model's by {error:.3g} of its norm on the example: the styles of "
+                "[tensor] rules do not fit together, or the model computes with sizes that are cut"
+            )
+
+
+def _forward(model: nn.Module, example: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The differentiable tensors that ``model`` returns."""
+    modes = _Modes.evaluating(model)
+    try:
+        with torch.enable_grad():
+            output = model(*example)
+    finally:
+        modes.restore()
+    return [
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+
+
+def _seed(output: torch.Tensor) -> torch.Tensor:
+    """The same gradient of an output for all ranks and both runs, without any symmetry."""
+    generator = torch.Generator().manual_seed(output.numel())
+    values = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return values.to(device=output.device, dtype=output.dtype)
+
+
+def _gradients(
+    outputs: list[torch.Tensor], seeds: list[torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    torch.autograd.backward(outputs, seeds)
+    found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return found
+
+
+def _gradient_problems(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, nn.Parameter],
+) -> Iterator[str]:
+    floor = _FLOOR * max((float(g.detach().float().norm()) for g in expected.values()), default=0.0)
+    for name, whole in expected.items():
+        mine = found.get(name)
+        if mine is None:
+            yield f"the gradient of {name!r} is missing when the model is cut on axis tensor"
+            continue
+        error = _distance(local_of(mine), local_of(part_like(whole, parameters[name])), floor)
+        if error:
+            yield (
+                f"the gradient of {name!r} of the model cut on axis tensor differs from the whole "
+                f"model's by {error:.3g} of its norm on the example. Where its module computes on "
+                'activations that are cut, give it the style "replicated" in [tensor] rules'
+            )
+    for name in found.keys() - expected.keys():
+        yield f"{name!r} has a gradient only when the model is cut on axis tensor"
+
+
+def _distance(mine: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
+    """Norm of the difference over that of ``whole``, 0 where that is rounding."""
+    a, b = mine.detach().double(), whole.detach().double()
+    difference, size = float((a - b).norm()), float(b.norm())
+    is_same = difference <= _TOLERANCE.get(whole.dtype, _COARSE) * (size + floor)
+    return 0.0 if is_same else difference / max(size, torch.finfo(torch.float64).tiny)

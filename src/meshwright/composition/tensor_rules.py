@@ -1,0 +1,166 @@
+"""Rules of axis tensor: styles by the names that plans use, and sets of them for known models.
+
+A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the name of a set::
+
+    style                 weight                 the module is given      it returns
+    colwise               output features cut    whole                    its part of the features
+    colwise_gathered      output features cut    whole                    the whole, gathered
+    rowwise               input features cut     its part of the features the whole, summed
+    rowwise_scattered     input features cut     whole                    the whole, summed
+    embedding             rows of a table cut    ids                      the whole, summed
+    replicated            whole                  activations that are cut the same part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from torch import nn
+
+from meshwright.layout import Replicate
+from meshwright.plan import Plan, match_names
+from meshwright.settings import Problem, nearest
+from meshwright.tensor_parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = ["RULES", "STYLES", "rule_problems", "styles_of"]
+
+STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
+    {
+        "colwise": ColwiseParallel,
+        "colwise_gathered": partial(ColwiseParallel, output_layouts=Replicate()),
+        "rowwise": RowwiseParallel,
+        "rowwise_scattered": partial(RowwiseParallel, input_layouts=Replicate()),
+        "embedding": partial(RowwiseParallel, input_layouts=Replicate()),
+        # What is cut does not matter: gradients of the weights are partial sums in any case.
+        "replicated": partial(SequenceParallel, use_local_output=True),
+    }
+)
+"""What a plan may call a style."""
+
+_LLAMA = {
+    "**.self_attn.q_proj": "colwise",
+    "**.self_attn.k_proj": "colwise",
+    "**.self_attn.v_proj": "colwise",
+    "**.self_attn.q_norm": "replicated",
+    "**.self_attn.k_norm": "replicated",
+    "**.self_attn.o_proj": "rowwise",
+    "**.mlp.gate_proj": "colwise",
+    "**.mlp.up_proj": "colwise",
+    "**.mlp.down_proj": "rowwise",
+    "**.embed_tokens": "embedding",
+    "**.lm_head": "colwise_gathered",
+}
+
+RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "language-model": {
+            "embedding": "embedding",
+            "layers.*.attention.wq": "colwise",
+            "layers.*.attention.wk": "colwise",
+            "layers.*.attention.wv": "colwise",
+            "layers.*.attention.wo": "rowwise",
+            "layers.*.feed_forward.w1": "colwise",
+            "layers.*.feed_forward.w3": "colwise",
+            "layers.*.feed_forward.w2": "rowwise",
+            "head": "colwise_gathered",
+        },
+        "llama": _LLAMA,
+        "mistral": _LLAMA,
+        "qwen2": _LLAMA,
+        "qwen3": _LLAMA,
+        "gpt2": {
+            "**.wte": "embedding",
+            "**.attn.c_attn": "conv1d_colwise_3",
+            "**.attn.c_proj": "conv1d_rowwise",
+            "**.mlp.c_fc": "conv1d_colwise",
+            "**.mlp.c_proj": "conv1d_rowwise",
+            "**.lm_head": "colwise_gathered",
+        },
+    }
+)
+"""Sets of rules by name: of this library's language model, and of Hugging Face's models."""
+
+_HEADS = (
+    "num_heads",
+    "n_heads",
+    "num_attention_heads",
+    "n_head",
+    "nhead",
+    "num_key_value_heads",
+    "n_kv_heads",
+    "num_kv_heads",
+)
+"""What attention modules, or their ``config``, call their number of heads."""
+
+
+def styles_of(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """The style of each module of ``model`` that the plan's rules name, by its name."""
+    rules = plan.tensor.rules
+    if rules is None:
+        return {}
+    table = RULES.get(rules, {}) if isinstance(rules, str) else rules
+    names = [name for name, _ in model.named_modules()]
+    return {name: style for pattern, style in table.items() for name in match_names(pattern, names)}
+
+
+def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """What of the rules does not fit the model or the number of ranks."""
+    rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
+    if rules is None or ranks == 1:
+        return
+    key = ("tensor", "rules")
+    if isinstance(rules, str):
+        if rules not in RULES:
+            close = nearest(rules, [*RULES])
+            hint = f"did you mean {close!r}?" if close else f"there are {', '.join(RULES)}"
+            yield Problem(key, f"there is no set of [tensor] rules called {rules!r}; {hint}")
+        elif not styles_of(model, plan):
+            yield Problem(
+                key,
+                f"[tensor] rules {rules!r} match no module of {type(model).__name__}: give a "
+                "table of patterns and styles",
+            )
+    else:
+        for pattern, style in rules.items():
+            if style not in STYLES:
+                close = nearest(style, [*STYLES])
+                hint = f"did you mean {close!r}?" if close else f"there are {', '.join(STYLES)}"
+                yield Problem((*key, pattern), f"unknown style {style!r} in [tensor] rules; {hint}")
+    for name, style in styles_of(model, plan).items():
+        if style.startswith(("colwise", "conv1d_colwise")):
+            yield from _head_problems(model, name, ranks)
+
+
+def _head_problems(model: nn.Module, name: str, ranks: int) -> Iterator[Problem]:
+    """Attention heads stay whole: a part of a head would attend to other scores."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    counts = {
+        attribute: value
+        for holder in (parent, getattr(parent, "config", None))
+        for attribute in _HEADS
+        if isinstance(value := getattr(holder, attribute, None), int) and _attends(parent)
+    }
+    width = getattr(parent, "head_dim", None)
+    features = getattr(model.get_submodule(name), "out_features", None)
+    if not counts and isinstance(width, int) and isinstance(features, int) and width > 0:
+        counts = {"heads": features // width}
+    for attribute, count in counts.items():
+        if count % ranks:
+            yield Problem(
+                ("axes", "tensor"),
+                f"{name!r} cannot be cut over tensor = {ranks} ranks: its attention has "
+                f"{attribute} = {count}, which is no multiple of {ranks}",
+            )
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether numbers of heads say something of ``module``, and not only of its model's config."""
+    own = any(isinstance(getattr(module, attribute, None), int) for attribute in _HEADS)
+    return own or isinstance(getattr(module, "head_dim", None), int)
