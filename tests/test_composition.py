@@ -558,7 +558,7 @@ optimizer = "float64"
         parallelize(normalised(), bad, optimizer=sgd, loss=mean)
     problems = "\n".join(caught.value.problems)
     for text in (
-        "line 4: axis tensor = 2 is not available",
+        "line 4: axis tensor = 2 has nothing to cut: give [tensor] rules",
         "line 6: compile = true is not available",
         "line 7: 'layers.*' in [train] recompute matches no module",
         "line 9: compute = 'float64' differs from parameters",

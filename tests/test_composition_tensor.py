@@ -90,22 +90,37 @@ class Gated(nn.Module):
         return self.down(self.norm(hidden).flatten(-2))
 
 
+class Mixed(nn.Module):
+    """Three matrices side by side in one layer: a part of it is not a part of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(6, 12)
+        self.down = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.mixed(x).chunk(3, dim=-1)
+        return self.down(first * second + third)
+
+
 def body_check() -> None:
     example = (torch.randn(4, 6, generator=torch.Generator().manual_seed(1)),)
 
-    def lay_out(rules: dict[str, str]) -> None:
+    def lay_out(rules: dict[str, str], kind: type[nn.Module] = Gated) -> None:
         torch.manual_seed(0)
         options: dict[str, Any] = {"optimizer": None, "loss": F.mse_loss, "example": example}
-        parallelize(Gated(), plan_of(rules, tensor=2), **options)
+        parallelize(kind(), plan_of(rules, tensor=2), **options)
 
     both = {"up": "colwise", "down": "rowwise"}
     with pytest.raises(PlanError, match=r"gradient of 'norm\.weight' .* differs .*\"replicated\""):
         lay_out(both)
     lay_out({**both, "norm": "replicated"})
-    with pytest.raises(PlanError, match="an output of shape .* differs from the whole"):
+    with pytest.raises(PlanError, match=r"cannot run then: down .* found shape \(4, 8\)"):
         lay_out({"up": "colwise_gathered", "norm": "replicated", "down": "rowwise"})
     with pytest.raises(PlanError, match="as a whole .* Give the last module a style that gathers"):
-        lay_out({**both, "norm": "replicated", "down": "colwise"} | {"up": "colwise_gathered"})
+        lay_out({"up": "colwise_gathered", "down": "colwise"})
+    with pytest.raises(PlanError, match="an output of shape .* differs from the whole"):
+        lay_out({"mixed": "colwise", "down": "rowwise"}, Mixed)
     with pytest.raises(PlanError, match=r"axis tensor is checked against the whole model: give"):
         parallelize(Gated(), plan_of(both, tensor=2), optimizer=None, loss=F.mse_loss)
     rank = communicator().rank

@@ -123,6 +123,8 @@ def _check_example(plan: Plan, example: tuple[Any, ...] | None) -> None:
 def _cut(model: nn.Module, styles: Mapping[str, str], peers: Peers) -> None:
     """Cut the modules that ``styles`` name over the ranks of axis tensor, in place."""
     mesh = peers.mesh_of("tensor")
+    if mesh is None or not styles:
+        return
     try:
         # All ranks have equal parameters by now, so each keeps its part of its own.
         parallelize_module(

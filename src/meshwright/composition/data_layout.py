@@ -138,4 +138,5 @@ class ShardedLayout:
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
-        return describe_sharded(plan, self._units, self._data, has_buffers=bool(self.buffers))
+        has_buffers = bool(self.buffers)
+        return describe_sharded(module, plan, self._units, self._data, has_buffers=has_buffers)

@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import is_replicated, known_at_rest
 from meshwright.data_parallel import Replica
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.gradients import LossWindow
 from meshwright.plan import Plan
 from meshwright.timeline import Collective
 
-__all__ = ["Description", "ParameterRow", "describe_replicated", "describe_sharded"]
+__all__ = ["Description", "ParameterRow", "cut_of", "describe_replicated", "describe_sharded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
             name=name,
             shape=tuple(parameter.shape),
             dtype=_dtype_name(parameter.dtype),
-            placement=f"{axis.axis}({axis.size})",
+            placement=f"{axis.axis}({axis.size}){cut_of(parameter)}",
             bucket=bucket_of.get(name),
         )
         for name, parameter in module.named_parameters()
@@ -86,10 +88,27 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
     )
 
 
+def cut_of(parameter: torch.Tensor) -> str:
+    """How ranks of axis tensor hold ``parameter``, in words that follow those of the data axes."""
+    known = known_at_rest(parameter)
+    if known is None or "tensor" not in (known.mesh.mesh_dim_names or ()):
+        return ""
+    number = (known.mesh.mesh_dim_names or ()).index("tensor")
+    placement = known.placements[number]
+    what = "whole" if is_replicated(placement) else f"dim {getattr(placement, 'dim', 0)} cut"
+    return f", tensor({known.mesh.size(number)}) {what}"
+
+
 def describe_sharded(
-    plan: Plan, units: Sequence[Unit], everyone: Communicator, *, has_buffers: bool
+    module: nn.Module,
+    plan: Plan,
+    units: Sequence[Unit],
+    everyone: Communicator,
+    *,
+    has_buffers: bool,
 ) -> Description:
     """Describe a module whose parameters lie in parts on the ranks."""
+    cuts = {name: cut_of(parameter) for name, parameter in module.named_parameters()}
     rows: list[ParameterRow] = []
     collectives: list[Collective] = []
     for unit in units:
@@ -101,7 +120,7 @@ def describe_sharded(
                     name=name,
                     shape=shape,
                     dtype=_dtype_name(group.types.master),
-                    placement=placement,
+                    placement=f"{placement}{cuts.get(name, '')}",
                     bucket=None,
                     unit=unit.name,
                 )

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator
 from meshwright.composition.data_layout import DataLayout
-from meshwright.composition.description import Description, ParameterRow
+from meshwright.composition.description import Description, ParameterRow, cut_of
 from meshwright.composition.peers import Peers
 from meshwright.errors import InternalError
 from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
@@ -93,7 +93,7 @@ class LoneLayout:
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
-                placement="whole",
+                placement=f"whole{cut_of(parameter)}",
                 bucket=None,
                 unit=None,
             )
