@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import parallelize_module
 from meshwright.mesh import DeviceMesh
@@ -75,7 +75,9 @@ def check(
     seed = torch.Generator().manual_seed(3)
     slope = torch.randn(expected.shape, dtype=expected.dtype, generator=seed)
     expected.backward(slope)
-    output.backward(spread(slope, mesh, layouts[1], local=local[1]).detach())
+    # The gradient of a part of a sum is whole on every rank.
+    placed = Replicate() if layouts[1] == Partial() else layouts[1]
+    output.backward(spread(slope, mesh, placed, local=local[1]).detach())
     if x.is_floating_point():
         gradient = gathered(given.grad, mesh, layouts[0], x.shape)
         torch.testing.assert_close(gradient, whole.grad, msg=lambda text: f"{case}: {text}")
@@ -86,7 +88,8 @@ def check(
 def test_linear_layers(ranks: Ranks, size: int) -> None:
     def body() -> None:
         layouts = [Replicate(), Shard(1), Shard(-1)]
-        for sizes, source, target in itertools.product((EVEN, PRIME), layouts, layouts):
+        ends = itertools.product((EVEN, PRIME), layouts, [*layouts, Partial()])
+        for sizes, source, target in ends:
             batch, wide, out = sizes
             x = torch.randn(
                 batch, LENGTH, wide, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -95,11 +98,8 @@ def test_linear_layers(ranks: Ranks, size: int) -> None:
                 (ColwiseParallel, RowwiseParallel), (True, False)
             ):
                 for local in ((True, True), (False, False)):
-                    # The last dim of a local output need not fall into equal chunks: it is known.
-                    is_refused = local[1] and target == Shard(-1) and out % size
-                    if is_refused and style is RowwiseParallel:
+                    if target == Partial() and style is ColwiseParallel:
                         continue
-                    # Nor is the length of a local input that is cut unevenly ever known.
                     chosen = style(
                         input_layouts=source, output_layouts=target, use_local_output=local[1]
                     )

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
 
-from meshwright import parallelize_module
+from meshwright import comm, parallelize_module
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensor import local_leaf
+from meshwright.comm.dtensor import deliver, local_leaf
+from meshwright.comm.partial_gradients import PartialGradient
+from meshwright.tensor_parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    cross_entropy_of_parts,
+)
 from meshwright.testing import Ranks
 from tensor_parallel.samples import (
     WORDS,
@@ -73,3 +85,159 @@ def test_steps_are_those_of_one_process(ranks: Ranks, size: int) -> None:
             check_alike(one, many, of="data")
 
     ranks(size, body)
+
+
+def replicated_plan() -> dict[str, ParallelStyle]:
+    """Whole activations between the layers, logits that are cut by classes."""
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "head": ColwiseParallel(),
+    }
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_loss_on_logits_that_are_cut(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    """Three sums of a number for each token; the head's gradient is one; DCP takes all of it."""
+
+    def body() -> None:
+        axis = comm.communicator()
+        one, many = alike(Block())
+        parallelize_module(many, tensor_mesh(), replicated_plan())
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (one, many)]
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            ids = torch.randint(0, WORDS, (3, 8), generator=generator)
+            target = torch.randint(0, WORDS, (24,), generator=generator)
+            target[::5] = -100
+            expected = functional.cross_entropy(one(ids).flatten(0, 1), target)
+            expected.backward()
+            recorder = Recorder()
+            with observe(recorder):
+                logits = many(ids).flatten(0, 1)
+                loss = cross_entropy_of_parts(logits, target, axis, classes=WORDS)
+                loss.backward()
+            torch.testing.assert_close(loss, expected)
+            check_alike(one, many)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert sent(recorder) == [
+            "all_reduce embed forward",
+            "all_reduce down forward",
+            "all_reduce largest logit",
+            "all_reduce sum of exponentials",
+            "all_reduce logit of the class",
+            "all_reduce head backward",
+            "all_reduce up backward",
+        ]
+        assert [c.shape for c in recorder.collectives[2:5]] == [(24,)] * 3
+        check_alike(one, many, of="data")
+        model, optimizer = get_state_dict(many, optimizers[1])
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+        # One process reads what the ranks have written, and goes on to the same numbers.
+        other = Block().double()
+        whole, state = get_state_dict(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+        dcp.load({"model": whole, "optimizer": state}, checkpoint_id=tmp_path)
+        for name, found in one.state_dict().items():
+            torch.testing.assert_close(whole[name], found)
+        moments = state["state"]["up.weight"]["exp_avg"]
+        torch.testing.assert_close(moments, optimizers[0].state[one.up.weight]["exp_avg"])
+
+    ranks(size, body)
+
+
+def test_without_the_sum_of_partial_gradients_the_comparison_fails(ranks: Ranks) -> None:
+    """The tests above see the gradient of a norm that each rank takes of its own positions."""
+
+    def body() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PartialGradient, "__call__", lambda self, *given: deliver(*given))
+            one, many = alike(Block())
+            parallelize_module(many, tensor_mesh(), sequence_plan())
+            ids = torch.randint(0, WORDS, (3, 8), generator=torch.Generator().manual_seed(1))
+            one(ids).square().mean().backward()
+            many(ids).square().mean().backward()
+            with pytest.raises(AssertionError, match="norm.weight"):
+                check_alike(one, many)
+
+    ranks(2, body)
+
+
+def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
+    """Freezing, conversion, hooks, several backwards, and gradients of gradients."""
+
+    def body() -> None:
+        one, many = alike(Block())
+        parallelize_module(many, tensor_mesh(), sequence_plan())
+        ids = torch.randint(0, WORDS, (3, 8), generator=torch.Generator().manual_seed(1))
+
+        def train() -> None:
+            for model in (one, many):
+                model.zero_grad()
+                model(ids).square().mean().backward()
+            check_alike(one, many)
+
+        for model in (one, many):
+            model.up.weight.requires_grad_(False)
+        train()
+        for model in (one, many):
+            model.up.weight.requires_grad_(True)
+        train()
+        weight = many.up.weight
+        before, gradient = local_leaf(weight), weight.grad.to_local()
+        many(ids).square().mean().backward()
+        assert weight.grad.to_local().data_ptr() == gradient.data_ptr()
+        with torch.no_grad():
+            for model in (one, many):
+                model.up.weight.mul_(2)
+        train()
+        assert local_leaf(weight) is before
+        many.float()
+        assert many(ids).dtype == torch.float32
+        many.double()
+        assert local_leaf(many.up.weight) is not before
+        calls = []
+        many.down.bias.register_hook(lambda gradient: calls.append("gradient") or 3 * gradient)
+        many.down.bias.register_post_accumulate_grad_hook(lambda parameter: calls.append("after"))
+        many.zero_grad()
+        many(ids).square().mean().backward()
+        assert calls == ["gradient", "after"]
+        found = many.down.bias.grad.full_tensor()
+        torch.testing.assert_close(found, 3 * one.down.bias.grad, rtol=1e-5, atol=1e-6)
+        loss = many(ids).square().mean()
+        with torch.no_grad():
+            many.up.weight.mul_(1)
+        with pytest.raises(RuntimeError, match="up.weight has been modified by an inplace"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            many(ids).square().mean().backward(create_graph=True)
+
+        # A penalty on the gradient of the input.
+        layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        one, many = alike(layers)
+        parallelize_module(many, tensor_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for model in (one, many):
+            given = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(given).sin().sum(), given, create_graph=True)
+            slope.square().sum().backward()
+        check_alike(one, many)
+
+        # A forward under autocast gives what one process gives.
+        layers.zero_grad()
+        one, many = alike(layers)
+        one, many = one.float(), many.float()
+        parallelize_module(many, tensor_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = many(x.float()), one(x.float())
+        found.float().sum().backward()
+        expected.float().sum().backward()
+        assert found.dtype == expected.dtype == torch.bfloat16
+        for name, whole in one.named_parameters():
+            part = many.get_parameter(name).grad
+            assert part.dtype == torch.float32
+            torch.testing.assert_close(part.full_tensor(), whole.grad, rtol=0.05, atol=0.05)
+
+    ranks(2, body)

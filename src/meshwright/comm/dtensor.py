@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -441,19 +440,16 @@ def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def _hook(parameter: nn.Parameter, held: _Held) -> None:
-    # The parameter holds the leaf, so a strong reference back would be a cycle.
-    found = weakref.ref(parameter)
-
+    # A cycle, for the garbage collector: torch converts no parameter that has weak references.
     def accumulated(leaf: torch.Tensor) -> None:
-        owner = found()
-        mine = None if owner is None else vars(owner).get(_HELD)
-        if owner is None or mine is None or mine.leaf is not leaf:
+        mine = vars(parameter).get(_HELD)
+        if mine is None or mine.leaf is not leaf:
             raise RuntimeError(
                 f"a backward pass reached a parameter of local shape {tuple(leaf.shape)} that was "
-                "converted or deleted after its forward pass: run the forward pass again"
+                "converted after its forward pass: run the forward pass again"
             )
         if not mine.is_taken:
-            hand_over(owner)
+            hand_over(parameter)
 
     held.leaf.register_post_accumulate_grad_hook(accumulated)
     held.is_hooked = True

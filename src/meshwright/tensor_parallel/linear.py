@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import local_leaf, sum_partial
+from meshwright.comm.dtensor import is_dtensor, local_leaf, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
 from meshwright.tensor_parallel.functions import (
@@ -64,6 +64,32 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class _Saved:
+    """The weight at rest, as it was in the forward: a leaf does not see that it is written to."""
+
+    name: str
+    weight: nn.Parameter | None
+    version: int
+
+    @staticmethod
+    def of(module: ColumnLinear | RowLinear) -> _Saved:
+        weight = module._parameters["weight"]
+        name = module._tensor_parallel.site.labels.name
+        if weight is None or not is_dtensor(weight):
+            return _Saved(name, None, 0)
+        return _Saved(name, weight, weight._version)
+
+    def check(self) -> None:
+        """Raise RuntimeError where the weight has been written to since."""
+        if self.weight is not None and self.weight._version != self.version:
+            raise RuntimeError(
+                f"{self.name}.weight has been modified by an inplace operation between forward and "
+                f"backward (version {self.weight._version}, expected {self.version}): step the "
+                "optimizer after the backward, or run the forward again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class _Passage:
     """How the whole side of a linear layer travels: ``dim`` None is an all-reduce."""
 
@@ -72,6 +98,7 @@ class _Passage:
     dim: int | None
     total: int
     """Rows of the whole along ``dim``."""
+    saved: _Saved
     is_summed: bool = False
     """Whether somebody else sums the gradients of the whole."""
 
@@ -88,12 +115,14 @@ class ColumnLinear(nn.Linear):
         given = site.arrive(input, settings.input, features=self.in_features, is_copied=True)
         _check_features(self, given, site, "ColwiseParallel")
         dim, total = None, 0
-        if isinstance(given.placement, Shard) and given.placement.dim != given.local.ndim - 1:
+        if isinstance(given.placement, Shard):
             dim = given.placement.dim
             total = given.shape[dim]
         else:
             given = site.move(given, Replicate())
-        passage = _Passage(site.axis, site.labels, dim, total, is_summed=given.is_summed)
+        passage = _Passage(
+            site.axis, site.labels, dim, total, _Saved.of(self), is_summed=given.is_summed
+        )
         x, weight, bias = _autocast(given.local, *_leaves(self))
         y = _Columns.apply(x, weight, bias, passage)
         shape = (*y.shape[:-1], self.out_features)
@@ -119,12 +148,16 @@ class RowLinear(nn.Linear):
         shape = (*x.shape[:-1], self.out_features)
         output = normal(settings.output, x.ndim)
         if isinstance(output, Partial):
-            y = functional.linear(x, weight, bias if site.axis.rank == 0 else None)
+            y = functional.linear(x, weight)
+            if bias is not None:
+                # Added once, by rank 0, and each rank has its gradient.
+                y = y + (bias if site.axis.rank == 0 else bias - bias.detach())
             return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
         dim = output.dim if isinstance(output, Shard) else None
-        if dim is not None and settings.is_local:
+        if dim is not None and dim != x.ndim - 1 and settings.is_local:
             site.check_equal(shape, dim)
-        passage = _Passage(site.axis, site.labels, dim, 0 if dim is None else shape[dim])
+        total = 0 if dim is None else shape[dim]
+        passage = _Passage(site.axis, site.labels, dim, total, _Saved.of(self))
         y = _Rows.apply(x, weight, bias, passage)
         return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
 
@@ -209,6 +242,7 @@ class _Columns(torch.autograd.Function):
         rows = _matrix(grad)
         finish: Callable[[], torch.Tensor] | None = None
         if needs[0]:
+            passage.saved.check()
             finish = _start_sum(rows.mm(weight).view(whole.shape), passage)
         of_weight = rows.t().mm(_matrix(whole)) if needs[1] else None
         of_bias = rows.sum(0) if needs[2] else None
@@ -249,7 +283,10 @@ class _Rows(torch.autograd.Function):
                 of_bias = functional.pad(of_bias, (start, passage.total - start - length))
         whole = _as_whole(grad, passage)
         rows = _matrix(whole)
-        of_input = rows.mm(weight).view(x.shape) if needs[0] else None
+        of_input = None
+        if needs[0]:
+            passage.saved.check()
+            of_input = rows.mm(weight).view(x.shape)
         of_weight = rows.t().mm(_matrix(x)) if needs[1] else None
         return of_input, of_weight, of_bias, None
 
