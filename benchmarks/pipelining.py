@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from meshwright import comm, pipelining
+from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule import builders
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import stage_ranks
@@ -41,15 +42,6 @@ from meshwright.schedule.simulate import Costs, simulate
 
 __all__ = ["main"]
 
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 MICROBATCHES = 8
 CPU = torch.device("cpu")
 
@@ -288,7 +280,9 @@ def main() -> None:
     )
     parts = ("local", "transfers", "step", "simulator")
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(SCHEDULE_NAMES), choices=SCHEDULE_NAMES
+    )
     parser.add_argument("--arms", nargs="+", default=[], help="only these")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--port", type=int, default=29761)

@@ -1,9 +1,11 @@
-"""Functions of the user in a schedule, and stages that are driven by hand."""
+"""What users do with stages and schedules beside a plain step, and what they do amiss."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from meshwright.errors import PipelinePeerError
 from meshwright.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
+    _ScheduleForwardOnly,
     get_schedule_class,
 )
 from meshwright.pipelining.schedules import (
@@ -183,3 +186,205 @@ def body_errors() -> None:
 
 def test_what_a_function_of_the_user_raises_is_named_everywhere(ranks: Ranks) -> None:
     ranks(2, body_errors, timeout=60)
+
+
+def by_hand(kind: str, split: bool) -> None:
+    """Two stages of one rank, driven by their methods; replicas are summed by what they are."""
+    world = communicator()
+    alone = communicator(init_device_mesh("cpu", (2, 1), mesh_dim_names=("d", "p")).get_group("p"))
+    ones = [layer(seed) for seed in range(2)]
+    modules = [copy.deepcopy(one) for one in ones]
+    if kind == "replicate":
+        modules = [mw.replicate(module) for module in modules]
+    first, last = (PipelineStage(m, s, 2, CPU, group=alone.group) for s, m in enumerate(modules))
+    x, target = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.manual_seed(4))
+    mean = nn.MSELoss()
+    mean(nn.Sequential(*ones)(x), target).backward()
+    parts = [z.chunk(2)[world.rank] if kind == "replicate" else z for z in (x, target)]
+    cut = list(zip(*(part.chunk(4) for part in parts), strict=True))
+    for stage in (first, last):
+        stage.clear_runtime_states()
+        stage.has_backward = True
+    with pytest.raises(RuntimeError, match="has no outputs of stages .0. for chunk 0"):
+        last.forward_one_chunk(0, ())
+    for k, (rows, wanted) in enumerate(cut):
+        output = first.forward_one_chunk(fwd_chunk_id=k, args=(rows,), kwargs={})
+        last.set_local_fwd_input((output,), mb_index=k)
+        loss = mean(last.forward_one_chunk(k, ()), wanted)
+        last.backward_one_chunk(bwd_chunk_id=k, loss=loss, full_backward=not split)
+        first.set_local_bwd_input(last.get_local_bwd_output(k), k)
+        first.backward_one_chunk(k, full_backward=not split)
+        if split:
+            last.backward_weight_one_chunk(bwd_chunk_id=k)
+            first.backward_weight_one_chunk(k)
+    for stage, text in ((first, "has no gradients for chunk 4"), (last, "starts from a loss")):
+        last.set_local_fwd_input((output,), 4)
+        stage.forward_one_chunk(4, (rows,))
+        with pytest.raises(RuntimeError, match=text):
+            stage.backward_one_chunk(4)
+    for stage, one in zip((first, last), ones, strict=True):
+        stage.perform_reduce_grad(4)
+        for a, b in zip(stage.submod.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+        stage.scale_grads(2)
+        for a, b in zip(stage.submod.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad / 2)
+
+
+def body_values_by_hand() -> None:
+    """A backward of given values, as torch's own stages run it."""
+    stage = PipelineStage(layer(0), communicator().rank, 2, CPU)
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    at_once, halves = copy.deepcopy(stage.submod), stage.submod
+    at_once(x).sum().backward()
+    expected, x.grad = x.grad, None
+    output = halves(x)
+    given = {"stage_output": (output,), "output_grads": (torch.ones_like(output),)}
+    gradients, groups = stage.backward_maybe_with_nosync(
+        "input", {**given, "input_values": [x]}, last_backward=True
+    )
+    torch.testing.assert_close(gradients[0], expected)
+    assert all(p.grad is None for p in halves.parameters())
+    stage.backward_maybe_with_nosync("weight", {"param_groups": groups})
+    for a, b in zip(halves.parameters(), at_once.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def body_hand() -> None:
+    for kind in ("plain", "replicate"):
+        for split in (False, True):
+            by_hand(kind, split)
+    body_values_by_hand()
+
+
+def test_stages_are_driven_by_hand(ranks: Ranks) -> None:
+    ranks(2, body_hand)
+
+
+class Adds(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x
+
+
+def body_in_place() -> None:
+    """Stages that begin by writing to what they receive."""
+    world = communicator()
+    x, target = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.manual_seed(3))
+    for name in ("1F1B", "ZBVZeroBubble"):
+        _, ones, mine = made(name, "plain")
+        ones = [nn.Sequential(nn.ReLU(inplace=True), one[:1]) for one in ones]
+        stages = [PipelineStage(copy.deepcopy(ones[s]), s, len(ones), CPU) for s in mine]
+        nn.MSELoss()(nn.Sequential(*ones)(x.clone()), target).backward()
+        one_or_all: Any = stages if len(stages) > 1 else stages[0]
+        schedule = get_schedule_class(name)(one_or_all, 4, loss_fn=nn.MSELoss())
+        last = {"target": target} if len(ones) - 1 in mine else {}
+        schedule.step(*((x.clone(),) if 0 in mine else ()), **last)
+        for stage, s in zip(stages, mine, strict=True):
+            for a, b in zip(stage.submod.parameters(), ones[s].parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad)
+    module = nn.Sequential(Adds(), layer(1)) if world.rank else layer(0)
+    stage = PipelineStage(module, world.rank, 2, CPU)
+    schedule = get_schedule_class("GPipe")(stage, 4, loss_fn=nn.MSELoss())
+    with pytest.raises(RuntimeError, match="Stage 1.* let its first operation make a new"):
+        schedule.step(*(() if world.rank else (x,)), **({"target": x} if world.rank else {}))
+
+
+def test_a_stage_may_write_in_place_to_what_it_receives(ranks: Ranks) -> None:
+    ranks(2, body_in_place)
+
+
+def body_frozen() -> None:
+    world = communicator()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    pipe, share = communicator(mesh.get_group("pipe")), world.rank // 2
+    x, target = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.manual_seed(3))
+    mine = x.chunk(2)[share], target.chunk(2)[share]
+    for name, kind in itertools.product(("1F1B", "InterleavedZeroBubble"), ("copies", "shards")):
+        ones = [layer(seed).requires_grad_(seed != 1) for seed in range(2)]
+        module = copy.deepcopy(ones[pipe.rank])
+        if kind == "copies":
+            mw.replicate(module, device_mesh=mesh["data"])
+        else:
+            mw.fully_shard(module, mesh=mesh["data"])
+        stage: Any = PipelineStage(module, pipe.rank, 2, CPU, group=pipe.group)
+        kind_of_schedule: Any = get_schedule_class(name)
+        schedule = kind_of_schedule(stage if name == "1F1B" else [stage], 4, loss_fn=nn.MSELoss())
+        nn.MSELoss()(nn.Sequential(*ones)(x), target).backward()
+        args, last = ((), {"target": mine[1]}) if pipe.rank else ((mine[0],), {})
+        schedule.step(*args, **last)
+        for a, b in zip(module.parameters(), ones[pipe.rank].parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None) == (pipe.rank == 1)
+            if b.grad is not None:
+                torch.testing.assert_close(whole(a.grad), b.grad)
+
+
+def test_a_stage_without_anything_to_train(ranks: Ranks) -> None:
+    ranks(4, body_frozen)
+
+
+def refuse(cases: list[tuple[Callable[[], object], type[Exception], str]]) -> None:
+    for call, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call()
+        communicator().barrier()
+
+
+def body_amiss() -> None:
+    rank = communicator().rank
+    stage: Any = PipelineStage(layer(rank), rank, 2, CPU)
+    gpipe: Any = get_schedule_class("GPipe")
+    many: Any = get_schedule_class("InterleavedZeroBubble")
+    compiled = PipelineStage(copy.deepcopy(stage.submod), rank, 2, CPU)
+    compiled.submod.compile(backend="eager")
+    third = PipelineStage(layer(rank), rank, 3, CPU)
+    only = "schedule is not supported with stage modules that have used torch.compile."
+    local = stage.set_local_bwd_input if rank == 0 else stage.set_local_fwd_input
+    wrong: tuple[Callable[[], object], str] = (
+        (lambda: stage.set_local_bwd_input((), 0), "can't set bwd input if this stage is last")
+        if rank
+        else (lambda: stage.get_local_bwd_output(0), "can't get bwd output if this stage is first")
+    )
+    refuse(
+        [
+            (lambda: gpipe([stage], 4), TypeError, "found list"),
+            (lambda: gpipe(stage.submod, 4), TypeError, "found Sequential"),
+            (lambda: many(stage, 4), TypeError, "found PipelineStage"),
+            (lambda: many([], 4), ValueError, "expected different stages"),
+            (lambda: many([stage, stage], 4), ValueError, "expected different stages"),
+            (lambda: many([third], 4), ValueError, "found 3 stages for 2 ranks"),
+            (lambda: many([compiled], 4), RuntimeError, f"InterleavedZeroBubble {only}"),
+            (lambda: gpipe(stage, 4.0), TypeError, "n_microbatches to be an int, found 4.0"),
+            (lambda: gpipe(stage, 4, loss_fn="mse"), TypeError, "expected loss_fn"),
+            (lambda: local(1, 0), AssertionError, "Expected tuple, got"),
+            (wrong[0], AssertionError, wrong[1]),
+        ]
+    )
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.manual_seed(1))
+    forward, schedule = _ScheduleForwardOnly(stage, 4), gpipe(stage, 4, loss_fn=nn.MSELoss())
+    with torch.no_grad():
+        refuse([(schedule.step, RuntimeError, "step.. requires gradients to be enabled")])
+    cut = schedule._step_microbatches
+    refuse(
+        [
+            (lambda: forward.step(x, target=x), RuntimeError, "Forward-only schedule does not"),
+            (lambda: cut(arg_mbs=((x,),)), TypeError, "arg_mbs must be a list but got a"),
+            (lambda: cut(kwarg_mbs=[{}]), ValueError, "Expecting 4 kwarg_mbs but got 1"),
+            (lambda: cut(target_mbs=[x] * 5), ValueError, "Expecting 4 target_mbs but got 5"),
+            (lambda: cut(losses=()), TypeError, "losses must be a list but got a"),
+        ]
+    )
+    args, last = ((), {"target": x}) if rank else ((x,), {})
+    output = schedule.step(*args, **last)
+    gradients = [p.grad for p in stage.submod.parameters()]
+    stage.submod.zero_grad()
+    parts = list(x.chunk(4))
+    given = {"target_mbs": parts} if rank else {"arg_mbs": [(part,) for part in parts]}
+    again = cut(**given)
+    for parameter, gradient in zip(stage.submod.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert (again is None and output is None) if rank == 0 else torch.equal(again, output)
+
+
+def test_what_is_amiss_is_said(ranks: Ranks) -> None:
+    ranks(2, body_amiss)

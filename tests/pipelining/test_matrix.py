@@ -28,19 +28,11 @@ from meshwright.pipelining import (
     Tie,
     get_schedule_class,
 )
+from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
 
 WIDTH = 6
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 SPREADS = ("plain", "replicate", "fully_shard", "wrapper")
 CASES = ("uneven", "tied", "skip", "kwargs", "batch norm")
 SIZES = (2, 4)
@@ -190,7 +182,7 @@ def one_case(name: str, kind: str, case: str) -> None:
 
 def pairwise() -> list[tuple[str, str, str]]:
     """Few combinations in which every two values of different columns meet."""
-    columns = (SCHEDULES, SPREADS, CASES)
+    columns = (SCHEDULE_NAMES, SPREADS, CASES)
     missing = {
         (i, a, j, b)
         for i, j in itertools.combinations(range(3), 2)
@@ -219,6 +211,6 @@ def test_every_pair(ranks: Ranks, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_combination(ranks: Ranks, name: str, size: int) -> None:
     ranks(size, body, list(itertools.product([name], SPREADS, CASES)), timeout=300)

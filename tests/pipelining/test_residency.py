@@ -22,19 +22,10 @@ from meshwright.comm.whole import whole
 from meshwright.errors import CollectiveMismatchError, RankFailedError
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
 from meshwright.pipelining.residency import find_residency
+from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.actions import UNSHARD
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
-
-NAMES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 
 
 def body_torch_ddp(name: str) -> None:
@@ -79,7 +70,7 @@ def body_torch_ddp(name: str) -> None:
                 torch.testing.assert_close(a.grad, times * b.grad, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_replicas_of_torch_are_one_process(ranks: Ranks, name: str) -> None:
     ranks(4, body_torch_ddp, name)
 
@@ -274,7 +265,7 @@ def body_ours(name: str, kinds: Sequence[str]) -> None:
                     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_ours_is_one_process(ranks: Ranks, name: str) -> None:
     """Nested units, accumulated steps, evaluation, no_sync; gathered and reduced once a step."""
     ranks(4, body_ours, name, list(KINDS))

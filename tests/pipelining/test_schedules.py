@@ -24,18 +24,10 @@ from meshwright.pipelining import (
     get_schedule_class,
 )
 from meshwright.pipelining.metadata import Values, signature_of
+from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
 
-NAMES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 CPU = torch.device("cpu")
 
 
@@ -142,12 +134,12 @@ def body_equal(name: str) -> None:
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_schedule_is_one_process(ranks: Ranks, name: str) -> None:
     ranks(2, body_equal, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_schedule_on_four_ranks(ranks: Ranks, name: str) -> None:
     ranks(4, body_equal, name)
 
@@ -233,7 +225,7 @@ def body_skips(name: str) -> None:
     compare(layers, ones, mine(name, world.size), 1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_skips(ranks: Ranks, name: str) -> None:
     ranks(4 if chunks_of(name) == 1 else 2, body_skips, name)
 

@@ -410,16 +410,19 @@ def test_stages_by_name() -> None:
         stages_by_name(model, [["layers.9"]])
 
 
-TORCHS = {
-    "": "Pipe pipe_split SplitPoint pipeline PipelineStage build_stage Schedule1F1B ScheduleGPipe "
-    "ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleInterleavedZeroBubble ScheduleDualPipeV "
-    "ScheduleZBVZeroBubble",
-    ".stage": "PipelineStage",
-    ".microbatch": "TensorChunkSpec _Replicate split_args_kwargs_into_chunks merge_chunks "
-    "_CustomReducer _LossReducer sum_reducer",
-    ".schedules": "PipelineScheduleSingle PipelineScheduleMulti _PipelineSchedule ScheduleGPipe "
-    "_PipelineScheduleRuntime get_schedule_class _ScheduleForwardOnly",
+PRIVATE = {
+    "": "",
+    ".stage": "",
+    ".microbatch": "_Replicate _CustomReducer _LossReducer",
+    ".schedules": "_PipelineSchedule _PipelineScheduleRuntime _ScheduleForwardOnly "
+    "_PipelineContext _Action _ComputationType",
 }
+"""Private names of torch that programs import, beside all public ones."""
+METHODS = (
+    "forward_one_chunk backward_one_chunk backward_weight_one_chunk clear_runtime_states "
+    "set_local_fwd_input get_local_bwd_output set_local_bwd_input scale_grads perform_reduce_grad "
+    "backward_maybe_with_nosync"
+)
 HERE = (
     "PipeInfo PipeSequential LossWrapper TrivialLossWrapper MultiUseParameterConfig Replicated "
     "annotate_split_points generate_stage_to_rank_mapping generate_rank_to_stage_mapping "
@@ -429,12 +432,27 @@ HERE = (
 
 def test_names_are_torchs() -> None:
     package = importlib.import_module("meshwright.pipelining")
-    for path, listed in TORCHS.items():
+    for path, private in PRIVATE.items():
         ours = importlib.import_module(f"meshwright.pipelining{path}")
         torchs = importlib.import_module(f"torch.distributed.pipelining{path}")
-        for name in listed.split():
-            assert hasattr(torchs, name), name
-            assert getattr(ours, name) is getattr(package, name), name
+        own = {
+            n for n, v in vars(torchs).items() if getattr(v, "__module__", "") == torchs.__name__
+        }
+        public = {*torchs.__all__, *(name for name in own if not name.startswith("_"))}
+        assert len(public) >= 2
+        for name in {*public, *private.split()}:
+            assert hasattr(torchs, name) and hasattr(ours, name), name
+            assert getattr(package, name, getattr(ours, name)) is getattr(ours, name), name
+    theirs_stage = importlib.import_module("torch.distributed.pipelining.stage")._PipelineStageBase
+    for name in METHODS.split():
+        wanted, found = (
+            [
+                (p.name, p.default)
+                for p in inspect.signature(getattr(kind, name)).parameters.values()
+            ]
+            for kind in (theirs_stage, package.PipelineStage)
+        )
+        assert found == wanted, name
     assert all(hasattr(package, name) for name in HERE.split())
     for function in (pipeline, build_stage, Pipe.__init__, Pipe.from_tracing, Pipe._from_traced):
         theirs = importlib.import_module("torch.distributed.pipelining")

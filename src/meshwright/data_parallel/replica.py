@@ -33,6 +33,8 @@ class Replica:
         module: nn.Module,
         communicator: Communicator,
         options: ReplicateOptions,
+        *,
+        may_be_frozen: bool = False,
     ) -> None:
         self.communicator = communicator
         self.device_ids = None if options.device_ids is None else list(options.device_ids)
@@ -47,7 +49,7 @@ class Replica:
         follows on an exception takes its place, and other ranks broadcast no second time."""
         skipped = left_out(module, options.ignored, options.ignored_names)
         parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in skipped]
-        _check(module, parameters, self.device_ids)
+        _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
         for name, parameter in parameters:
             known = known_at_rest(parameter)
             if known is not None:
@@ -135,6 +137,8 @@ def _check(
     module: nn.Module,
     parameters: Sequence[tuple[str, nn.Parameter]],
     device_ids: Sequence[int | torch.device] | None,
+    *,
+    may_be_frozen: bool,
 ) -> None:
     """Refuse what could only fail later, on this rank, before any collective."""
     for name, parameter in parameters:
@@ -144,7 +148,7 @@ def _check(
                 f"`DistributedDataParallel` or replicate: {name!r} has no shape yet. "
                 "Run a forward pass on one batch first"
             )
-    if not any(parameter.requires_grad for _, parameter in parameters):
+    if not may_be_frozen and not any(p.requires_grad for _, p in parameters):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
             f"requires a gradient. None of the {len(parameters)} parameters of this "

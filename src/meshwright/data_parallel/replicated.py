@@ -52,11 +52,15 @@ class ReplicateState:
         self._module = weakref.ref(module)
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
-        self.residency = ReplicaResidency(lambda: self.replica)
+        # A stage without anything to train may still have buffers to keep equal.
+        self.residency = ReplicaResidency(lambda: self._set_up(may_be_frozen=True))
 
     @property
     def replica(self) -> Replica:
         """The running half, set up now when there was no forward pass yet (a collective then)."""
+        return self._set_up(may_be_frozen=False)
+
+    def _set_up(self, *, may_be_frozen: bool) -> Replica:
         if self._replica is None:
             module = self._module()
             if module is None:
@@ -64,7 +68,10 @@ class ReplicateState:
             options = self.options
             options = replace(options, ignored=_with_managed(module, options.ignored))
             self._replica = Replica(
-                module, communicator(options.process_group, options.axis), options
+                module,
+                communicator(options.process_group, options.axis),
+                options,
+                may_be_frozen=may_be_frozen,
             )
             self._replica.reducer.is_wanted = self.is_synchronised
             if self._hook is not None:

@@ -4,11 +4,12 @@ Bottom-up: `edges` (where a stage's arguments come from), `constants` (what is n
 `metadata` (what values look like), `microbatch` (cutting and merging), `weight_rules` and
 `backward` (the two halves of a backward), `halves` (what lies between them), `residency`
 (parameters that are spread or copied over ranks), `ties` (parameters that several stages hold),
-`inbox` (what has come to a stage), `losses`, `stage`, `program` (a rank's row with its stages and
-messages), `custom` (functions of the user in place of actions), `batch` (what a step was given),
-`agreed` (what ranks need not tell again), `transfers` (what they tell each other in a step),
-`failures`, `listener` (who is told of it), `runtime` (the one interpreter), `schedules` (the
-classes that users call), `clipping` (the norm over all stages).
+`inbox` (what has come to a stage), `in_place`, `losses`, `stage`, `program` (a rank's row with its
+stages and messages), `custom` (functions of the user in place of actions), `batch` (what a step was
+given), `agreed` (what ranks need not tell again), `transfers` (what they tell each other in a
+step), `failures`, `listener` (who is told of it), `runtime` (the one interpreter), `stage_checks`,
+`stepping` (what schedules have in common), `schedules` (the classes that users call), `clipping`
+(the norm over all stages).
 
 From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),
 `stage_module` (the graph of a stage), `placement` (what runs in which stage), `splitting` (the

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.custom import PipelineContext
-from meshwright.pipelining.metadata import Values, digest, trained
+from meshwright.pipelining.metadata import TensorMeta, Values, digest, trained
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.schedule.actions import Action, Schedule
 
-__all__ = ["Identities", "Known", "Microbatches"]
+__all__ = ["Identities", "Known", "Microbatches", "check_cut", "check_declared"]
 
 Known = dict[object, tuple[int, ...]]
 """By what a stage is given, its ids."""
@@ -57,6 +58,42 @@ class Microbatches:
             self.losses,
             run,
         )
+
+
+def check_cut(given: Mapping[str, object], microbatches: int) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what is no list of ``microbatches`` values."""
+    for name, values in given.items():
+        if values is None:
+            continue
+        if not isinstance(values, list):
+            raise TypeError(f"{name} must be a list but got a {type(values)}")
+        if len(values) != microbatches:
+            raise ValueError(f"Expecting {microbatches} {name} but got {len(values)}")
+
+
+def check_declared(stage: PipelineStage, args: tuple[Any, ...], microbatches: int) -> None:
+    """Compare the first chunk of the batch with the declared inputs, before it is cut."""
+    declared = stage.declared_inputs
+    if declared is None or not args:
+        return
+    leaves = Values.of(args).leaves
+    problems = []
+    for number, (meta, leaf) in enumerate(zip(declared.leaves, leaves, strict=False)):
+        if not isinstance(meta, TensorMeta) or not isinstance(leaf, torch.Tensor):
+            continue
+        what = f"{stage.name} argument {number}"
+        rows = -(-leaf.shape[0] // microbatches) if leaf.dim() else 0
+        got = [rows, *leaf.shape[1:]] if leaf.dim() else []
+        if list(meta.shape) != got:
+            problems.append(
+                f"{what} has a shape mismatch: expected {list(meta.shape)} actual {got}"
+            )
+        if meta.dtype is not leaf.dtype:
+            problems.append(
+                f"{what} has a dtype mismatch: expected {meta.dtype} actual {leaf.dtype}"
+            )
+    if problems:
+        raise PipeliningShapeError("; ".join(problems))
 
 
 class Identities:

@@ -29,6 +29,7 @@ from meshwright.pipelining.backward import (
 )
 from meshwright.pipelining.edges import Source, StageEdges, adjacent, only_source
 from meshwright.pipelining.halves import DwBuilder, Halves
+from meshwright.pipelining.in_place import advice, copies, writes_in_place
 from meshwright.pipelining.inbox import Inbox
 from meshwright.pipelining.losses import Start
 from meshwright.pipelining.metadata import (
@@ -85,6 +86,8 @@ class PipelineStage:
     ranks than stages.
     """
 
+    _step = _BY_HAND
+
     def __init__(
         self,
         submodule: nn.Module,
@@ -127,6 +130,7 @@ class PipelineStage:
         self.takes_batch = self.is_first or any(s.stage is None for s in self.edges.args)
         """Whether it reads positional arguments of the batch."""
         self.takes_any_keyword = edges is None
+        self._writes = writes_in_place(submodule)
         self._only_source = only_source(self.edges)
         self._reads_from = frozenset(self.edges.sources())
         self.has_backward = False
@@ -141,7 +145,6 @@ class PipelineStage:
         """By microbatch, what its outputs must be, where that is known."""
         self.inbox = Inbox()
         """What has come from other stages."""
-        self._step = _BY_HAND
         self._starts: dict[int, Start] = {}
         self._values: dict[int, Values] = {}
         self._halves = Halves()
@@ -233,6 +236,9 @@ class PipelineStage:
         ``PipeliningShapeError`` when the outputs are not as expected.
         """
         given, named = self._arguments(fwd_chunk_id, args, kwargs or _NOTHING)
+        inputs = tensors_in(given, named) if self.has_backward else []
+        if self._writes and self.has_backward:
+            given, named = copies((given, named))
         try:
             result = self.submod(*given, **named) if named else self.submod(*given)
         except PipeliningShapeError:
@@ -240,14 +246,14 @@ class PipelineStage:
         except Exception as error:
             raise RuntimeError(
                 f"{self.name} failed to run forward: args: {shapes(given)} kwargs: "
-                f"{shapes(named)}: {error}"
+                f"{shapes(named)}: {error}{advice(error)}"
             ) from error
         outputs = as_outputs(result)
         values = Values.of(outputs)
         self._check_outputs(fwd_chunk_id, values)
         self._values[fwd_chunk_id] = values
         if self.has_backward:
-            self.fwd_cache[fwd_chunk_id] = (outputs, tensors_in(given, named))
+            self.fwd_cache[fwd_chunk_id] = (outputs, inputs)
         if self.is_last and save_forward_output:
             self.output_chunks.append(result)
         return result

@@ -1,0 +1,49 @@
+"""Stages that write to what they have received.
+
+What a stage receives is a leaf of its graph, because its gradient goes back from there, and
+autograd lets nobody write to a leaf. A stage that is seen to write in place is given copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["advice", "copies", "writes_in_place"]
+
+
+def writes_in_place(module: nn.Module) -> bool:
+    """Whether a part of ``module`` says that it writes in place, or its graph does."""
+    return any(
+        getattr(part, "inplace", False)
+        or (isinstance(part, fx.GraphModule) and any(map(_is_mutable, part.graph.nodes)))
+        for part in module.modules()
+    )
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and bool(getattr(schema, "is_mutable", False))
+
+
+def copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
+    """``values`` with copies of the tensors that require gradients, which lead back to them."""
+    return tree_map_only(torch.Tensor, _copy, values)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor
+
+
+def advice(error: Exception) -> str:
+    """What to do about ``error``, where it is about writing to what was received."""
+    text = str(error)
+    if "leaf Variable that requires grad" not in text or "in-place operation" not in text:
+        return ""
+    return (
+        "; the stage writes in place to what it has received from another stage: let its first "
+        "operation make a new tensor (y = x + 1 for x += 1, relu for relu_), or clone its input"
+    )

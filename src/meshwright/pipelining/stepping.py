@@ -1,0 +1,285 @@
+"""What all schedules have in common: they cut a batch, run it on a `Runtime`, merge its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.pipelining.batch import Microbatches, check_cut, check_declared
+from meshwright.pipelining.custom import check_custom
+from meshwright.pipelining.edges import edges_of
+from meshwright.pipelining.microbatch import (
+    TensorChunkSpec,
+    chunk_weights,
+    is_plain,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
+from meshwright.pipelining.program import CustomFunction
+from meshwright.pipelining.residency import find_residency
+from meshwright.pipelining.runtime import Runtime
+from meshwright.pipelining.stage import PipelineStage
+from meshwright.pipelining.stage_checks import check_arguments, is_compiled
+from meshwright.schedule.actions import (
+    F,
+    Operation,
+    Schedule,
+)
+from meshwright.schedule.checks import check, check_lowered
+from meshwright.schedule.lowering import forward_part, lower
+
+__all__ = ["PipelineSchedule"]
+
+
+class PipelineSchedule:
+    """Runs the stages of this rank, step by step, in the order of a schedule.
+
+    ``loss_fn(output, target)`` returns one microbatch's loss; without it only forwards run.
+    ``scale_grads`` weighs each loss by its share of the batch, as mean losses need. Of stages that
+    are sharded over ranks at most ``unsharded`` of this rank are gathered at a time.
+    """
+
+    builder: ClassVar[Callable[..., Schedule] | None] = None
+    computes_losses: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: Mapping[str, TensorChunkSpec] | None = None,
+        output_merge_spec: object = None,
+        scale_grads: bool = True,
+        *,
+        unsharded: int = 3,
+    ) -> None:
+        check_arguments(stages, n_microbatches, loss_fn)
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self.scale_grads = scale_grads
+        self._unsharded = unsharded
+        self._first = stages[0]
+        self._custom: dict[Operation, CustomFunction] = {}
+        self._runtime: Runtime | None = None
+        self._use(self._compute())
+
+    # ---------------------------------------------------------------------- schedule
+
+    @property
+    def stages(self) -> Mapping[int, PipelineStage]:
+        """The stages of this rank, by index."""
+        return MappingProxyType(self._stages)
+
+    def _compute(self) -> Schedule:
+        """The compute actions of all ranks."""
+        builder = type(self).builder
+        if builder is None:
+            raise TypeError(f"{type(self).__name__} has no schedule of its own; load one from CSV")
+        ranks, stages = self._first.group_size, self._first.num_stages
+        edges = edges_of(self._first.all_edges)
+        return builder(ranks, self._n_microbatches, stages // ranks, edges)
+
+    def _use(self, compute: Schedule, lowered: Schedule | None = None) -> None:
+        """Take ``compute`` as the order to run, checked, with transfers added."""
+        communicator = self._first.communicator
+        number = communicator.number("schedule")
+        mine = compute.stages_of(communicator.rank)
+        if tuple(sorted(self._stages)) != mine:
+            raise ValueError(
+                f"{type(self).__name__} puts stages {list(mine)} on rank {communicator.rank}, but "
+                f"got stages {sorted(self._stages)}"
+            )
+        has_backward = any(a.operation is not F for a in compute.actions(communicator.rank))
+        check(compute, ranks=communicator.size, forward_only=not has_backward)
+        if compute.split_backward and any(is_compiled(s.submod) for s in self._stages.values()):
+            raise RuntimeError(
+                f"The {type(self).__name__} schedule is not supported with stage modules that have "
+                "used torch.compile. Take one with whole backwards, such as 1F1B"
+            )
+        residencies = {i: find_residency(s.submod) for i, s in self._stages.items()}
+        if lowered is None:
+            lowered = lower(compute, unsharded=self._unsharded)
+        evaluation = lower(forward_part(compute), unsharded=self._unsharded, reduce=False)
+        check_lowered(lowered)
+        check_lowered(evaluation)
+        self.schedule = compute
+        self.lowered = lowered
+        self._runtime = Runtime(
+            self._stages,
+            lowered,
+            evaluation,
+            communicator,
+            self._loss_fn,
+            residencies,
+            number,
+        )
+        self._runtime.register(self._custom)
+
+    def register_custom_function(
+        self, computation_type: Operation, custom_function: CustomFunction
+    ) -> None:
+        """Run ``custom_function(action, ctx)`` in place of an operation's actions on this rank.
+
+        The operations are F, B, I, W, OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD, ``ctx`` is a
+        `PipelineContext`. Receives have come before, and sends follow. A function for OVERLAP_F_B
+        is given both parts; without one they run in order. A function for an operation that had
+        one takes its place. Raises ``ValueError`` for another operation.
+        """
+        self._custom[check_custom(computation_type)] = custom_function
+        if self._runtime is not None:
+            self._runtime.register(self._custom)
+
+    # -------------------------------------------------------------------------- steps
+
+    def step(
+        self,
+        *args: Any,
+        target: object = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:  # noqa: ANN401
+        """Run one step on the whole batch and return the merged output on the last stage's rank.
+
+        The first stage's rank gives ``args``, the last stage's ``target``; any rank may give
+        keyword arguments. Gradients are added to ``.grad``. ``losses`` is filled by microbatch.
+        """
+        if self._loss_fn is not None and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step() requires gradients to be enabled for backward computation; it was called "
+                "under no_grad or inference_mode. Please call eval() instead."
+            )
+        training = self._loss_fn is not None
+        return self._run(training, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: object = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:  # noqa: ANN401
+        """Run the forwards only; gradients stay as they are. A loss needs a ``target``."""
+        with torch.no_grad():
+            return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def _run(
+        self,
+        training: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: object,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: Mapping[str, Any] | None,
+    ) -> Any:  # noqa: ANN401
+        return self._run_batch(
+            lambda: self._split(args, kwargs, target, loss_kwargs),
+            training,
+            losses,
+            return_outputs,
+        )
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+    ) -> Any:  # noqa: ANN401
+        """As `step`, of a batch that has been cut already, however that was."""
+
+        def cut() -> Microbatches:
+            given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+            check_cut(given, self._n_microbatches)
+            return self._batch(arg_mbs, kwarg_mbs, target_mbs, {}, None)
+
+        return self._run_batch(cut, self._loss_fn is not None, losses, return_outputs)
+
+    def _run_batch(
+        self,
+        cut: Callable[[], Microbatches],
+        training: bool,
+        losses: list[Any] | None,
+        return_outputs: bool,
+    ) -> Any:  # noqa: ANN401
+        if self._runtime is None:
+            raise RuntimeError("this schedule has no order of actions")
+        last = self._stages.get(self._first.num_stages - 1)
+        try:
+            batch = cut()
+            if losses is not None and not isinstance(losses, list):
+                raise TypeError(f"losses must be a list but got a {type(losses)}")
+            if not self.computes_losses and (batch.targets is not None or losses is not None):
+                raise RuntimeError("Forward-only schedule does not support loss computation")
+            if training and last is not None and batch.targets is None:
+                raise RuntimeError(
+                    "step() with a loss_fn needs a target on the rank of the last stage, but got "
+                    "none"
+                )
+        except Exception as error:
+            self._runtime.refused(error)
+            raise
+        self._runtime.run(batch, training=training)
+        if losses is not None and last is not None and batch.targets is not None:
+            losses[:] = batch.losses
+        if last is None or not return_outputs:
+            return None
+        return merge_chunks(last.output_chunks, self._output_merge_spec)
+
+    def _split(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: object,
+        loss_kwargs: Mapping[str, Any] | None,
+    ) -> Microbatches:
+        count = self._n_microbatches
+        first = self._stages.get(0)
+        if first is not None:
+            check_declared(first, args, count)
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None
+        key = None
+        if args or kwargs:
+            arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
+                args, kwargs, count, self._args_chunk_spec, self._kwargs_chunk_spec
+            )
+            if not kwargs:
+                kwarg_mbs = None
+                if self._args_chunk_spec is None and is_plain(args, count):
+                    key = tuple((a.shape, a.stride(), a.dtype) for a in args)
+        targets = None
+        if target is not None:
+            chunks, _ = split_args_kwargs_into_chunks((target,), {}, count)
+            targets = [chunk[0] for chunk in chunks]
+        return self._batch(arg_mbs, kwarg_mbs, targets, loss_kwargs or {}, key)
+
+    def _batch(
+        self,
+        arg_mbs: Sequence[tuple[Any, ...]] | None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None,
+        targets: Sequence[Any] | None,
+        loss_kwargs: Mapping[str, Any],
+        key: object,
+    ) -> Microbatches:
+        args = arg_mbs or [()] * self._n_microbatches
+        kwargs = kwarg_mbs or []
+        for stage in self._stages.values():
+            stage.check_microbatches(args, kwargs)
+        weights = chunk_weights(targets) if targets is not None and self.scale_grads else ()
+        return Microbatches(
+            args, kwargs, targets, weights, loss_kwargs, [], self, self.scale_grads, key
+        )
