@@ -1,7 +1,8 @@
 """Stages that write to what they have received.
 
 What a stage receives is a leaf of its graph, because its gradient goes back from there, and
-autograd lets nobody write to a leaf. A stage that is seen to write in place is given copies.
+autograd lets nobody write to a leaf. Microbatches are views of one batch, of which autograd takes a
+write to one for a write to all. A stage that is seen to write in place is given copies of both.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ def writes_in_place(module: nn.Module) -> bool:
 
 
 def _is_mutable(node: fx.Node) -> bool:
+    """Whether ``node`` writes to a value; to a buffer it may."""
     schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and bool(getattr(schema, "is_mutable", False))
+    if node.op != "call_function" or not getattr(schema, "is_mutable", False) or not node.args:
+        return False
+    written = node.args[0]
+    return isinstance(written, fx.Node) and written.op != "get_attr"
 
 
 def copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
-    """``values`` with copies of the tensors that require gradients, which lead back to them."""
+    """``values`` with copies of views, and of tensors that require gradients."""
     return tree_map_only(torch.Tensor, _copy, values)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.requires_grad else tensor
+    return tensor.clone() if tensor.requires_grad or tensor._is_view() else tensor
 
 
 def advice(error: Exception) -> str:
