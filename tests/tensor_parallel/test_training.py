@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -239,5 +240,22 @@ def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
             part = many.get_parameter(name).grad
             assert part.dtype == torch.float32
             torch.testing.assert_close(part.full_tensor(), whole.grad, rtol=0.05, atol=0.05)
+
+    ranks(2, body)
+
+
+@pytest.mark.slow
+def test_a_compiler_leaves_the_communication_out_of_its_graphs(ranks: Ranks) -> None:
+    def body() -> None:
+        one, many = alike(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
+        parallelize_module(many, tensor_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).double()
+        compiled = torch.compile(many, backend="aot_eager")
+        for _ in range(2):
+            one(x).sin().sum().backward()
+            with warnings.catch_warnings():  # torch's own, of what it looks at while it traces
+                warnings.simplefilter("ignore", UserWarning)
+                compiled(x).sin().sum().backward()
+        check_alike(one, many)
 
     ranks(2, body)

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from meshwright.comm.dtensor import local_leaf
 from meshwright.layout import Partial, Replicate, Shard, chunk
-from meshwright.tensor_parallel.layouts import Arrival, Site
+from meshwright.tensor_parallel.layouts import Arrival, Site, untraced
 from meshwright.tensor_parallel.linear import Settings
 
 __all__ = ["ColumnEmbedding", "RowEmbedding", "check_embedding"]
@@ -39,6 +39,7 @@ class ColumnEmbedding(nn.Embedding):
 
     _tensor_parallel: Settings
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Features of this rank, laid out as the style says."""
         settings = self._tensor_parallel
@@ -59,6 +60,7 @@ class RowEmbedding(nn.Embedding):
 
     _tensor_parallel: Settings
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The embedding of each id, summed over ranks and laid out as the style says.
 

@@ -5,10 +5,13 @@ The layout of a local tensor is declared by a style; a DTensor says its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import mesh_communicators
@@ -25,7 +28,27 @@ from meshwright.tensor_parallel.functions import (
     scatter_to,
 )
 
-__all__ = ["Arrival", "Site", "check_mesh", "normal"]
+__all__ = ["Arrival", "Site", "check_mesh", "normal", "untraced"]
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """``function``, which a compiler calls and does not look into: it communicates.
+
+    A graph ends before it, and another begins behind it.
+    """
+    outside = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(first: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return outside(first, *args, **kwargs)
+        return function(first, *args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)

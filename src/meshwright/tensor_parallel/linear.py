@@ -37,7 +37,7 @@ from meshwright.tensor_parallel.functions import (
     start_sum,
     start_sum_part,
 )
-from meshwright.tensor_parallel.layouts import Arrival, Site, normal
+from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 
 __all__ = ["ColumnLinear", "RowLinear", "Settings"]
 
@@ -108,6 +108,7 @@ class ColumnLinear(nn.Linear):
 
     _tensor_parallel: Settings
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Output features of this rank, laid out as the style says."""
         settings = self._tensor_parallel
@@ -135,6 +136,7 @@ class RowLinear(nn.Linear):
 
     _tensor_parallel: Settings
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, laid out as the style says, with the bias added once."""
         settings = self._tensor_parallel

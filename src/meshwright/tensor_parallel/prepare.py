@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.comm.dtensor import AnyPlacement, is_dtensor, our_placement, torch_placements
 from meshwright.mesh import DeviceMesh
-from meshwright.tensor_parallel.layouts import Site
+from meshwright.tensor_parallel.layouts import Site, untraced
 from meshwright.tensor_parallel.styles import ParallelStyle
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
@@ -190,6 +190,7 @@ def _each(layouts: Layouts) -> tuple[AnyPlacement | None, ...]:
     return tuple(None if each is None else torch_placements([each])[0] for each in given)
 
 
+@untraced
 def _moved(
     site: Site,
     x: object,

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.comm.dtensor import is_dtensor, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.layout import Shard
-from meshwright.tensor_parallel.layouts import Arrival, Site, normal
+from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 
 __all__ = ["Sequence", "SequencePart"]
 
@@ -41,6 +41,7 @@ class SequencePart(nn.Module):
 
     _tensor_parallel: Sequence
 
+    @untraced
     def forward(self, *inputs: object, **options: object) -> torch.Tensor:
         """The module's own forward on local tensors; the first input is the sequence.
 
