@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,11 @@ def body_steps() -> None:
         samples.loss_of(model, *given).backward()
     assert operators.found == []
     assert {c.axis for c in recorder.collectives} == {"shard", "tensor"}
+    # Two groups of parameters in the first block, one of them frozen; the root stays gathered.
+    asked = {"unshard FSDPNet": 1, "unshard blocks.0": 4, "unshard blocks.1": 2}
+    asked |= {f"reduce {name}": 1 for name in ("FSDPNet", "blocks.0", "blocks.1")}
+    sent = Counter(c.label for c in recorder.collectives if c.axis == "shard")
+    assert {k: n for k, n in sent.items() if k not in ("order", "use counts")} == asked
     assert [c.label for c in recorder.collectives if c.label == "partial gradients"] == [
         "partial gradients"
     ]
@@ -168,6 +174,8 @@ def body_hybrid(shape: tuple[int, int, int]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
     one = samples.net()
     model = samples.cut(one, mesh["tensor"])
+    for tied in (model.words, model.head):  # the root takes what both use
+        fully_shard(tied, mesh=mesh["replicate", "shard"])
     sharded(model, mesh["replicate", "shard"])
     recorder = Recorder()
     with observe(recorder):

@@ -26,7 +26,6 @@ from types import MappingProxyType
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import local_of
 from meshwright.data_parallel.alignment import NOTES, Alignment
 from meshwright.data_parallel.buckets import Bucket, slot_of
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
@@ -104,11 +103,9 @@ class GradientReducer:
     def gradients(self) -> tuple[torch.Tensor, ...]:
         """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
 
-        Of a sparse gradient the values.
+        Of a sparse gradient the values. Not for DTensors, which have theirs themselves.
         """
         found: list[torch.Tensor] = []
-        if self._leaves:
-            return tuple(local_of(p.grad) for _, p in self.named if p.grad is not None)
         for bucket in self.buckets:
             if isinstance(bucket, Bucket) and bucket.is_gradient_view:
                 found.append(bucket.gradients)

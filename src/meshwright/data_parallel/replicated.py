@@ -194,6 +194,9 @@ class Replicate:
         forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
         got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
 
+        Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
+        registered as they are, and the gradients of this rank's parts become means.
+
         Gradients of ``ignored_modules`` are left alone. On a GPU ``device_id`` is where inputs are
         moved to. ``keywords`` are those of `ReplicateKeywords`.
 

@@ -72,6 +72,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     down owns. ``auto_wrap_policy`` wraps submodules first. The arguments are those of torch's
     class of this name; build the optimizer after wrapping.
 
+    A module of tensor parallelism takes the data axes of its mesh, ``device_mesh=mesh["shard"]``.
     Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where a
     parameter was not used.
 
