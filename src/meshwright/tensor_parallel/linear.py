@@ -73,9 +73,9 @@ class _Saved:
 
     @staticmethod
     def of(module: ColumnLinear | RowLinear) -> _Saved:
-        weight = module._parameters["weight"]
+        weight: Any = module.weight  # which data parallelism may keep, see `_leaves`
         name = module._tensor_parallel.site.labels.name
-        if weight is None or not is_dtensor(weight):
+        if not is_dtensor(weight):
             return _Saved(name, None, 0)
         return _Saved(name, weight, weight._version)
 
