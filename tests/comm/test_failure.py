@@ -211,6 +211,77 @@ def test_an_error_that_all_ranks_handle_does_not_stop_the_run(ranks: Ranks) -> N
     assert ranks(2, body, connected=False) == [2.0, 2.0]
 
 
+def raises_for(rank: int) -> None:
+    """This rank's phase ends because ``rank`` failed."""
+
+    def wait() -> None:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            comm.check_peers()
+            time.sleep(0.01)
+
+    with pytest.raises(RankFailedError, match=f"rank {rank} failed first"), comm.phase("forward"):
+        wait()
+
+
+def fails() -> None:
+    with pytest.raises(ValueError, match="a bad batch"), comm.phase("forward"):
+        raise ValueError("a bad batch")
+
+
+def test_who_goes_on_sooner_does_not_raise_again_for_the_same_failure(ranks: Ranks) -> None:
+    """Each step waits until the ranks that it names have done the one before."""
+
+    def body() -> float:
+        world, monitor = comm.communicator(), registry.PROCESS.monitor
+        assert monitor is not None
+        rank = world.rank
+
+        def meet(place: str, count: int = 3) -> None:
+            monitor.board.add(f"test/{place}", 1)
+            until = time.monotonic() + 20
+            while monitor.board.add(f"test/{place}", 0) < count:
+                assert time.monotonic() < until, place
+                time.sleep(0.01)
+
+        def goes_on() -> None:
+            with comm.phase("forward"):
+                monitor.read()
+                comm.check_peers()  # as every wait does
+
+        if rank == 0:
+            fails()
+        else:
+            raises_for(0)
+            goes_on()
+        meet("the first failure stands")
+        if rank == 1:
+            fails()
+        elif rank == 2:
+            raises_for(1)
+        meet("a later failure is named")
+        if rank == 0:
+            raises_for(1)
+        meet("by every rank")
+        for first in range(3):
+            goes_on()
+            meet(f"all go on {first}")
+            fails()  # all together: one notice, whoever posts it
+            meet(f"all have failed {first}")
+            if rank == first:
+                goes_on()
+            meet(f"one goes on {first}")
+        with comm.phase("forward"):
+            value = world.all_reduce(torch.ones(1)).wait()
+        world.barrier()
+        monitor.read()
+        assert monitor.failure is None
+        assert value is not None
+        return value.item()
+
+    assert ranks(3, body) == [3.0, 3.0, 3.0]
+
+
 def test_check_peers_raises_between_collectives(ranks: Ranks) -> None:
     def body() -> None:
         world = comm.communicator()

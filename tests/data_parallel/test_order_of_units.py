@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import Recorder, communicator, observe
+from meshwright.comm import Recorder, communicator, observe, registry
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.fsdp import FullyShardedDataParallel
@@ -38,9 +38,13 @@ class Paths(nn.Module):
         return x
 
 
-def sharded() -> Paths:
+def plain() -> Paths:
     torch.manual_seed(0)
-    model = Paths().double()
+    return Paths().double()
+
+
+def sharded() -> Paths:
+    model = plain()
     for part in (model.left, model.right, model.tower, model):
         fully_shard(part)
     return model
@@ -107,6 +111,43 @@ def test_divergent_execution_is_an_error_on_every_rank(
     names = {name for name in (path[:1] or other[:1]) + other[:1] if path[:1] != other[:1]}
     for name in names:
         assert any(name in text for text in texts)
+
+
+def body_goes_on(sooner: int) -> None:
+    """The other rank's failure stands while ``sooner`` waits for it in its next pass."""
+    model, one = sharded(), plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    on_last(model, ["right"])
+    caught(lambda: step(model, optimizer))
+    model.path = ["left"]
+    world, monitor = communicator(), registry.PROCESS.monitor
+    assert monitor is not None
+    looks, board = monitor.check, monitor.board
+
+    def look() -> None:
+        monitor.read()
+        looks()
+        board.add(f"test/{sooner} has looked", 1)
+
+    if world.rank == sooner:
+        monitor.check = look
+    else:
+        until = time.monotonic() + SOON
+        while not board.add(f"test/{sooner} has looked", 0) and time.monotonic() < until:
+            time.sleep(0.01)
+    for _ in range(2):
+        step(model, optimizer)
+    theirs = torch.optim.AdamW(one.parameters(), lr=0.1)
+    for _ in range(2):
+        step(one, theirs)
+    for (name, found), expected in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), expected, msg=name)
+
+
+def test_a_rank_may_go_on_sooner_than_the_other(ranks: Ranks) -> None:
+    for sooner in range(2):
+        ranks(2, body_goes_on, sooner)
 
 
 def body_together() -> list[int]:

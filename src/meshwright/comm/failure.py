@@ -8,6 +8,7 @@ calls, also while the main thread computes or waits. A rank that does not answer
 notice      meaning
 ==========  =====================================================================
 failed      a rank raised, or was found lost; the first one standing counts
+            for every rank that has not gone on since it raised for it
 recovered   the rank that had failed goes on, after its caller handled the error
 call        everybody answers with where it is, under the slot's number
 report      a hang report that every rank logs, once for each operation
@@ -27,7 +28,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -107,8 +108,6 @@ class FailureMonitor:
         self.world_size = world_size
         self.hang_after = hang_after
         """Seconds after which a wait is reported as a hang."""
-        self.failure: Failure | None = None
-        """The first failure that stands, as far as this rank has read."""
         self.board = store
         """The store on which the notices stand."""
         self.is_leaving = False
@@ -124,6 +123,12 @@ class FailureMonitor:
         self._seen = 0
         self._reading = threading.Lock()
         self._posted = False
+        self._standing: dict[int, Failure] = {}
+        """Failures that were not taken back, by slot; the same on every rank."""
+        self._raised: set[int] = set()
+        """Those of other ranks that have ended what this rank did."""
+        self._past: set[int] = set()
+        """Those that this rank has gone on after."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-monitor", daemon=True)
         self._thread.start()
@@ -135,36 +140,55 @@ class FailureMonitor:
 
         An error of communication follows from another rank's, unless it ``is_cause`` itself.
         """
-        follows = isinstance(error, CommunicationError) and not is_cause
-        if follows or self.failure is not None:
+        if isinstance(error, CommunicationError) and not is_cause:
             return
-        self.post_failure(
-            Failure(
-                rank=self.rank,
-                by=self.rank,
-                phase=_phase(),
-                operation=_last_operation(),
-                error=one_line(error),
-                line=source_line(error),
-            )
+        failure = Failure(
+            rank=self.rank,
+            by=self.rank,
+            phase=_phase(),
+            operation=_last_operation(),
+            error=one_line(error),
+            line=source_line(error),
         )
-        self._posted = True
+        try:
+            self._posted = self._post_first(failure) or self._posted
+        except RuntimeError:
+            _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
+
+    def _post_first(self, failure: Failure) -> bool:
+        """Post ``failure`` unless one stands; two ranks that raise together post one."""
+        while True:
+            self.read()
+            slot = self._seen + 1  # taken, when something is read before the next line
+            found = self._first()
+            if found is not None:
+                self._ended_by(*found)
+                return False
+            text = self._text(_failed(failure, self._past))
+            if self.board.compare_set(f"slot/{slot}", "", text).decode() == text:
+                self.read()
+                return True
 
     def post_failure(self, failure: Failure) -> None:
         """Put ``failure`` on the board; the first one standing counts for every rank."""
         try:
-            self._post({"kind": "failed", **{k: getattr(failure, k) for k in Failure.__slots__}})
+            self._post(_failed(failure, self._past))
             self.read()
         except RuntimeError:
             _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
 
-    def retract(self) -> None:
-        """This rank goes on after a failure that it had published."""
-        if not self._posted:
-            return
-        self._posted = False
-        self._post({"kind": "recovered", "rank": self.rank})
-        self.read()
+    def go_on(self) -> None:
+        """This rank begins anew: what it has published or raised for ends nothing any more.
+
+        What others do not take back, because they have ended, shows when this rank waits for them.
+        """
+        if self._posted:
+            self._posted = False
+            self._post({"kind": "recovered", "rank": self.rank})
+            self.read()
+        if self._raised:
+            self._past |= self._raised
+            self._raised.clear()
 
     def deviate(self, text: str) -> None:
         """Say what this rank is about to do otherwise than before; "" takes it back.
@@ -180,9 +204,11 @@ class FailureMonitor:
 
     def check(self) -> None:
         """Raise `RankFailedError` when a peer has failed, or has declared this rank lost."""
-        failure = self.failure
-        if failure is None or (failure.rank == self.rank and failure.by == self.rank):
+        found = self._first(of_others=True)
+        if found is None:
             return
+        self._ended_by(*found)
+        _, failure = found
         if failure.rank == self.rank:
             raise RankFailedError(
                 f"rank {self.rank} (this one) was declared lost by rank {failure.by}: "
@@ -190,6 +216,12 @@ class FailureMonitor:
                 failure.rank,
             )
         raise RankFailedError(str(failure), failure.rank)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure that stands, as far as this rank has read and not gone on after it."""
+        found = self._first()
+        return None if found is None else found[1]
 
     def fence(self, rank: int) -> None:
         """End ``rank`` if it is a stopped process of this host: it must not wake up later.
@@ -253,18 +285,38 @@ class FailureMonitor:
 
     def _post(self, notice: Mapping[str, Any]) -> int:
         """Win the next free slot for ``notice``; its number."""
-        text = json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
+        text = self._text(notice)
         slot = self._seen + 1
         while self.board.compare_set(f"slot/{slot}", "", text).decode() != text:
             slot += 1
         return slot
 
+    def _text(self, notice: Mapping[str, Any]) -> str:
+        return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
+
+    def _first(self, *, of_others: bool = False) -> tuple[int, Failure] | None:
+        """The first failure that stands for this rank, with its slot."""
+        for slot, failure in list(self._standing.items()):
+            is_own = failure.rank == failure.by == self.rank
+            if slot not in self._past and not (is_own and of_others):
+                return slot, failure
+        return None
+
+    def _ended_by(self, slot: int, failure: Failure) -> None:
+        """What this rank does ends here. Nobody goes on after a rank that others found lost."""
+        if failure.rank == failure.by != self.rank:
+            self._raised.add(slot)
+
     def _attend(self, slot: int, notice: Mapping[str, Any]) -> None:
         kind = notice["kind"]
-        if kind == "failed" and self.failure is None:
-            self.failure = Failure(**{name: notice[name] for name in Failure.__slots__})
-        elif kind == "recovered" and self.failure and self.failure.by == notice["rank"]:
-            self.failure = None
+        if kind == "failed" and self._standing.keys() <= set(notice["past"]):
+            self._standing[slot] = Failure(**{name: notice[name] for name in Failure.__slots__})
+        elif kind == "recovered":
+            gone = [at for at, f in self._standing.items() if f.rank == f.by == notice["rank"]]
+            for at in gone:
+                del self._standing[at]
+            self._past.difference_update(gone)
+            self._raised.difference_update(gone)
         elif kind == "call":
             self._reader.set(f"answer/{slot}/{self.rank}", json.dumps(self.own_answer()))
         elif kind == "deviation":
@@ -284,7 +336,7 @@ class FailureMonitor:
     def lost_store(self, error: RuntimeError) -> None:
         """Take note that the store does not answer any more: its host has ended."""
         if self.failure is None:
-            self.failure = Failure(
+            self._standing[0] = Failure(
                 rank=STORE,
                 by=self.rank,
                 phase="",
@@ -293,6 +345,12 @@ class FailureMonitor:
                 f"agent) has ended: {one_line(error)}",
                 line="",
             )
+
+
+def _failed(failure: Failure, past: Iterable[int]) -> dict[str, Any]:
+    """A notice of ``failure`` by a rank that has gone on after those in the slots ``past``."""
+    own = {name: getattr(failure, name) for name in Failure.__slots__}
+    return {"kind": "failed", "past": sorted(past), **own}
 
 
 def _is_stopped(pid: int) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "PROCESS",
     "PhaseRecord",
     "ProcessState",
+    "go_on",
     "hears_actions",
     "observe",
     "phase",
@@ -100,6 +101,12 @@ class ProcessState:
 PROCESS = ProcessState()
 
 
+def go_on() -> None:
+    """This rank begins something anew: an error that it has raised before ends it no more."""
+    if PROCESS.monitor is not None:
+        PROCESS.monitor.go_on()
+
+
 def hears_actions() -> bool:
     """Whether somebody wants to hear of the actions of a schedule."""
     return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
@@ -129,7 +136,8 @@ class phase:  # noqa: N801 - it is used as a function: `with phase("forward", st
     """Name what this rank does inside the block, for reports about it.
 
     An exception that leaves the outermost block is published as this rank's failure, so that the
-    other ranks stop within seconds and name this one. Entering a phase again takes that back.
+    other ranks stop within seconds and name this one. Entering a phase again takes that back, and
+    what other ranks have published and this one has raised for does not end it a second time.
 
     Waits for a rank that does something without the others, and may do so for long, are bounded by
     ``limit`` (seconds) of its phase where that is longer than their own bound: slow storage is no
@@ -150,8 +158,8 @@ class phase:  # noqa: N801 - it is used as a function: `with phase("forward", st
     def __enter__(self) -> None:
         if self._limit:
             self._record = replace(self._record, excused_until=time.monotonic() + self._limit)
-        if not PROCESS.phases and PROCESS.monitor is not None:
-            PROCESS.monitor.retract()
+        if not PROCESS.phases:
+            go_on()
         PROCESS.phases.append(self._record)
         if self._computes and PROCESS.observers:
             self._spans = contextlib.ExitStack()

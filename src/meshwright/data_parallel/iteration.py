@@ -18,6 +18,7 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.comm.registry import go_on
 from meshwright.data_parallel.agreement import UnitStates, compare_units
 from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.events import Event, EventCheck
@@ -113,6 +114,7 @@ class Iteration:
 
     def _begin(self) -> str:
         """Start anew; the pass that raised before, if one did."""
+        go_on()
         if self.is_in_backward or self.is_in_forward:
             self.reset()
         raised_in, self._raised_in = self._raised_in, ""

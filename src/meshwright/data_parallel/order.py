@@ -138,7 +138,6 @@ class OrderCheck:
         self._has_warned = False
         self._together = 0
         """Forwards in a row that left the order of the one before."""
-        self._has_failed = False
         self._votes: list[str] = []
         """Keys on the board that all ranks have passed, to be deleted."""
         self._waiting: list[tuple[int, OrderRecord, int, bool]] = []
@@ -163,9 +162,6 @@ class OrderCheck:
             return
         while len(self._comparisons) >= ON_THEIR_WAY:
             self._compare(self._comparisons.pop(0))
-        if self._has_failed and PROCESS.monitor is not None:
-            PROCESS.monitor.retract()
-        self._has_failed = False
         asks = self.reference is None and (self._is_error or self._options.exchange_first)
         self._now = Forward(self._now.number + 1, self.reference, asks, weights)
         self._is_active = True
@@ -361,7 +357,6 @@ class OrderCheck:
             f"Forward order differs across ranks: rank {self._rank} in {here}. {orders}. {REMEDY}"
         )
         self._is_active = False
-        self._has_failed = True
         monitor.publish(error, is_cause=True)
         raise error
 
