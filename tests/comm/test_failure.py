@@ -271,6 +271,20 @@ def test_who_goes_on_sooner_does_not_raise_again_for_the_same_failure(ranks: Ran
             if rank == first:
                 goes_on()
             meet(f"one goes on {first}")
+        goes_on()
+        meet("nothing stands")
+        difference = CollectiveMismatchError("the ranks differ")
+        if rank == 0:
+            monitor.publish(difference, is_cause=True)
+            monitor.go_on()  # before the others have read of it
+        meet("it has been taken back")
+        monitor.read()
+        if rank == 1:
+            raises_for(0)
+        elif rank == 2:  # finds the same by itself
+            monitor.publish(difference, is_cause=True)
+        meet("everybody has heard of it once")
+        goes_on()
         with comm.phase("forward"):
             value = world.all_reduce(torch.ones(1)).wait()
         world.barrier()

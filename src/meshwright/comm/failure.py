@@ -9,7 +9,8 @@ notice      meaning
 ==========  =====================================================================
 failed      a rank raised, or was found lost; the first one standing counts
             for every rank that has not gone on since it raised for it
-recovered   the rank that had failed goes on, after its caller handled the error
+recovered   the rank that had failed goes on, after its caller handled the error; a
+            difference between ranks still ends, once, what each of the others does
 call        everybody answers with where it is, under the slot's number
 report      a hang report that every rank logs, once for each operation
 deviation   a rank is about to do other than before; "" takes it back
@@ -28,7 +29,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -129,6 +130,14 @@ class FailureMonitor:
         """Those of other ranks that have ended what this rank did."""
         self._past: set[int] = set()
         """Those that this rank has gone on after."""
+        self._final: set[int] = set()
+        """Those that nobody goes on after."""
+        self._due: dict[int, Failure] = {}
+        """Differences between ranks, taken back or not, until this rank goes on after them.
+
+        Their finder may go on before another rank has read of them, which must not find the same
+        difference then and publish it a second time.
+        """
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-monitor", daemon=True)
         self._thread.start()
@@ -151,28 +160,35 @@ class FailureMonitor:
             line=source_line(error),
         )
         try:
-            self._posted = self._post_first(failure) or self._posted
+            self._posted = self._post_first(failure, is_difference=is_cause) or self._posted
         except RuntimeError:
             _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
 
-    def _post_first(self, failure: Failure) -> bool:
-        """Post ``failure`` unless one stands; two ranks that raise together post one."""
+    def _post_first(self, failure: Failure, *, is_difference: bool) -> bool:
+        """Post ``failure`` unless one stands; two ranks that raise together post one.
+
+        A difference that this rank finds is not posted either after another that it has not gone
+        on after: it may be the same. What else it raises is posted then, and ends it for both.
+        """
+        own = {**_values(failure), "is_final": False, "is_difference": is_difference}
         while True:
             self.read()
             slot = self._seen + 1  # taken, when something is read before the next line
-            found = self._first()
+            found = self._first(is_due=is_difference)
             if found is not None:
                 self._ended_by(*found)
                 return False
-            text = self._text(_failed(failure, self._past))
+            text = self._text({**own, "past": sorted(self._past)})
             if self.board.compare_set(f"slot/{slot}", "", text).decode() == text:
+                self._raised.update(list(self._due))
                 self.read()
                 return True
 
     def post_failure(self, failure: Failure) -> None:
-        """Put ``failure`` on the board; the first one standing counts for every rank."""
+        """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
+        own = {**_values(failure), "is_final": True, "is_difference": False}
         try:
-            self._post(_failed(failure, self._past))
+            self._post({**own, "past": sorted(self._past)})
             self.read()
         except RuntimeError:
             _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
@@ -186,9 +202,10 @@ class FailureMonitor:
             self._posted = False
             self._post({"kind": "recovered", "rank": self.rank})
             self.read()
-        if self._raised:
-            self._past |= self._raised
-            self._raised.clear()
+        for slot in list(self._raised):
+            self._due.pop(slot, None)
+        self._past |= self._raised
+        self._raised.clear()
 
     def deviate(self, text: str) -> None:
         """Say what this rank is about to do otherwise than before; "" takes it back.
@@ -220,7 +237,7 @@ class FailureMonitor:
     @property
     def failure(self) -> Failure | None:
         """The first failure that stands, as far as this rank has read and not gone on after it."""
-        found = self._first()
+        found = self._first(is_due=False)
         return None if found is None else found[1]
 
     def fence(self, rank: int) -> None:
@@ -294,29 +311,40 @@ class FailureMonitor:
     def _text(self, notice: Mapping[str, Any]) -> str:
         return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
 
-    def _first(self, *, of_others: bool = False) -> tuple[int, Failure] | None:
-        """The first failure that stands for this rank, with its slot."""
-        for slot, failure in list(self._standing.items()):
+    def _first(self, *, of_others: bool = False, is_due: bool = True) -> tuple[int, Failure] | None:
+        """The first failure that ends what this rank does, with its slot.
+
+        Without ``is_due`` only failures that stand count.
+        """
+        failures = {**self._due, **self._standing} if is_due else dict(self._standing)
+        for slot in sorted(failures):
+            failure = failures[slot]
             is_own = failure.rank == failure.by == self.rank
             if slot not in self._past and not (is_own and of_others):
                 return slot, failure
         return None
 
     def _ended_by(self, slot: int, failure: Failure) -> None:
-        """What this rank does ends here. Nobody goes on after a rank that others found lost."""
-        if failure.rank == failure.by != self.rank:
+        """What this rank does ends here. It cannot go on after a rank that was found lost."""
+        if slot not in self._final and failure.rank != self.rank:
             self._raised.add(slot)
 
     def _attend(self, slot: int, notice: Mapping[str, Any]) -> None:
         kind = notice["kind"]
         if kind == "failed" and self._standing.keys() <= set(notice["past"]):
-            self._standing[slot] = Failure(**{name: notice[name] for name in Failure.__slots__})
+            failure = Failure(**{name: notice[name] for name in Failure.__slots__})
+            if notice["is_final"]:
+                self._final.add(slot)
+            if notice["is_difference"] and failure.rank != self.rank:
+                self._due[slot] = failure
+            self._standing[slot] = failure
         elif kind == "recovered":
-            gone = [at for at, f in self._standing.items() if f.rank == f.by == notice["rank"]]
-            for at in gone:
-                del self._standing[at]
-            self._past.difference_update(gone)
-            self._raised.difference_update(gone)
+            for at, failure in list(self._standing.items()):
+                if failure.rank == notice["rank"] and at not in self._final:
+                    del self._standing[at]
+                    self._past.discard(at)
+                    if at not in self._due:
+                        self._raised.discard(at)
         elif kind == "call":
             self._reader.set(f"answer/{slot}/{self.rank}", json.dumps(self.own_answer()))
         elif kind == "deviation":
@@ -336,6 +364,7 @@ class FailureMonitor:
     def lost_store(self, error: RuntimeError) -> None:
         """Take note that the store does not answer any more: its host has ended."""
         if self.failure is None:
+            self._final.add(0)
             self._standing[0] = Failure(
                 rank=STORE,
                 by=self.rank,
@@ -347,10 +376,8 @@ class FailureMonitor:
             )
 
 
-def _failed(failure: Failure, past: Iterable[int]) -> dict[str, Any]:
-    """A notice of ``failure`` by a rank that has gone on after those in the slots ``past``."""
-    own = {name: getattr(failure, name) for name in Failure.__slots__}
-    return {"kind": "failed", "past": sorted(past), **own}
+def _values(failure: Failure) -> dict[str, Any]:
+    return {"kind": "failed", **{name: getattr(failure, name) for name in Failure.__slots__}}
 
 
 def _is_stopped(pid: int) -> bool:
