@@ -154,7 +154,7 @@ def test_rules_that_do_not_fit_are_named() -> None:
     assert "heads = 3, which is no multiple of 2" in problems_of(
         model, plan_of("language-model", tensor=2)
     )
-    assert "did you mean 'llama'?" in problems_of(model, plan_of("lama", tensor=2))
+    assert "did you mean 'llama'?" in problems_of(model, plan_of("llamma", tensor=2))
     assert "match no module of _Tied" in problems_of(
         MODELS["tied"].build(), plan_of("llama", tensor=2)
     )

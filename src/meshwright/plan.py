@@ -90,6 +90,10 @@ class TrainPlan:
     """Not available in this version."""
     batch_norm: Literal["local", "sync"] | None = None
     """Statistics of each rank's own share or of all; must be said when data axes meet BatchNorm."""
+    dropout: Literal["local", "global"] = "local"
+    """Masks that each rank draws for itself, or those of one process on any layout."""
+    per_rank: tuple[str, ...] = ()
+    """Patterns of modules that draw for themselves although dropout is global."""
     seed: Annotated[int, AtLeast(0)] = 0
 
 
@@ -310,6 +314,7 @@ def _patterns(plan: Plan) -> Iterator[tuple[tuple[str, str], Iterable[str]]]:
     if isinstance(plan.tensor.rules, Mapping):
         yield ("tensor", "rules"), plan.tensor.rules
     yield ("train", "recompute"), plan.train.recompute
+    yield ("train", "per_rank"), plan.train.per_rank
 
 
 def _some(names: Sequence[str]) -> str:

@@ -136,21 +136,21 @@ def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]
     for size, index, placement in zip(
         rest.mesh.mesh.shape, coordinate, rest.placements, strict=True
     ):
-        if isinstance(placement, _StridedShard):
-            # Cut before by others, in ``split_factor`` pieces, of each of which it holds a part.
-            pieces = size * int(placement.split_factor)
-            every = list(range(index, pieces, size))
-        elif isinstance(placement, TorchShard):
-            pieces, every = size, [index]
-        elif is_replicated(placement):
+        if is_replicated(placement):
             continue
-        else:
+        if not isinstance(placement, TorchShard | _StridedShard):
             raise LayoutError(
                 f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
                 "whole values, not summands"
             )
+        # Strided: cut before by others, in so many pieces, of each of which it holds a part.
+        pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         dim = placement.dim
-        cuts = [chunk(_length(found[dim]), pieces, number) for number in every]
+        cuts = []
+        for piece in range(pieces):
+            start, rows = chunk(_length(found[dim]), pieces, piece)
+            inside, length = chunk(rows, size, index)
+            cuts.append((start + inside, length))
         found[dim] = [part for cut in cuts for part in _narrowed(found[dim], *cut)]
     return found
 

@@ -6,6 +6,7 @@ the optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -42,6 +43,7 @@ from meshwright.data_parallel.starting_state import broadcast_tensors, compare_p
 from meshwright.errors import InternalError, PlanError
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.plan import Plan, match_names
+from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.schedule.builders import stage_ranks
 from meshwright.tensor_parallel import parallelize_module
 
@@ -84,9 +86,10 @@ def parallelize(
     if plan.axes.size("pipeline") > 1:
         return _pipelined(model, plan, optimizer, loss, example or (), peers)
     _place(model, plan, everyone)
+    draws = _drawn(model, plan)
     if plan.axes.size("tensor") > 1:
         _equalise(model, everyone)
-        whole = WholeRun(model, _moved(example or (), everyone), peers.tensor)
+        whole = WholeRun(model, _moved(example or (), everyone), peers.tensor, draws)
         _cut(model, styles_of(model, plan), peers)
         whole.compare(model)
     if plan.train.batch_norm == "sync":
@@ -105,7 +108,20 @@ def parallelize(
         layout=layout,
         optimizer=None if optimizer is None else optimizer(model.parameters()),
         loss=loss,
+        draws=draws,
     )
+
+
+def _drawn(model: nn.Module, plan: Plan) -> Draws | None:
+    """Let dropout draw the masks of one process, if the plan says so."""
+    if plan.train.dropout == "local":
+        return None
+    draws = Draws(plan.train.seed)
+    try:
+        replace_dropout(model, draws, per_rank=plan.train.per_rank)
+    except ValueError as error:
+        raise PlanError(f'[train] dropout = "global": {error}') from error
+    return draws
 
 
 def _check_example(plan: Plan, example: tuple[Any, ...] | None) -> None:
@@ -135,6 +151,12 @@ def _cut(model: nn.Module, styles: Mapping[str, str], peers: Peers) -> None:
         )
     except ValueError as error:
         raise PlanError(f"[tensor] rules: {error}") from error
+    axis = peers.tensor
+    for name in styles:
+        module = model.get_submodule(name)
+        if isinstance(module, Dropout):
+            # Between layers that are cut it is given a part of the features.
+            module.parts = (DimPart(dim=-1, index=axis.rank, parts=axis.size),)
 
 
 def _replicated(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
@@ -193,21 +215,21 @@ def _pipelined(
 ) -> Trainable:
     """Cut a copy of the model into stages, and lay this rank's stages out over the other axes."""
     everyone, pipeline = peers.everyone, peers.pipeline
-    model = copy.deepcopy(model)
-    _place(model, plan, everyone)
+    _place(model := copy.deepcopy(model), plan, everyone)
     _equalise(model, everyone)
     names = list(model.state_dict())
+    draws = _drawn(model, plan)
     example = _moved(example, everyone)
     styles = styles_of(model, plan) if plan.axes.size("tensor") > 1 else {}
     if styles:
-        trial = copy.deepcopy(model)
-        whole = WholeRun(model, example, peers.tensor)
+        whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
         _cut(trial, styles, peers)
         whole.compare(trial)
         del whole, trial
-    found = cut_model(
-        model, plan.pipeline, pipeline.size, example, styles=styles, tensor=peers.tensor.size
-    )
+    with contextlib.nullcontext() if draws is None else draws.rehearsal():
+        found = cut_model(
+            model, plan.pipeline, pipeline.size, example, styles=styles, tensor=peers.tensor.size
+        )
     _check_traced(plan, found)
     count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
@@ -242,6 +264,7 @@ def _pipelined(
         copies={name: tie.names[0][1] for tie in found.ties for _, name in tie.names[1:]},
         optimizer=None if optimizer is None else optimizer(modules.parameters()),
         loss=loss,
+        draws=draws,
     )
 
 

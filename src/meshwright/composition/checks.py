@@ -99,6 +99,16 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
         )
+    if train.dropout == "global" and not any(_drops(part) for part in model.modules()):
+        yield Problem(
+            ("train", "dropout"),
+            'dropout = "global" has no effect: no module of the model is a dropout with p > 0',
+        )
+    if train.per_rank and train.dropout == "local":
+        yield Problem(
+            ("train", "per_rank"),
+            'per_rank has no effect with dropout = "local": each rank draws for itself everywhere',
+        )
     again = [name for name in recomputed(model, plan) if batch_norms(model.get_submodule(name))]
     if again:
         yield Problem(
@@ -106,6 +116,11 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             f"recompute matches {again[0]!r}, which has BatchNorm: its running statistics would "
             "move twice a step; leave it out",
         )
+
+
+def _drops(module: nn.Module) -> bool:
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    return isinstance(module, kinds) and module.p > 0
 
 
 def _precision_problems(plan: Plan) -> Iterator[Problem]:

@@ -215,6 +215,8 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
         yield f"train.recompute = {names}: activations of these modules are computed again"
     if train.batch_norm is not None:
         yield f"train.batch_norm = {train.batch_norm}: {_STATISTICS[train.batch_norm]}"
+    if train.dropout == "global":
+        yield "train.dropout = global: masks are those of one process, by step and sample"
     yield f"train.seed = {train.seed}: the order of samples"
     yield (
         f"precision: compute in {precision.compute or 'the dtype of the parameters'}, reduce in "

@@ -32,6 +32,7 @@ from meshwright.composition.trainable import EvalResult, Loss, Trainable, tensor
 from meshwright.errors import PlanError
 from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (
+    PipelineContext,
     PipelineSchedule,
     PipelineScheduleMulti,
     PipelineStage,
@@ -42,8 +43,10 @@ from meshwright.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    split_args_kwargs_into_chunks,
 )
 from meshwright.plan import Plan
+from meshwright.randomness import Draws
 from meshwright.schedule.actions import Action, F, Schedule
 
 __all__ = ["SCHEDULES", "PipelinedTrainable"]
@@ -85,6 +88,8 @@ class PipelinedTrainable(Trainable):
     model, so that all ranks ask for them together, and for `eval`.
     """
 
+    _prefix = "stages.*."
+
     def __init__(
         self,
         module: StageModules,
@@ -97,12 +102,15 @@ class PipelinedTrainable(Trainable):
         copies: Mapping[str, str],
         optimizer: Optimizer | None,
         loss: Loss,
+        draws: Draws | None = None,
     ) -> None:
         """``names`` are those of the whole model's state, in its order.
 
         ``copies`` gives for each name of a tied parameter that is no first name that one.
         """
-        super().__init__(module, plan, peers=peers, layout=layout, optimizer=optimizer, loss=loss)
+        super().__init__(
+            module, plan, peers=peers, layout=layout, optimizer=optimizer, loss=loss, draws=draws
+        )
         self._pipeline = peers.pipeline
         self._pipelined = layout
         self._names = tuple(names)
@@ -111,6 +119,10 @@ class PipelinedTrainable(Trainable):
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         count = plan.pipeline.microbatches
         self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
+        self._samples: list[torch.Tensor] = []
+        """By microbatch, the numbers of its samples in the global batch."""
+        if draws is not None:
+            self.schedule.register_custom_function(F, self._forward)
         self._undivided = _Undivided(stages, self.schedule.schedule)
         self._last = self.schedule.schedule.stage_ranks[-1]
         """The rank of the pipeline that has the last stage."""
@@ -198,8 +210,20 @@ class PipelinedTrainable(Trainable):
 
     # --------------------------------------------------------------------------- internals
 
-    def _train_on(self, part: tuple[object, object, int], *, is_last: bool) -> None:
+    def _forward(self, action: Action, context: PipelineContext) -> None:
+        """Run one forward, and let dropout know which samples it computes."""
+        if self._draws is None or not self._samples:  # an evaluation, which drops nothing
+            context.run(action)
+            return
+        numbers = self._samples[action.microbatch or 0]
+        with self._draws.microbatch(int(numbers[0]), numbers):
+            context.run(action)
+
+    def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
         batch, target, size = part
+        numbers = torch.arange(first, first + size)
+        cut, _ = split_args_kwargs_into_chunks((numbers,), None, self.plan.pipeline.microbatches)
+        self._samples = [each for (each,) in cut]
         self._layout.reduce_next(is_last)
         self._has_target = target is not None
         args, kwargs = _call(batch)

@@ -21,6 +21,7 @@ from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.balance import balanced
 from meshwright.plan import PipelinePlan
+from meshwright.randomness import Dropout
 
 __all__ = ["CutModel", "chunks_of", "cut_model"]
 
@@ -87,6 +88,13 @@ def cut_model(
         names = [links[a:b] for a, b in itertools.pairwise(bounds)]
         modules = stages_by_name(model, names)
         return CutModel(modules, ties=_separate(modules))
+    dropout = [name for name, part in model.named_modules() if isinstance(part, Dropout)]
+    if dropout:
+        raise PlanError(
+            'train.dropout = "global": the model is no chain of modules, so stages are traced '
+            f"graphs, which do not ask in which step they run. Set {dropout[0]!r} to p = 0, or "
+            'use dropout = "local"'
+        )
     sizes = tuple(
         {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
         for value in example

@@ -8,6 +8,7 @@ and outputs and gradients are compared.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from meshwright.comm import Communicator, phase
 from meshwright.comm.dtensor import local_of
 from meshwright.comm.whole import part_like
 from meshwright.errors import PlanError
+from meshwright.randomness import Draws, Dropout
 
 __all__ = ["WholeRun"]
 
@@ -33,7 +35,7 @@ _FLOOR = 1e-3
 
 @dataclass(slots=True)
 class _Modes:
-    """Whether each module trains; dropout is off while the two runs are made."""
+    """Whether each module trains; what depends on that is off while the two runs are made."""
 
     modes: dict[nn.Module, bool]
 
@@ -51,11 +53,19 @@ class _Modes:
 class WholeRun:
     """What the whole model gives on ``example``; made before the model is cut in place."""
 
-    def __init__(self, model: nn.Module, example: tuple[Any, ...], axis: Communicator) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: tuple[Any, ...],
+        axis: Communicator,
+        draws: Draws | None,
+    ) -> None:
+        """With ``draws`` masks of dropout are compared too; else nothing is dropped."""
         self._example = example
         self._axis = axis
+        self._draws = draws
         self._parameters = dict(model.named_parameters())
-        self._outputs = _forward(model, example)
+        self._outputs = self._forward(model)
 
     def compare(self, model: nn.Module) -> None:
         """Run ``model`` as it is cut now. All ranks of the axis call it together.
@@ -67,7 +77,7 @@ class WholeRun:
             outputs: list[torch.Tensor] = []
             refused: list[str] = []
             try:
-                outputs = _forward(model, self._example)
+                outputs = self._forward(model)
             except (ValueError, RuntimeError) as error:
                 # Ranks may find different sizes, so they agree before any of them goes on.
                 refused.append(f"[tensor] rules cut a model that cannot run then: {error}")
@@ -81,6 +91,27 @@ class WholeRun:
             parameters = dict(model.named_parameters())
             found = _gradients([mine for mine, _ in alike], seeds, parameters)
             self._agree(_gradient_problems(found, expected, parameters))
+
+    def _forward(self, model: nn.Module) -> list[torch.Tensor]:
+        """The differentiable tensors that ``model`` returns."""
+        modes = _Modes.evaluating(model)
+        rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                if self._draws is not None and rows:
+                    self._draws.begin_step(0)
+                    stack.enter_context(self._draws.microbatch(0, range(rows[0])))
+                    for module in model.modules():
+                        module.training = isinstance(module, Dropout)
+                output = model(*self._example)
+        finally:
+            modes.restore()
+        return [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
 
     def _agree(self, problems: Iterable[str]) -> None:
         """Raise on all ranks what any has found."""
@@ -114,21 +145,6 @@ def _output_problems(
                 f"from the whole model's by {error:.3g} of its norm on the example: the styles of "
                 "[tensor] rules do not fit together, or the model computes with sizes that are cut"
             )
-
-
-def _forward(model: nn.Module, example: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The differentiable tensors that ``model`` returns."""
-    modes = _Modes.evaluating(model)
-    try:
-        with torch.enable_grad():
-            output = model(*example)
-    finally:
-        modes.restore()
-    return [
-        leaf
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
 
 
 def _seed(output: torch.Tensor) -> torch.Tensor:

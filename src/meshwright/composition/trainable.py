@@ -41,7 +41,8 @@ from meshwright.gradients import (
     global_norm,
     scale_to_norm,
 )
-from meshwright.plan import Plan
+from meshwright.plan import Plan, match_names
+from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
 
 __all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "tensors_in"]
@@ -74,6 +75,9 @@ class EvalResult:
 class Trainable:
     """What `parallelize` returns: this rank's module, its optimizer, and the step of both."""
 
+    _prefix = ""
+    """What stands before names of the model in those of ``module``."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -83,7 +87,9 @@ class Trainable:
         layout: DataLayout,
         optimizer: Optimizer | None,
         loss: Loss,
+        draws: Draws | None = None,
     ) -> None:
+        """``draws`` are those of the module's dropout, where it does not depend on the layout."""
         self.module = module
         self.plan = plan
         self.optimizer = optimizer
@@ -100,6 +106,9 @@ class Trainable:
         self._loss = loss
         self._window = LossWindow(peers.losses)
         self._is_compared = False
+        self._draws = draws
+        self._numbered = 0
+        """Samples of this step's global batch that have been computed."""
 
     @property
     def data_rank(self) -> int:
@@ -155,9 +164,13 @@ class Trainable:
             self._compare_batches(batch, target)
             self._is_compared = True
         parts = cut_batch(batch, target, self.plan.train.accumulate)
+        first = self._number_samples(sum(size for *_, size in parts))
         try:
-            for number, part in enumerate(parts):
-                self._train_on(part, is_last=is_last and number == len(parts) - 1)
+            with self._random_operators():
+                for number, part in enumerate(parts):
+                    last = is_last and number == len(parts) - 1
+                    self._train_on(part, first, is_last=last)
+                    first += part[2]
         except BaseException:
             self._start_over()
             raise
@@ -276,19 +289,52 @@ class Trainable:
 
     # --------------------------------------------------------------------------- internals
 
-    def _train_on(self, part: tuple[object, object, int], *, is_last: bool) -> None:
+    def _number_samples(self, size: int) -> int:
+        """The number in the global batch of the first of this rank's ``size`` samples."""
+        if self._draws is None:
+            return 0
+        if not self._numbered:
+            self._draws.begin_step(self.steps)
+        data, first = self._peers.data, self._numbered
+        sizes = [size]
+        if data.size > 1:
+            rows = data.gather_bytes(str(size).encode(), label="sizes of shares")
+            sizes = [int(row) for row in rows]
+        self._numbered += sum(sizes)
+        return first + sum(sizes[: data.rank])
+
+    def _random_operators(self) -> contextlib.AbstractContextManager[object]:
+        """In the first step, raise at operators whose numbers would depend on the layout."""
+        if self._draws is None or self.steps:
+            return contextlib.nullcontext()
+        return RandomOperators(self.module, self._draws, per_rank=self._per_rank())
+
+    def _per_rank(self) -> list[str]:
+        """Modules of this rank that may draw for themselves: other ranks may have the others."""
+        names = [name for name, _ in self.module.named_modules()]
+        patterns = [f"{self._prefix}{pattern}" for pattern in self.plan.train.per_rank]
+        return [name for pattern in patterns for name in match_names(pattern, names)]
+
+    def _drawing(self, first: int, size: int) -> contextlib.AbstractContextManager[None]:
+        """Let dropout know the samples from number ``first`` on of the global batch."""
+        if self._draws is None:
+            return contextlib.nullcontext()
+        return self._draws.microbatch(first, range(first, first + size))
+
+    def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
+        """Forward and backward of ``part``, which begins with sample ``first`` of the batch."""
         batch, target, size = part
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        with phase("forward", step=self.steps, computes=True):
+        with phase("forward", step=self.steps, computes=True), self._drawing(first, size):
             with self._autocast():
                 local = apply_loss(self._loss, call_module(self.module, batch), target)
             window.add(local, size)
             if is_last:
                 window.close()
                 layout.scale_by(lambda: window.factor() / scale)
-        with phase("backward", step=self.steps, computes=True):
+        with phase("backward", step=self.steps, computes=True), self._drawing(first, size):
             total = local.total if scale == 1.0 else local.total * scale
             total.backward()
 
@@ -314,6 +360,7 @@ class Trainable:
     def _start_over(self) -> None:
         """Forget the gradients and losses of this step."""
         self._window = LossWindow(self._peers.losses)
+        self._numbered = 0
         self.module.zero_grad(set_to_none=True)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
