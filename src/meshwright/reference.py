@@ -43,6 +43,8 @@ class ReferenceRun:
     """Global mean loss of each step."""
     gradients: tuple[Mapping[str, torch.Tensor], ...]
     """Gradients of each step before clipping, by original name, without those that are None."""
+    norms: tuple[float | None, ...]
+    """2-norm of all gradients of each step together, tied ones once; None if it was not taken."""
     weights: Mapping[str, torch.Tensor]
     """Parameters and buffers after the last step, by original name."""
 
@@ -52,7 +54,7 @@ class Difference:
     """The first tensor in which two runs differ by more than was allowed."""
 
     kind: str
-    """``loss``, ``gradient`` or ``weight``."""
+    """``loss``, ``gradient``, ``norm`` (of all gradients) or ``weight``."""
     name: str
     step: int
     error: float
@@ -61,7 +63,8 @@ class Difference:
     note: str = ""
 
     def __str__(self) -> str:
-        what = "the loss" if self.kind == "loss" else f"the {self.kind} of {self.name!r}"
+        named = {"loss": "the loss", "norm": "the norm of all gradients"}
+        what = named.get(self.kind, f"the {self.kind} of {self.name!r}")
         note = f" ({self.note})" if self.note else ""
         return (
             f"step {self.step}: {what} differs from one process by {self.error:.2e} relative, "
@@ -75,6 +78,11 @@ class Result(Protocol):
     @property
     def loss(self) -> torch.Tensor:
         """Global mean of the step."""
+        ...
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """2-norm of all gradients before clipping, where it was taken."""
         ...
 
 
@@ -125,17 +133,24 @@ def train_reference(
     trained.train()
     losses: list[float] = []
     gradients: list[dict[str, torch.Tensor]] = []
+    norms: list[float] = []
     for batch, target in batches:
         parts = cut_batch(*_cast((batch, target), dtype), accumulate)
         mean = _global_mean([apply_loss(loss, call_module(trained, x), y) for x, y, _ in parts])
         mean.backward()
         losses.append(mean.item())
         gradients.append(_gradients(trained))
+        norms.append(_norm(gradients[-1].values()))
         if clip_norm is not None:
             clip_grad_norm_(trained, clip_norm)
         stepper.step()
         stepper.zero_grad(set_to_none=True)
-    return ReferenceRun(losses=tuple(losses), gradients=tuple(gradients), weights=_weights(trained))
+    return ReferenceRun(
+        losses=tuple(losses),
+        gradients=tuple(gradients),
+        norms=tuple(norms),
+        weights=_weights(trained),
+    )
 
 
 def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = None) -> ReferenceRun:
@@ -145,14 +160,18 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
     """
     losses: list[float] = []
     gradients: list[dict[str, torch.Tensor]] = []
+    norms: list[float | None] = []
     for pair in batches:
         batch, target = _cast(pair, dtype)
         trainee.forward_backward(batch, target)
         gradients.append({name: g.detach().clone() for name, g in trainee.gradients().items()})
-        losses.append(trainee.optimizer_step().loss.item())
+        result = trainee.optimizer_step()
+        losses.append(result.loss.item())
+        norms.append(None if result.grad_norm is None else result.grad_norm.item())
     return ReferenceRun(
         losses=tuple(losses),
         gradients=tuple(gradients),
+        norms=tuple(norms),
         weights={name: tensor.detach().clone() for name, tensor in trainee.weights().items()},
     )
 
@@ -160,9 +179,10 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
 def first_difference(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
 ) -> Difference | None:
-    """The first loss, gradient or weight that differs by more than ``tolerance``, relative.
+    """The first loss, gradient, norm or weight that differs by more than ``tolerance``, relative.
 
-    Steps in their order, in each the loss before the gradients, and weights at the end. A relative
+    Steps in their order, in each the loss before the gradients and the norm of all of them, and
+    weights at the end. A relative
     error is the largest difference over the largest value of the tensor (or over a millionth of
     the largest value among all gradients of the step, if that is more).
     """
@@ -182,12 +202,21 @@ def _differences(
             kind="loss", name="", step=0, error=math.inf, tolerance=tolerance, note=note
         )
     rows = zip(
-        parallel.losses, reference.losses, parallel.gradients, reference.gradients, strict=True
+        parallel.losses,
+        reference.losses,
+        parallel.gradients,
+        reference.gradients,
+        parallel.norms,
+        reference.norms,
+        strict=True,
     )
-    for step, (loss, expected, gradients, wanted) in enumerate(rows):
-        error = _relative(torch.tensor(loss), torch.tensor(expected), 0.0)
+    for step, (loss, expected, gradients, wanted, norm, expected_norm) in enumerate(rows):
+        error = _number_error(loss, expected)
         yield Difference(kind="loss", name="", step=step, error=error, tolerance=tolerance)
         yield from _tensor_differences("gradient", step, gradients, wanted, tolerance)
+        if norm is not None and expected_norm is not None:
+            error = _number_error(norm, expected_norm)
+            yield Difference(kind="norm", name="", step=step, error=error, tolerance=tolerance)
     last = max(steps - 1, 0)
     yield from _tensor_differences("weight", last, parallel.weights, reference.weights, tolerance)
 
@@ -213,6 +242,11 @@ def _tensor_differences(
         yield Difference(
             kind=kind, name=name, step=step, error=error, tolerance=tolerance, note=note
         )
+
+
+def _number_error(found: float, wanted: float) -> float:
+    wide = torch.float64
+    return _relative(torch.tensor(found, dtype=wide), torch.tensor(wanted, dtype=wide), 0.0)
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
@@ -250,6 +284,12 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def _norm(gradients: Iterable[torch.Tensor]) -> float:
+    """Of all of them together; shares nothing with the norm over ranks that it judges."""
+    norms = [gradient.norm().double() for gradient in gradients]
+    return torch.stack(norms).norm().item() if norms else 0.0
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from meshwright.pipelining import (
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
+from pairwise import pairwise
 
 WIDTH = 6
 SPREADS = ("plain", "replicate", "fully_shard", "wrapper")
@@ -180,31 +181,12 @@ def one_case(name: str, kind: str, case: str) -> None:
             )
 
 
-def pairwise() -> list[tuple[str, str, str]]:
-    """Few combinations in which every two values of different columns meet."""
-    columns = (SCHEDULE_NAMES, SPREADS, CASES)
-    missing = {
-        (i, a, j, b)
-        for i, j in itertools.combinations(range(3), 2)
-        for a in columns[i]
-        for b in columns[j]
-    }
-    chosen = []
-    while missing:
-        best = max(itertools.product(*columns), key=lambda row: len(_met(row) & missing))
-        missing -= _met(best)
-        chosen.append(best)
-    return chosen
-
-
-def _met(row: Sequence[str]) -> set[tuple[int, str, int, str]]:
-    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(3), 2)}
-
-
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("size", SIZES)
 def test_every_pair(ranks: Ranks, size: int) -> None:
-    combinations = pairwise()
+    combinations = [
+        (str(a), str(b), str(c)) for a, b, c in pairwise((SCHEDULE_NAMES, SPREADS, CASES))
+    ]
     assert len(combinations) < 45
     ranks(size, body, combinations, timeout=120)
 

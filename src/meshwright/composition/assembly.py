@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout,
 from meshwright.composition.stages import CutModel, cut_model
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import STYLES, styles_of
-from meshwright.composition.trainable import Loss, Trainable
+from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import (
     ReductionSettings,
     ReplicateOptions,
@@ -226,11 +227,13 @@ def _pipelined(
         _cut(trial, styles, peers)
         whole.compare(trial)
         del whole, trial
-    with contextlib.nullcontext() if draws is None else draws.rehearsal():
+    rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
+    with rehearsal, autocast_of(plan, everyone.device, keeps_casts=False):
         found = cut_model(
             model, plan.pipeline, pipeline.size, example, styles=styles, tensor=peers.tensor.size
         )
     _check_traced(plan, found)
+    _check_ties(plan, found)
     count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, count, style)
@@ -253,6 +256,9 @@ def _pipelined(
         [found.modules[stage] for stage in mine],
         peers,
         lambda parameter: id(parameter) not in copies,
+        dtype=functools.reduce(
+            torch.promote_types, (p.dtype for p in model.parameters()), torch.float32
+        ),
     )
     return PipelinedTrainable(
         modules,
@@ -261,7 +267,7 @@ def _pipelined(
         layout=layout,
         stages=stages,
         names=names,
-        copies={name: tie.names[0][1] for tie in found.ties for _, name in tie.names[1:]},
+        copies=_other_names(found),
         optimizer=None if optimizer is None else optimizer(modules.parameters()),
         loss=loss,
         draws=draws,
@@ -284,6 +290,12 @@ def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
     if peers.data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
         return _replicated(module, plan, peers)
     return LoneLayout(module, peers.everyone.rank)
+
+
+def _other_names(found: CutModel) -> dict[str, str]:
+    """For each name of a tied parameter that is not its first, that one."""
+    names = ((tie.names[0][1], name) for tie in found.ties for _, name in tie.names)
+    return {name: first for first, name in names if name != first}
 
 
 def _copies(found: CutModel) -> frozenset[int]:
@@ -312,6 +324,20 @@ def _check_traced(plan: Plan, found: CutModel) -> None:
                 f"the model is no chain of modules, so stages are traced graphs, without {each}"
                 for each in problems
             ]
+        )
+
+
+def _check_ties(plan: Plan, found: CutModel) -> None:
+    reduce = plan.precision.reduce
+    if not found.ties or plan.axes.size("shard") == 1:
+        return
+    if reduce not in (None, plan.precision.parameters):
+        # Only the ranks that hold it would find out.
+        raise PlanError(
+            f"reduce = {reduce!r} in [precision]: stages hold parameter "
+            f"{found.ties[0].names[0][1]!r} together, whose gradient is summed over them in "
+            f"{plan.precision.parameters!r}, so axis shard cannot reduce it in another dtype. "
+            "Remove it, or untie the parameter"
         )
 
 

@@ -28,7 +28,13 @@ from meshwright.composition.pipelined_layout import (
     output_of,
     union,
 )
-from meshwright.composition.trainable import EvalResult, Loss, Trainable, tensors_in
+from meshwright.composition.trainable import (
+    EvalResult,
+    Loss,
+    Trainable,
+    autocast_of,
+    tensors_in,
+)
 from meshwright.errors import PlanError
 from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (
@@ -254,12 +260,8 @@ class PipelinedTrainable(Trainable):
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        precision = self.plan.precision
-        if not precision.is_mixed:
-            return contextlib.nullcontext()
-        dtype = getattr(torch, str(precision.compute))
-        # Casts are not kept: parameters come and go between microbatches.
-        return torch.autocast(self._peers.everyone.device.type, dtype, cache_enabled=False)
+        # Parameters come and go between microbatches.
+        return autocast_of(self.plan, self._peers.everyone.device, keeps_casts=False)
 
     def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: found[name] for name in self._names if name in found}

@@ -115,10 +115,14 @@ class PipelinedLayout:
         stages: Sequence[nn.Module],
         peers: Peers,
         owned: Callable[[torch.Tensor], bool],
+        *,
+        dtype: torch.dtype,
     ) -> None:
+        """``dtype`` is the widest of the whole model: all ranks have to find the same norm."""
         self._layouts = tuple(layouts)
         self._stages = tuple(stages)
         self._owned = owned
+        self._dtype = dtype
         self._peers = peers
         inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
         self.communicators: Mapping[str, Communicator] = {"pipeline": peers.pipeline, **inner}
@@ -153,9 +157,6 @@ class PipelinedLayout:
         parameters = [p for stage in self._stages for p in stage.parameters() if self._owned(p)]
         found = group_by_spread(parameters)
         wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
-        dtype = torch.float32
-        for parameter in parameters:
-            dtype = torch.promote_types(dtype, parameter.dtype)
         others = [part.communicators for part in found if part.communicators not in wanted]
         if others:
             raise InternalError(f"gradients of a stage lie spread over {others}, not {wanted}")
@@ -163,7 +164,7 @@ class PipelinedLayout:
             SpreadGradients(
                 gradients=tuple(g for p in found if p.communicators == axes for g in p.gradients),
                 communicators=(*axes, self._peers.pipeline),
-                dtype=dtype,
+                dtype=self._dtype,
             )
             for axes in wanted
         ]

@@ -121,7 +121,43 @@ def cut_model(
     modules = [pipe.get_stage_module(n) for n in range(count)]
     for module in modules if styles else ():
         restore(module, model, styles)
+    _keep_unused(model, modules)
     return CutModel(modules, info.ties, info)
+
+
+def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Give the first stage what of the state of ``model`` no stage computes with.
+
+    Raises PlanError for another name of a parameter that a stage has.
+    """
+    held = {name for module in modules for name in module.state_dict()}
+    used = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in held}
+    first = modules[0]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in held:
+            continue
+        if id(tensor) in used:
+            raise PlanError(
+                f"parameter {name!r} is tied to one that the model uses, but is not used under "
+                "this name itself, which a traced stage cannot keep: remove it from the model"
+            )
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        names = {f"{path}.{own}" for own in owner.state_dict()}
+        if path and not [*owner.children()] and not names & held:
+            first.set_submodule(path, owner)
+            continue
+        if path and not _has(first, path):
+            first.set_submodule(path, nn.Module())
+        holder = first.get_submodule(path)
+        if isinstance(tensor, nn.Parameter):
+            holder.register_parameter(leaf, tensor)
+        else:
+            holder.register_buffer(leaf, tensor)
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    return path in dict(module.named_modules())
 
 
 # ------------------------------------------------------------------------------------- chains

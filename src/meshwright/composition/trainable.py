@@ -45,7 +45,7 @@ from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
 
-__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "tensors_in"]
+__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "autocast_of", "tensors_in"]
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """``loss(output, target)``, or ``loss(output)`` without a target: a mean or (sum, count)."""
@@ -364,12 +364,7 @@ class Trainable:
         self.module.zero_grad(set_to_none=True)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        precision = self.plan.precision
-        if not precision.is_mixed:
-            return contextlib.nullcontext()
-        return torch.autocast(
-            self._peers.everyone.device.type, getattr(torch, str(precision.compute))
-        )
+        return autocast_of(self.plan, self._peers.everyone.device)
 
     def _compare_plans(self) -> None:
         """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
@@ -402,6 +397,17 @@ class Trainable:
                 "that differ only on the axes tensor and pipeline get the same share, that of "
                 "their data_rank"
             )
+
+
+def autocast_of(
+    plan: Plan, device: torch.device, *, keeps_casts: bool = True
+) -> contextlib.AbstractContextManager[object]:
+    """In which the modules of ``plan`` compute; what is cast once may be kept while it lasts."""
+    precision = plan.precision
+    if not precision.is_mixed:
+        return contextlib.nullcontext()
+    dtype = getattr(torch, str(precision.compute))
+    return torch.autocast(device.type, dtype, cache_enabled=keeps_casts)
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

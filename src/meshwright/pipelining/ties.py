@@ -84,6 +84,8 @@ class TiedParameters:
         self._residencies = residencies
         self._ranks = tuple(stage_ranks)
         self._held: list[_Held] = []
+        # Messages of gradients are numbered after those of values, alike on all ranks.
+        self._first_gradient = 1 + len(ties)
         self._is_open = False
         self._has_values = False
         for tie in ties:
@@ -200,7 +202,7 @@ class TiedParameters:
             {stage: g for stage, p in held.parameters.items() if (g := _gradient(p)) is not None}
             for held in self._held
         ]
-        start = 1 + len(self._held)
+        start = self._first_gradient
         for mine, other in self._peers:
             shared = self._shared(mine, other)
             given = [_gradient(held.parameters[mine]) for held in shared]

@@ -41,7 +41,7 @@ class Parity:
 
     layout: str
     error: float
-    """Largest relative difference of all losses, gradients and weights."""
+    """Largest relative difference of all losses, gradients, their norms and weights."""
     place: str
     """Where that was."""
     losses: tuple[float, ...]

@@ -86,11 +86,11 @@ def assert_same_training(
     """Train ``sample`` on ``world`` ranks as ``layout`` says and in one process, and compare.
 
     ``layout`` is a `Plan` for `parallelize`, or a function that lays a model out; `wrapped` makes
-    one of a data-parallel function such as ``replicate``. Every rank's losses, gradients and
-    weights must be those of one process to ``tolerance``, relative. ``batch_size`` (of the global
-    batch; 4 for each rank when None) has to divide by the number of shares. ``clip_norm`` is the
-    plan's own when ``layout`` is a plan. The reference cuts each batch into ``reference_parts``,
-    which matters to models that depend on the whole batch.
+    one of a data-parallel function such as ``replicate``. Every rank's losses, gradients, their
+    norms and weights must be those of one process to ``tolerance``, relative. ``batch_size`` (of
+    the global batch; 4 for each rank when None) has to divide by the number of shares.
+    ``clip_norm`` is the plan's own when ``layout`` is a plan. The reference cuts each batch into
+    ``reference_parts``, which matters to models that depend on the whole batch.
 
     Raises ParityError naming rank, step and the first tensor that differs; ValueError for a sample
     that cannot be compared.
@@ -220,12 +220,13 @@ class _Wrapped:
         return {name: whole(value) for name, value in self._module.state_dict().items()}
 
     def optimizer_step(self) -> _Step:
+        norm: torch.Tensor | None = None
         if self._training.clip_norm is not None:
-            clip_grad_norm_(self._module, self._training.clip_norm)
+            norm = clip_grad_norm_(self._module, self._training.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._world.all_reduce(self._loss, label="loss for the comparison").wait()
-        return _Step(loss=self._loss / self._world.size)
+        return _Step(loss=self._loss / self._world.size, grad_norm=norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,3 +234,4 @@ class _Step:
     """What a step of an own loop gives back."""
 
     loss: torch.Tensor
+    grad_norm: torch.Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
@@ -23,11 +24,18 @@ def pairwise(
     product among equals.
     """
     legal = [row for row in itertools.product(*columns) if is_legal(row)]
-    held = {row: pairs_of(row) for row in legal}
-    missing = set().union(*held.values()) if held else set()
+    held = [pairs_of(row) for row in legal]
+    missing = set().union(*held)
+    # What a row adds never grows, so that a count that still holds at the top is the largest.
+    waiting = [(-len(pairs), number) for number, pairs in enumerate(held)]
+    heapq.heapify(waiting)
     chosen: list[Row] = []
     while missing:
-        best = max(legal, key=lambda row: len(held[row] & missing))
-        chosen.append(best)
-        missing -= held[best]
+        count, number = waiting[0]
+        now = len(held[number] & missing)
+        if now < -count:
+            heapq.heapreplace(waiting, (-now, number))
+            continue
+        chosen.append(legal[number])
+        missing -= held[number]
     return chosen
