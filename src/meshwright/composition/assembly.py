@@ -220,20 +220,8 @@ def _pipelined(
     _equalise(model, everyone)
     names = list(model.state_dict())
     draws = _drawn(model, plan)
-    example = _moved(example, everyone)
     styles = styles_of(model, plan) if plan.axes.size("tensor") > 1 else {}
-    if styles:
-        whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
-        _cut(trial, styles, peers)
-        whole.compare(trial)
-        del whole, trial
-    rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
-    with rehearsal, autocast_of(plan, everyone.device, keeps_casts=False):
-        found = cut_model(
-            model, plan.pipeline, pipeline.size, example, styles=styles, tensor=peers.tensor.size
-        )
-    _check_traced(plan, found)
-    _check_ties(plan, found)
+    found = _stages_of(model, plan, _moved(example, everyone), styles, peers, draws)
     count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, count, style)
@@ -272,6 +260,35 @@ def _pipelined(
         loss=loss,
         draws=draws,
     )
+
+
+def _stages_of(
+    model: nn.Module,
+    plan: Plan,
+    example: tuple[Any, ...],
+    styles: Mapping[str, str],
+    peers: Peers,
+    draws: Draws | None,
+) -> CutModel:
+    """All stages of ``model``, which has been seen to compute the same with ``styles``."""
+    if styles:
+        whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
+        _cut(trial, styles, peers)
+        whole.compare(trial)
+    rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
+    # A trace knows the dtypes of what stages hand on.
+    with rehearsal, autocast_of(plan, peers.everyone.device, keeps_casts=False):
+        found = cut_model(
+            model,
+            plan.pipeline,
+            peers.pipeline.size,
+            example,
+            styles=styles,
+            tensor=peers.tensor.size,
+        )
+    _check_traced(plan, found)
+    _check_ties(plan, found)
+    return found
 
 
 def _stage(
