@@ -8,23 +8,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm.dtensor import (
+    AnyPlacement,
     AtRest,
     at_rest,
     dtensor_at_rest,
     is_replicated,
     local_of,
     mesh_communicators,
+    torch_placements,
 )
 from meshwright.comm.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
 
-__all__ = ["Holding", "held", "held_boxes", "part_like", "whole"]
+__all__ = ["Holding", "held", "held_boxes", "part", "part_like", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,10 +102,30 @@ def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     rest = at_rest(like)
     if tuple(tensor.shape) != rest.shape:
         raise LayoutError(f"expected a tensor of shape {rest.shape}, found {tuple(tensor.shape)}")
-    local = tensor.new_empty(rest.local.shape)
-    for box, memory in _boxes_in(local, rest, "a tensor"):
+    return part(tensor, rest.mesh, rest.placements, rest.stride)
+
+
+@torch.no_grad()
+def part(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[AnyPlacement],
+    stride: Sequence[int],
+) -> DTensor:
+    """This rank's part of the whole ``tensor``, copied, as a DTensor; nothing is sent.
+
+    ``stride`` is that of the whole.
+    """
+    spread, shape = torch_placements(placements), tuple(tensor.shape)
+    rest = AtRest(local=tensor, mesh=mesh, placements=spread, shape=shape, stride=tuple(stride))
+    coordinate = mesh.get_coordinate()
+    ranges: list[_Ranges] = [[] for _ in shape]
+    if coordinate is not None:
+        ranges = _ranges(rest, coordinate, "a tensor")
+    local = tensor.new_empty([_length(each) for each in ranges])
+    for box, memory in _boxes(ranges, local):
         memory.copy_(tensor[box.slices()])
-    return dtensor_at_rest(local, rest.mesh, rest.placements, rest.shape, rest.stride)
+    return dtensor_at_rest(local, mesh, spread, shape, stride)
 
 
 def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
@@ -117,12 +140,8 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
     if not isinstance(tensor, DTensor):
         return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor.detach())]
     rest = at_rest(tensor)
-    return _boxes_in(rest.local.detach(), rest, name)
-
-
-def _boxes_in(local: torch.Tensor, rest: AtRest, name: str) -> list[tuple[Box, torch.Tensor]]:
-    """As `held_boxes`, for a ``local`` tensor that is laid out as that of ``rest``."""
     coordinate = rest.mesh.get_coordinate()
+    local = rest.local.detach()
     return [] if coordinate is None else _boxes(_ranges(rest, coordinate, name), local)
 
 

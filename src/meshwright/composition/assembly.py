@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
 from meshwright.composition.stages import CutModel, cut_model
 from meshwright.composition.tensor_check import WholeRun
-from meshwright.composition.tensor_rules import STYLES, styles_of
+from meshwright.composition.tensor_rules import STYLES, ModelCut
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import (
     ReductionSettings,
@@ -91,7 +91,7 @@ def parallelize(
     if plan.axes.size("tensor") > 1:
         _equalise(model, everyone)
         whole = WholeRun(model, _moved(example or (), everyone), peers.tensor, draws)
-        _cut(model, styles_of(model, plan), peers)
+        _cut(model, ModelCut.of(model, plan), peers)
         whole.compare(model)
     if plan.train.batch_norm == "sync":
         synchronise_batch_norm(model, peers.data)
@@ -137,27 +137,25 @@ def _check_example(plan: Plan, example: tuple[Any, ...] | None) -> None:
             )
 
 
-def _cut(model: nn.Module, styles: Mapping[str, str], peers: Peers) -> None:
-    """Cut the modules that ``styles`` name over the ranks of axis tensor, in place."""
+def _cut(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
+    """Cut modules of a model, or of a stage of it, over the ranks of axis tensor, in place."""
     mesh = peers.mesh_of("tensor")
+    here = {name for name, _ in module.named_modules()}
+    styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
     if mesh is None or not styles:
         return
+    cut.set_widths(module)
     try:
         # All ranks have equal parameters by now, so each keeps its part of its own.
-        parallelize_module(
-            model,
-            mesh,
-            {name: STYLES[style]() for name, style in styles.items()},
-            src_data_rank=None,
-        )
+        parallelize_module(module, mesh, styles, src_data_rank=None)
     except ValueError as error:
         raise PlanError(f"[tensor] rules: {error}") from error
     axis = peers.tensor
     for name in styles:
-        module = model.get_submodule(name)
-        if isinstance(module, Dropout):
+        part = module.get_submodule(name)
+        if isinstance(part, Dropout):
             # Between layers that are cut it is given a part of the features.
-            module.parts = (DimPart(dim=-1, index=axis.rank, parts=axis.size),)
+            part.parts = (DimPart(dim=-1, index=axis.rank, parts=axis.size),)
 
 
 def _replicated(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
@@ -220,8 +218,8 @@ def _pipelined(
     _equalise(model, everyone)
     names = list(model.state_dict())
     draws = _drawn(model, plan)
-    styles = styles_of(model, plan) if plan.axes.size("tensor") > 1 else {}
-    found = _stages_of(model, plan, _moved(example, everyone), styles, peers, draws)
+    cut = ModelCut.of(model, plan)
+    found = _stages_of(model, plan, _moved(example, everyone), cut, peers, draws)
     count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, count, style)
@@ -230,8 +228,7 @@ def _pipelined(
     stages: list[PipelineStage] = []
     for stage in mine:
         module = found.modules[stage]
-        here = {name for name, _ in module.named_modules()}
-        _cut(module, {name: style for name, style in styles.items() if name in here}, peers)
+        _cut(module, cut, peers)
         if plan.train.batch_norm == "sync":
             synchronise_batch_norm(module, peers.data)
         _recompute(module, plan)
@@ -266,26 +263,19 @@ def _stages_of(
     model: nn.Module,
     plan: Plan,
     example: tuple[Any, ...],
-    styles: Mapping[str, str],
+    cut: ModelCut,
     peers: Peers,
     draws: Draws | None,
 ) -> CutModel:
-    """All stages of ``model``, which has been seen to compute the same with ``styles``."""
-    if styles:
+    """All stages of ``model``, which has been seen to compute the same when it is ``cut``."""
+    if cut.styles:
         whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
-        _cut(trial, styles, peers)
+        _cut(trial, cut, peers)
         whole.compare(trial)
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace knows the dtypes of what stages hand on.
     with rehearsal, autocast_of(plan, peers.everyone.device, keeps_casts=False):
-        found = cut_model(
-            model,
-            plan.pipeline,
-            peers.pipeline.size,
-            example,
-            styles=styles,
-            tensor=peers.tensor.size,
-        )
+        found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
     _check_traced(plan, found)
     _check_ties(plan, found)
     return found

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.composition.tensor_rules import ModelCut
 from meshwright.composition.tensor_twin import restore, twin_of
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
@@ -69,16 +70,14 @@ def cut_model(
     ranks: int,
     example: tuple[Any, ...],
     *,
-    styles: Mapping[str, str],
-    tensor: int,
+    tensor: ModelCut,
 ) -> CutModel:
     """The stages of ``model``, with its parameters under its names.
 
     ``split`` names the modules that stages begin with. By default stages are balanced by what they
     multiply by (``auto``: the operations of a traced model; of the modules of a chain parameters of
-    two and more dims, but for embedding tables, which are looked up), or by parameters. Modules
-    with ``styles`` can be cut over ``tensor`` ranks afterwards. Raises ``PlanError`` where the
-    model cannot be cut so.
+    two and more dims, but for embedding tables, which are looked up), or by parameters. The stages
+    can be cut as ``tensor`` says afterwards. Raises ``PlanError`` where the model cannot be cut so.
     """
     count = chunks_of(plan, ranks) * ranks
     links = _chain(model, example)
@@ -107,7 +106,7 @@ def cut_model(
         names = [name for name, _ in model.named_modules() if name]
         starts = _starts(model, plan, names, count)
         cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
-    traced = twin_of(model, styles, tensor) if styles else model
+    traced = twin_of(model, tensor) if tensor.styles else model
     try:
         pipe = pipeline(traced, example, dynamic_shapes=sizes, **cuts)
     except ValueError as error:
@@ -119,8 +118,8 @@ def cut_model(
         )
     info = pipe.info()
     modules = [pipe.get_stage_module(n) for n in range(count)]
-    for module in modules if styles else ():
-        restore(module, model, styles)
+    for module in modules if tensor.styles else ():
+        restore(module, model, tensor.styles)
     _keep_unused(model, modules)
     return CutModel(modules, info.ties, info)
 

@@ -4,6 +4,8 @@ A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the nam
 
     style                 weight                 the module is given      it returns
     colwise               output features cut    whole                    its part of the features
+    colwise_2, colwise_3  the same of each of    whole                    its part of each
+                          2 or 3 matrices
     colwise_gathered      output features cut    whole                    the whole, gathered
     rowwise               input features cut     its part of the features the whole, summed
     rowwise_scattered     input features cut     whole                    the whole, summed
@@ -13,7 +15,8 @@ A plan gives ``[tensor] rules`` as a table of patterns and styles, or as the nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -24,16 +27,19 @@ from meshwright.plan import Plan, match_names
 from meshwright.settings import Problem, nearest
 from meshwright.tensor_parallel import (
     ColwiseParallel,
+    FusedColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
 )
 
-__all__ = ["RULES", "STYLES", "rule_problems", "styles_of"]
+__all__ = ["RULES", "STYLES", "WIDTHS", "ModelCut", "rule_problems"]
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
     {
         "colwise": ColwiseParallel,
+        "colwise_2": partial(FusedColwiseParallel, 2),
+        "colwise_3": partial(FusedColwiseParallel, 3),
         "colwise_gathered": partial(ColwiseParallel, output_layouts=Replicate()),
         "rowwise": RowwiseParallel,
         "rowwise_scattered": partial(RowwiseParallel, input_layouts=Replicate()),
@@ -77,15 +83,18 @@ RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "qwen3": _LLAMA,
         "gpt2": {
             "**.wte": "embedding",
-            "**.attn.c_attn": "conv1d_colwise_3",
-            "**.attn.c_proj": "conv1d_rowwise",
-            "**.mlp.c_fc": "conv1d_colwise",
-            "**.mlp.c_proj": "conv1d_rowwise",
+            "**.attn.c_attn": "colwise_3",
+            "**.attn.c_proj": "rowwise",
+            "**.mlp.c_fc": "colwise",
+            "**.mlp.c_proj": "rowwise",
             "**.lm_head": "colwise_gathered",
         },
     }
 )
 """Sets of rules by name: of this library's language model, and of Hugging Face's models."""
+
+WIDTHS: Mapping[str, Mapping[str, str]] = MappingProxyType({"gpt2": {"**.attn": "split_size"}})
+"""Where modules of a set's models keep how many of the features that are cut they take at once."""
 
 _HEADS = (
     "num_heads",
@@ -100,14 +109,38 @@ _HEADS = (
 """What attention modules, or their ``config``, call their number of heads."""
 
 
-def styles_of(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """The style of each module of ``model`` that the plan's rules name, by its name."""
-    rules = plan.tensor.rules
-    if rules is None:
-        return {}
-    table = RULES.get(rules, {}) if isinstance(rules, str) else rules
-    names = [name for name, _ in model.named_modules()]
-    return {name: style for pattern, style in table.items() for name in match_names(pattern, names)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCut:
+    """What a plan's rules say of the modules of one model, by their names."""
+
+    styles: Mapping[str, str]
+    widths: Mapping[str, str]
+    """Attributes as in `WIDTHS`."""
+    ranks: int
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan) -> ModelCut:
+        """How ``plan`` cuts ``model``; nothing where axis tensor has one rank."""
+        rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
+        if rules is None or ranks == 1:
+            return cls(styles={}, widths={}, ranks=ranks)
+        names = [name for name, _ in model.named_modules()]
+        by_name = isinstance(rules, str)
+        styles = RULES.get(rules, {}) if by_name else rules
+        widths = WIDTHS.get(rules, {}) if by_name else {}
+        return cls(styles=_matched(styles, names), widths=_matched(widths, names), ranks=ranks)
+
+    def set_widths(self, model: nn.Module) -> None:
+        """Let modules of ``model``, or of a stage of it, take what a rank has of the features."""
+        for name, module in model.named_modules():
+            attribute = self.widths.get(name, "")
+            width = vars(module).get(attribute)
+            if isinstance(width, int):
+                setattr(module, attribute, width // self.ranks)
+
+
+def _matched(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: found for pattern, found in table.items() for name in match_names(pattern, names)}
 
 
 def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
@@ -115,13 +148,13 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
     if rules is None or ranks == 1:
         return
-    key = ("tensor", "rules")
+    key, styles = ("tensor", "rules"), ModelCut.of(model, plan).styles
     if isinstance(rules, str):
         if rules not in RULES:
             close = nearest(rules, [*RULES])
             hint = f"did you mean {close!r}?" if close else f"there are {', '.join(RULES)}"
             yield Problem(key, f"there is no set of [tensor] rules called {rules!r}; {hint}")
-        elif not styles_of(model, plan):
+        elif not styles:
             yield Problem(
                 key,
                 f"[tensor] rules {rules!r} match no module of {type(model).__name__}: give a "
@@ -133,8 +166,8 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 close = nearest(style, [*STYLES])
                 hint = f"did you mean {close!r}?" if close else f"there are {', '.join(STYLES)}"
                 yield Problem((*key, pattern), f"unknown style {style!r} in [tensor] rules; {hint}")
-    for name, style in styles_of(model, plan).items():
-        if style.startswith(("colwise", "conv1d_colwise")):
+    for name, style in styles.items():
+        if style.startswith("colwise"):
             yield from _head_problems(model, name, ranks)
 
 

@@ -17,26 +17,35 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.composition.tensor_rules import ModelCut
 from meshwright.errors import PlanError
+from meshwright.tensor_parallel.transposed import is_conv1d
 
 __all__ = ["restore", "twin_of"]
 
-_OUTPUTS_CUT = frozenset({"colwise"})
+_OUTPUTS_CUT = frozenset({"colwise", "colwise_2", "colwise_3"})
 _INPUTS_CUT = frozenset({"rowwise"})
 _SAME_SIZE = frozenset({"colwise_gathered", "rowwise_scattered", "embedding"})
 
+_OPERATORS: Mapping[object, tuple[int, int]] = {
+    torch.ops.aten.linear.default: (0, 1),
+    torch.ops.aten.embedding.default: (1, 0),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+"""What layers are traced to; which of the arguments are the input and the weight."""
 
-def twin_of(model: nn.Module, styles: Mapping[str, str], ranks: int) -> nn.Module:
+
+def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
     """A copy of ``model`` that computes on one rank's sizes, to be traced and never to be run.
 
     Raises PlanError for styles whose modules cannot be found again in a trace.
     """
     known = _OUTPUTS_CUT | _INPUTS_CUT | _SAME_SIZE
-    lost = [f"{name!r} ({style})" for name, style in styles.items() if style not in known]
+    lost = [f"{name!r} ({style})" for name, style in cut.styles.items() if style not in known]
     lost += [
-        f"{name!r} ({type(model.get_submodule(name)).__name__})"
-        for name in styles
-        if type(model.get_submodule(name)) not in (nn.Linear, nn.Embedding)
+        f"{name!r} ({type(module).__name__})"
+        for name in cut.styles
+        if not _is_layer(module := model.get_submodule(name))
     ]
     if lost:
         raise PlanError(
@@ -45,29 +54,36 @@ def twin_of(model: nn.Module, styles: Mapping[str, str], ranks: int) -> nn.Modul
             "them out of [tensor] rules, or use axis tensor without axis pipeline"
         )
     twin = copy.deepcopy(model)
-    for name, style in styles.items():
-        module = twin.get_submodule(name)
+    cut.set_widths(twin)
+    for name, style in cut.styles.items():
         if style in _SAME_SIZE:
             continue
-        if not isinstance(module, nn.Linear):
+        if isinstance(twin.get_submodule(name), nn.Embedding):
             raise PlanError(
                 f"{name!r} is an embedding table cut by features ({style}), which a traced stage "
                 'cannot have: give it the style "embedding"'
             )
-        out, width = module.out_features, module.in_features
-        # The largest part, on every rank: all must cut the model into the same stages.
-        if style in _OUTPUTS_CUT:
-            out = -(-out // ranks)
-        else:
-            width = -(-width // ranks)
-        like = module.weight
-        twin.set_submodule(
-            name,
-            nn.Linear(
-                width, out, module.bias is not None, device=like.device, dtype=like.dtype
-            ).train(module.training),
-        )
+        _shorten(twin.get_submodule(name), cut.ranks, is_by_rows=style in _INPUTS_CUT)
     return twin
+
+
+def _is_layer(module: nn.Module | None) -> bool:
+    return type(module) in (nn.Linear, nn.Embedding) or (module is not None and is_conv1d(module))
+
+
+def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
+    """Give ``layer`` the features of one rank: of its input for ``is_by_rows``, or its output."""
+    names = ("nf", "nx") if is_conv1d(layer) else ("out_features", "in_features")
+    dim = int(is_by_rows) ^ int(is_conv1d(layer))
+    name = names[is_by_rows]
+    # The largest part, on every rank: all must cut the model into the same stages.
+    size = -(-getattr(layer, name) // ranks)
+    setattr(layer, name, size)
+    for key, along in (("weight", dim),) if is_by_rows else (("weight", dim), ("bias", 0)):
+        given = layer._parameters[key]
+        if given is not None:
+            # A new parameter: the one that was there may be tied to another.
+            layer._parameters[key] = nn.Parameter(given.detach().narrow(along, 0, size).clone())
 
 
 def restore(stage: nn.Module, model: nn.Module, styles: Mapping[str, str]) -> None:
@@ -75,9 +91,9 @@ def restore(stage: nn.Module, model: nn.Module, styles: Mapping[str, str]) -> No
     graph_module = _graph_of(stage)
     memo: dict[int, Any] = {}
     for node, name in list(_layers(graph_module, styles)):
-        if not isinstance(_held(graph_module, name), nn.Linear | nn.Embedding):
+        if not _is_layer(_held(graph_module, name)):
             graph_module.set_submodule(name, copy.deepcopy(model.get_submodule(name), memo))
-        x = node.args[1] if node.target is torch.ops.aten.embedding.default else node.args[0]
+        x = node.args[_OPERATORS[node.target][0]]
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (x,))
         call.meta = copy.copy(node.meta)
@@ -106,14 +122,9 @@ def _held(module: nn.Module, name: str) -> nn.Module | None:
 def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:
     """The calls of layers that are to be cut, each with its name."""
     for node in module.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node.target not in _OPERATORS:
             continue
-        if node.target is torch.ops.aten.linear.default:
-            weight = node.args[1]
-        elif node.target is torch.ops.aten.embedding.default:
-            weight = node.args[0]
-        else:
-            continue
+        weight = node.args[_OPERATORS[node.target][1]]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
             name = str(weight.target).rpartition(".")[0]
             if name in styles:

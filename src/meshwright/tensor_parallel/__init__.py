@@ -3,9 +3,9 @@
 Parameters are DTensors at rest; forward and backward run on local tensors and communicate only
 where a style says so. Bottom-up: `functions` (communication that autograd understands), `following`
 (layouts from style to style), `layouts` (from one layout to another), `weights` (parameters that
-become DTensors), `linear`, `embedding` and `sequence` (the modules that compute), `styles` and
-`prepare`, `apply` (`parallelize_module`), `loss` and `loss_context` (cross entropy of logits that
-are cut by classes).
+become DTensors), `linear`, `transposed`, `embedding` and `sequence` (the modules that compute),
+`styles` and `prepare`, `apply` (`parallelize_module`), `loss` and `loss_context` (cross entropy of
+logits that are cut by classes).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from meshwright.tensor_parallel.prepare import (
 )
 from meshwright.tensor_parallel.styles import (
     ColwiseParallel,
+    FusedColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
@@ -28,6 +29,7 @@ from meshwright.tensor_parallel.weights import verify_replicated
 
 __all__ = [
     "ColwiseParallel",
+    "FusedColwiseParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",

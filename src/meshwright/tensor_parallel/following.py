@@ -22,7 +22,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.comm import Communicator
-from meshwright.layout import Partial, Placement
+from meshwright.comm.dtensor import AnyPlacement
+from meshwright.layout import Partial, Placement, Replicate, Shard
 
 __all__ = ["check_mark", "follow_first_forward", "mark"]
 
@@ -73,7 +74,7 @@ _PASSING = frozenset(
 
 
 class _Mark(NamedTuple):
-    placement: Placement
+    placement: AnyPlacement
     axis: Communicator
     name: str
     """The module that gave it."""
@@ -121,7 +122,9 @@ def follow_first_forward(module: nn.Module) -> None:
     module.register_forward_hook(end, always_call=True)
 
 
-def mark(tensor: torch.Tensor, placement: Placement, axis: Communicator, name: str) -> torch.Tensor:
+def mark(
+    tensor: torch.Tensor, placement: AnyPlacement, axis: Communicator, name: str
+) -> torch.Tensor:
     """``tensor``, which module ``name`` returns; marked where layouts are followed now."""
     if _is_following() and not isinstance(placement, Partial):
         vars(tensor)[_MARK] = _Mark(placement, axis, name)
@@ -133,11 +136,15 @@ def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, na
     found = vars(tensor).get(_MARK) if _is_following() else None
     if found is None or found.axis != axis or found.placement == declared:
         return
+    hint = (
+        f"set input_layouts={found.placement} on {name}, or output_layouts={declared} on "
+        f"{found.name}, or put PrepareModuleInput between them"
+    )
+    if not isinstance(found.placement, Shard | Replicate):
+        hint = f"{found.name} gives parts of several matrices, which have to be split first"
     raise ValueError(
         f"{name}: expected an input placed {declared}, found the output of {found.name} (shape "
-        f"{tuple(tensor.shape)}), which is placed {found.placement}: set input_layouts="
-        f"{found.placement} on {name}, or output_layouts={declared} on {found.name}, or put "
-        f"PrepareModuleInput between them"
+        f"{tuple(tensor.shape)}), which is placed {found.placement}: {hint}"
     )
 
 

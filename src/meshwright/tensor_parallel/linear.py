@@ -9,6 +9,9 @@
 
 With a layout ``Shard(dim)`` of the input (columns) or output (rows) the all-reduce is a
 reduce-scatter along that dim, and the other direction an all-gather.
+
+A layer by columns may hold several matrices side by side, such as query, key and value. A rank
+holds its part of each, one after the other, and its output is made of as many parts.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import is_dtensor, local_leaf, sum_partial
+from meshwright.comm.dtensor import is_dtensor, local_leaf, side_by_side, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
+from meshwright.tensor_parallel.following import mark
 from meshwright.tensor_parallel.functions import (
     Labels,
     copy_to,
@@ -39,7 +43,7 @@ from meshwright.tensor_parallel.functions import (
 )
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 
-__all__ = ["ColumnLinear", "RowLinear", "Settings"]
+__all__ = ["ColumnLinear", "RowLinear", "Settings", "by_columns", "by_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Settings:
     """Whether the module returns a local tensor."""
     partial_bias: PartialGradient | None = None
     """Sums the gradient of a bias that each rank adds to other elements."""
+    parts: int = 1
+    """How many matrices lie side by side in the output features."""
 
     @property
     def partial(self) -> tuple[tuple[str, str, PartialGradient], ...]:
@@ -72,9 +78,8 @@ class _Saved:
     version: int
 
     @staticmethod
-    def of(module: ColumnLinear | RowLinear) -> _Saved:
+    def of(module: nn.Module, name: str) -> _Saved:
         weight: Any = module.weight  # which data parallelism may keep, see `_leaves`
-        name = module._tensor_parallel.site.labels.name
         if not is_dtensor(weight):
             return _Saved(name, None, 0)
         return _Saved(name, weight, weight._version)
@@ -111,24 +116,8 @@ class ColumnLinear(nn.Linear):
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Output features of this rank, laid out as the style says."""
-        settings = self._tensor_parallel
-        site = settings.site
-        given = site.arrive(input, settings.input, features=self.in_features, is_copied=True)
-        _check_features(self, given, site, "ColwiseParallel")
-        dim, total = None, 0
-        if isinstance(given.placement, Shard):
-            dim = given.placement.dim
-            total = given.shape[dim]
-        else:
-            given = site.move(given, Replicate())
-        passage = _Passage(
-            site.axis, site.labels, dim, total, _Saved.of(self), is_summed=given.is_summed
-        )
-        x, weight, bias = _autocast(given.local, *_leaves(self))
-        y = _Columns.apply(x, weight, bias, passage)
-        shape = (*y.shape[:-1], self.out_features)
-        found = Arrival(y, Shard(y.ndim - 1), shape)
-        return site.leave(found, settings.output, is_local=settings.is_local)
+        features = self.in_features, self.out_features
+        return by_columns(self, self._tensor_parallel, input, features)
 
 
 class RowLinear(nn.Linear):
@@ -139,46 +128,98 @@ class RowLinear(nn.Linear):
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, laid out as the style says, with the bias added once."""
-        settings = self._tensor_parallel
-        site = settings.site
-        given = site.arrive(input, settings.input, features=self.in_features)
-        _check_features(self, given, site, "RowwiseParallel")
-        wanted = Shard(given.local.ndim - 1)
-        given = site.move(given, wanted)
-        weight, bias = _leaves(self)
-        x, weight, bias = _autocast(given.local, weight, bias)
-        shape = (*x.shape[:-1], self.out_features)
-        output = normal(settings.output, x.ndim)
-        if isinstance(output, Partial):
-            y = functional.linear(x, weight)
-            if bias is not None:
-                # Added once, by rank 0, and each rank has its gradient.
-                y = y + (bias if site.axis.rank == 0 else bias - bias.detach())
-            return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
-        dim = output.dim if isinstance(output, Shard) else None
-        if dim is not None and dim != x.ndim - 1 and settings.is_local:
-            site.check_equal(shape, dim)
-        total = 0 if dim is None else shape[dim]
-        passage = _Passage(site.axis, site.labels, dim, total, _Saved.of(self))
-        y = _Rows.apply(x, weight, bias, passage)
+        features = self.in_features, self.out_features
+        return by_rows(self, self._tensor_parallel, input, features)
+
+
+def by_columns(
+    module: nn.Module,
+    settings: Settings,
+    input: torch.Tensor,
+    features: tuple[int, int],
+    *,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """Output features of this rank; ``features`` are those of the whole input and output.
+
+    ``is_transposed`` says that the weight of ``module`` is (input features, output features).
+    """
+    site = settings.site
+    given = site.arrive(input, settings.input, features=features[0], is_copied=True)
+    _check_features(features[0], given, site, "ColwiseParallel")
+    dim, total = None, 0
+    if isinstance(given.placement, Shard):
+        dim = given.placement.dim
+        total = given.shape[dim]
+    else:
+        given = site.move(given, Replicate())
+    saved = _Saved.of(module, site.labels.name)
+    passage = _Passage(site.axis, site.labels, dim, total, saved, is_summed=given.is_summed)
+    weight, bias = _leaves(module, settings, is_transposed)
+    if bias is not None and settings.parts > 1:
+        bias = own_part(bias.unflatten(0, (settings.parts, -1)), site.axis, 1).flatten()
+    x, weight, bias = _autocast(given.local, weight, bias)
+    y = _Columns.apply(x, weight, bias, passage)
+    if settings.parts > 1:
+        # No layout of ours: whoever takes it for one part of the features is told.
+        return mark(y, side_by_side(y.ndim - 1, settings.parts), site.axis, site.labels.name)
+    found = Arrival(y, Shard(y.ndim - 1), (*y.shape[:-1], features[1]))
+    return site.leave(found, settings.output, is_local=settings.is_local)
+
+
+def by_rows(
+    module: nn.Module,
+    settings: Settings,
+    input: torch.Tensor,
+    features: tuple[int, int],
+    *,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """The sum over ranks; ``features`` are those of the whole input and output.
+
+    ``is_transposed`` says that the weight of ``module`` is (input features, output features).
+    """
+    site = settings.site
+    given = site.arrive(input, settings.input, features=features[0])
+    _check_features(features[0], given, site, "RowwiseParallel")
+    wanted = Shard(given.local.ndim - 1)
+    given = site.move(given, wanted)
+    weight, bias = _leaves(module, settings, is_transposed)
+    x, weight, bias = _autocast(given.local, weight, bias)
+    shape = (*x.shape[:-1], features[1])
+    output = normal(settings.output, x.ndim)
+    if isinstance(output, Partial):
+        y = functional.linear(x, weight)
+        if bias is not None:
+            # Added once, by rank 0, and each rank has its gradient.
+            y = y + (bias if site.axis.rank == 0 else bias - bias.detach())
         return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
+    dim = output.dim if isinstance(output, Shard) else None
+    if dim is not None and dim != x.ndim - 1 and settings.is_local:
+        site.check_equal(shape, dim)
+    total = 0 if dim is None else shape[dim]
+    passage = _Passage(site.axis, site.labels, dim, total, _Saved.of(module, site.labels.name))
+    y = _Rows.apply(x, weight, bias, passage)
+    return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
 
 
-def _leaves(module: ColumnLinear | RowLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the weight and the bias are computed with."""
+def _leaves(
+    module: nn.Module, settings: Settings, is_transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the weight, as (output features, input features), and the bias are computed with."""
     # As attributes: data parallelism may keep the whole ones beside the registered parameters.
-    weight: Any = module.weight
+    given: Any = module.weight
     bias: Any = module.bias
-    partial = module._tensor_parallel.partial_bias
-    if bias is not None and partial is not None:
-        forget_unsummed(module._tensor_parallel.site.axis)
-        return local_leaf(weight), sum_partial(bias, partial)
-    return local_leaf(weight), None if bias is None else local_leaf(bias)
+    weight = local_leaf(given).t() if is_transposed else local_leaf(given)
+    if bias is not None and settings.partial_bias is not None:
+        forget_unsummed(settings.site.axis)
+        return weight, sum_partial(bias, settings.partial_bias)
+    return weight, None if bias is None else local_leaf(bias)
 
 
-def _check_features(module: nn.Linear, given: Arrival, site: Site, style: str) -> None:
+def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:
     """Raise ValueError where the layout of the input is not the declared one, before it is sent."""
-    found, whole = given.local.shape[-1], module.in_features
+    found = given.local.shape[-1]
     last = given.local.ndim - 1
     is_cut = isinstance(given.placement, Shard) and given.placement.dim == last
     part = chunk(whole, site.axis.size, site.axis.rank)[1]

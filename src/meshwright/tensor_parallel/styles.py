@@ -10,7 +10,12 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
-from meshwright.comm.dtensor import AnyPlacement, our_placement, torch_placements
+from meshwright.comm.dtensor import (
+    AnyPlacement,
+    our_placement,
+    side_by_side,
+    torch_placements,
+)
 from meshwright.comm.partial_gradients import PartialGradient
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
@@ -18,9 +23,16 @@ from meshwright.tensor_parallel.embedding import ColumnEmbedding, RowEmbedding, 
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.linear import ColumnLinear, RowLinear, Settings
 from meshwright.tensor_parallel.sequence import Sequence, SequencePart
+from meshwright.tensor_parallel.transposed import ColumnConv1D, RowConv1D, is_conv1d
 from meshwright.tensor_parallel.weights import distribute
 
-__all__ = ["ColwiseParallel", "ParallelStyle", "RowwiseParallel", "SequenceParallel"]
+__all__ = [
+    "ColwiseParallel",
+    "FusedColwiseParallel",
+    "ParallelStyle",
+    "RowwiseParallel",
+    "SequenceParallel",
+]
 
 
 class ParallelStyle(ABC):
@@ -58,9 +70,11 @@ class _Layered(ParallelStyle):
         self.output_layouts = torch_placements([output_layouts or defaults[1]])
         self.use_local_output = use_local_output
 
-    def _settings(self, module: nn.Module, site: Site, *, sums_bias: bool = False) -> Settings:
+    def _settings(
+        self, module: nn.Module, site: Site, *, sums_bias: bool = False, parts: int = 1
+    ) -> Settings:
         """What is said of ``module``; refuses parameters that have no part in it."""
-        known = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
+        known = {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
         found = set(module._parameters)
         if found != known:
             raise ValueError(
@@ -74,6 +88,7 @@ class _Layered(ParallelStyle):
             output=our_placement(self.output_layouts[0], site.labels.name),
             is_local=self.use_local_output,
             partial_bias=PartialGradient(site.axis) if sums_bias else None,
+            parts=parts,
         )
 
     def _become(
@@ -81,8 +96,9 @@ class _Layered(ParallelStyle):
         module: nn.Module,
         kind: type[nn.Module],
         settings: Settings,
-        placements: dict[str, Placement],
+        placements: dict[str, AnyPlacement],
     ) -> nn.Module:
+        bases = (kind, type(module)) if is_conv1d(module) else (type(module), kind)
         for key, placement in placements.items():
             is_partial = key == "bias" and settings.partial_bias is not None
             site, source = settings.site, self.src_data_rank
@@ -91,7 +107,7 @@ class _Layered(ParallelStyle):
         own = type(module)
         # A subclass's own forward runs, and its super().forward() is the one that communicates.
         is_plain = own in (nn.Linear, nn.Embedding)
-        module.__class__ = kind if is_plain else type(own.__name__, (own, kind), {})
+        module.__class__ = kind if is_plain else type(own.__name__, bases, {})
         return module
 
     def __repr__(self) -> str:
@@ -103,6 +119,8 @@ class _Layered(ParallelStyle):
 
 class ColwiseParallel(_Layered):
     """Cuts the output features of a `torch.nn.Linear` or `torch.nn.Embedding` over ranks.
+
+    A ``Conv1D`` of Hugging Face counts as a Linear whose weight has its dims the other way round.
 
     ``input_layouts``: of the local tensor that comes (Replicate). ``output_layouts``: of what is
     returned (``Shard(-1)``). A DTensor says its own layout. With ``use_local_output=False`` the
@@ -124,8 +142,11 @@ class ColwiseParallel(_Layered):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
         if isinstance(module, nn.Linear):
-            cuts: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+            cuts: dict[str, AnyPlacement] = {"weight": Shard(0), "bias": Shard(0)}
             return self._become(module, ColumnLinear, self._settings(module, site), cuts)
+        if is_conv1d(module):
+            cuts = {"weight": Shard(1), "bias": Shard(0)}
+            return self._become(module, ColumnConv1D, self._settings(module, site), cuts)
         if isinstance(module, nn.Embedding):
             check_embedding(module, site.labels.name, is_by_rows=False)
             settings = self._settings(module, site)
@@ -134,6 +155,47 @@ class ColwiseParallel(_Layered):
             "ColwiseParallel currently only support nn.Linear and nn.Embedding! "
             f"{site.labels.name} is a {type(module).__name__}"
         )
+
+
+class FusedColwiseParallel(_Layered):
+    """Cuts a layer that holds ``parts`` matrices of one size side by side, each over all ranks.
+
+    For query, key and value in one `torch.nn.Linear` or ``Conv1D``, or gate and up. The module
+    returns the parts of this rank one after the other, as local tensors that are to be split.
+    ``input_layouts``: of the local tensor that comes (Replicate).
+
+    The weight is cut in strides along its output features. The bias is Replicate, and its gradient
+    summed over ranks at the end of each backward pass.
+    """
+
+    def __init__(self, parts: int, *, input_layouts: AnyPlacement | None = None) -> None:
+        if parts < 2:
+            raise ValueError(f"expected parts >= 2, found {parts}: ColwiseParallel cuts one matrix")
+        super().__init__(input_layouts, None, (Replicate(), Shard(-1)), use_local_output=True)
+        self.parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        is_linear, parts = isinstance(module, nn.Linear), self.parts
+        if not is_linear and not is_conv1d(module):
+            raise NotImplementedError(
+                "FusedColwiseParallel supports nn.Linear and Conv1D; "
+                f"{site.labels.name} is a {type(module).__name__}"
+            )
+        total = getattr(module, "out_features" if is_linear else "nf")
+        if total % (parts * site.axis.size):
+            raise ValueError(
+                f"{site.labels.name} holds {parts} matrices in {total} output features, of which "
+                f"{site.axis.size} ranks of axis {site.axis.axis} cannot have equal parts each: "
+                f"expected a multiple of {parts * site.axis.size}"
+            )
+        settings = self._settings(module, site, sums_bias=True, parts=parts)
+        cut = side_by_side(0 if is_linear else 1, parts)
+        kind = ColumnLinear if is_linear else ColumnConv1D
+        return self._become(module, kind, settings, {"weight": cut, "bias": Replicate()})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.parts}, input_layouts={self.input_layouts})"
 
 
 class RowwiseParallel(_Layered):
@@ -158,10 +220,13 @@ class RowwiseParallel(_Layered):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or is_conv1d(module):
             is_cut = isinstance(our_placement(self.output_layouts[0], site.labels.name), Shard)
             settings = self._settings(module, site, sums_bias=is_cut)
-            cuts: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+            if is_conv1d(module):
+                cuts: dict[str, AnyPlacement] = {"weight": Shard(0), "bias": Replicate()}
+                return self._become(module, RowConv1D, settings, cuts)
+            cuts = {"weight": Shard(1), "bias": Replicate()}
             return self._become(module, RowLinear, settings, cuts)
         if isinstance(module, nn.Embedding):
             check_embedding(module, site.labels.name, is_by_rows=True)

@@ -14,13 +14,15 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import (
+    AnyPlacement,
     dtensor_at_rest,
     is_replicated,
     known_at_rest,
     mesh_communicators,
 )
+from meshwright.comm.whole import part
 from meshwright.errors import LayoutError
-from meshwright.layout import Placement, Shard, chunk
+from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 
 __all__ = ["check_ties", "distribute", "verify_replicated"]
@@ -34,7 +36,7 @@ class _Became:
     __slots__ = ("is_partial", "name", "parameter", "placement")
 
     def __init__(
-        self, parameter: nn.Parameter, placement: Placement, name: str, *, is_partial: bool
+        self, parameter: nn.Parameter, placement: AnyPlacement, name: str, *, is_partial: bool
     ) -> None:
         self.parameter = parameter
         self.placement = placement
@@ -53,7 +55,7 @@ class _Became:
 def distribute(
     module: nn.Module,
     key: str,
-    placement: Placement,
+    placement: AnyPlacement,
     site: Site,
     source: int | None,
     *,
@@ -129,20 +131,18 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
 
 
 def _distributed(
-    given: nn.Parameter, name: str, placement: Placement, site: Site, source: int | None
+    given: nn.Parameter, name: str, placement: AnyPlacement, site: Site, source: int | None
 ) -> nn.Parameter:
     axis, data = site.axis, given.detach()
     if data.device.type != "meta":
         data = data.to(axis.device).contiguous()
         if source is not None and axis.size > 1:
             axis.broadcast(data, source=source, label=f"{name} from rank {source}").wait()
-    local = data
-    if isinstance(placement, Shard) and axis.size > 1:
-        start, length = chunk(given.shape[placement.dim], axis.size, axis.rank)
-        part = data.narrow(placement.dim, start, length)
-        local = part.clone(memory_format=torch.contiguous_format)
     strides = torch.empty(given.shape, device="meta").stride()
-    whole = dtensor_at_rest(local, site.mesh, [placement], tuple(given.shape), strides)
+    if isinstance(placement, Replicate) or axis.size == 1:
+        whole = dtensor_at_rest(data, site.mesh, [placement], tuple(given.shape), strides)
+    else:
+        whole = part(data, site.mesh, [placement], strides)
     return nn.Parameter(whole, requires_grad=given.requires_grad)
 
 
