@@ -51,7 +51,6 @@ __all__ = [
     "mesh_over",
     "our_placement",
     "savable",
-    "side_by_side",
     "sum_partial",
     "take_over",
     "torch_placements",
@@ -300,11 +299,6 @@ def cut_once_more(
     if factor > 1:
         spread[cutting] = _StridedShard(dim, split_factor=factor)
     return tuple(spread), factor > 1
-
-
-def side_by_side(dim: int, parts: int) -> TorchPlacement:
-    """A cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of each."""
-    return _StridedShard(dim, split_factor=parts)
 
 
 def local_gradient(

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm.dtensor import (
@@ -27,7 +28,16 @@ from meshwright.comm.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
 
-__all__ = ["Holding", "held", "held_boxes", "part", "part_like", "whole"]
+__all__ = [
+    "Holding",
+    "held",
+    "held_boxes",
+    "is_side_by_side",
+    "part",
+    "part_like",
+    "side_by_side",
+    "whole",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,6 +153,16 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
     coordinate = rest.mesh.get_coordinate()
     local = rest.local.detach()
     return [] if coordinate is None else _boxes(_ranges(rest, coordinate, name), local)
+
+
+def side_by_side(dim: int, parts: int) -> TorchPlacement:
+    """A cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    return _StridedShard(dim, split_factor=parts)
+
+
+def is_side_by_side(rest: AtRest, dim: int) -> bool:
+    """Whether ranks hold rows from several places along ``dim``, so that it is not cut again."""
+    return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 
 _Ranges = list[tuple[int, int]]

@@ -191,10 +191,16 @@ def _sharded(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
         ),
     }
     after = plan.shard.reshard_after_forward
-    for name in _unit_names(model, plan):
-        if name:
-            fully_shard(model.get_submodule(name), reshard_after_forward=after, **options)
-    fully_shard(model, reshard_after_forward=None if after else False, **options)
+    try:
+        for name in _unit_names(model, plan):
+            if name:
+                fully_shard(model.get_submodule(name), reshard_after_forward=after, **options)
+        fully_shard(model, reshard_after_forward=None if after else False, **options)
+    except NotImplementedError as error:
+        raise PlanError(
+            f"axis shard over what axis tensor has cut: {error}. Leave its module out of [tensor] "
+            "rules, or use other numbers of ranks"
+        ) from error
     units = [
         unit
         for part in model.modules()

@@ -30,6 +30,7 @@ from meshwright.comm.dtensor import (
     known_at_rest,
     mesh_communicators,
 )
+from meshwright.comm.whole import is_side_by_side
 from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.distributed_parameters import check_axes
 from meshwright.data_parallel.policies import DataParallelMeshDims
@@ -160,8 +161,8 @@ def place(
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
     """The place of a DTensor: its own axes and those of the data.
 
-    Two cuts of one dim are even, or no placement says them: unless the user has chosen ``dim``,
-    another is cut then.
+    Two cuts of one dim are even, the first of one piece, or no placement says them: unless the user
+    has chosen ``dim``, another is cut then.
     """
     if target.around is None or target.dims is None:
         for axis in target.axes.communicators:
@@ -179,7 +180,13 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chose
     parts = target.axes.parts
     # As every rank of the other axes finds it, whose parts may be of another size.
     pieces = parts * _times_cut(outer, dim)
-    if parts > 1 and (spread[1] or dim) and outer.shape[dim] % pieces:
+    is_split = is_side_by_side(outer, dim)
+    if parts > 1 and (is_split or ((spread[1] or dim) and outer.shape[dim] % pieces)):
+        if is_chosen and is_split:
+            raise NotImplementedError(
+                f"{name!r} of shape {outer.shape} is several tensors side by side along dim {dim}, "
+                "each cut over tensor ranks: choose another dim to shard"
+            )
         if is_chosen:
             raise _uneven(name, dim, outer.shape, pieces)
         other = even_dim(outer, parts)
@@ -207,7 +214,8 @@ def even_dim(outer: AtRest, parts: int) -> int | None:
     """The first dim that ``parts`` more cuts leave even on all ranks, or dim 0 uncut."""
     for dim, size in enumerate(outer.shape):
         times = _times_cut(outer, dim)
-        if not size % (times * parts) or (dim == 0 and times == 1):
+        is_even = not size % (times * parts) or (dim == 0 and times == 1)
+        if is_even and not is_side_by_side(outer, dim):
             return dim
     return None
 

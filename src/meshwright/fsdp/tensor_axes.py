@@ -22,10 +22,9 @@ from meshwright.comm.dtensor import (
     cut_once_more,
     dtensor_at_rest,
     known_at_rest,
-    local_box,
     local_of,
 )
-from meshwright.comm.whole import whole
+from meshwright.comm.whole import part, whole
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
 from meshwright.data_parallel.placement import even_dim
 from meshwright.data_parallel.unit import Slot
@@ -76,10 +75,7 @@ def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
     """This rank's part of a whole ``value``."""
     if outer is None:
         return value
-    box = local_box(outer.shape, outer.mesh, outer.placements)
-    if box is None:
-        raise LayoutError(f"{outer.placements} on {outer.mesh} gives no box of rows to this rank")
-    return value[box.slices()]
+    return local_of(part(value, outer.mesh, outer.placements, outer.stride))
 
 
 def on_all_axes(part: torch.Tensor, outer: AtRest, groups: Groups) -> torch.Tensor:

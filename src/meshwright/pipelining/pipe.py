@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -201,7 +202,7 @@ class Pipe(nn.Module):
         found = traced(mod, exported_program, split_policy)
         stages = cut(found)
         split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
-        targets = [[str(n.target) for n in stage.graph.nodes] for stage in stages.stages]
+        targets = [[_named(n.target) for n in stage.graph.nodes] for stage in stages.stages]
         split_gm.meta["facts"] = _Facts(
             stages.edges, stages.ties, found.arguments, stages.outputs, digest(targets)
         )
@@ -219,6 +220,13 @@ class Pipe(nn.Module):
         """A pipe of a model, traced with one microbatch."""
         program = export(mod, example_args, example_kwargs)
         return cls._from_traced(mod, program, split_policy=split_policy)
+
+
+def _named(target: object) -> str:
+    """What a node calls, alike in every process: the text of a function has its address."""
+    if isinstance(target, FunctionType):
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import is_dtensor, local_leaf, side_by_side, sum_partial
+from meshwright.comm.dtensor import is_dtensor, local_leaf, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
+from meshwright.comm.whole import side_by_side
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
 from meshwright.tensor_parallel.following import mark
 from meshwright.tensor_parallel.functions import (

@@ -10,13 +10,9 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
-from meshwright.comm.dtensor import (
-    AnyPlacement,
-    our_placement,
-    side_by_side,
-    torch_placements,
-)
+from meshwright.comm.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.comm.partial_gradients import PartialGradient
+from meshwright.comm.whole import side_by_side
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.embedding import ColumnEmbedding, RowEmbedding, check_embedding
