@@ -76,6 +76,52 @@ def test_trains_as_one_process_in_a_pipeline(ranks: Ranks) -> None:
     assert_same_training(language_model(tied=True), plan, world=4, batch_size=16, ranks=ranks)
 
 
+class Conv1D(nn.Module):
+    """A linear layer as Hugging Face's GPT-2 has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
+        self.bias = nn.Parameter(torch.randn(nf) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Attention(nn.Module):
+    """Query, key and value in one layer, whose sizes are attributes."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.split_size = heads, width // heads, width
+        self.c_attn = Conv1D(3 * width, width)
+        self.c_proj = Conv1D(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.c_attn(x).split(self.split_size, dim=2)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in parts)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(seen.transpose(1, 2).flatten(-2))
+
+
+class LikeGPT2(nn.Module):
+    """The names of Hugging Face's GPT-2 and its tied head; 11 words, which nothing divides."""
+
+    def __init__(self, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, width)
+        self.attn = Attention(width, heads)
+        self.mlp = nn.ModuleDict({"c_fc": Conv1D(12, width), "c_proj": Conv1D(width, 12)})
+        self.lm_head = nn.Linear(width, 11, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.wte(words)
+        x = x + self.attn(x)
+        return self.lm_head(x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](x))))
+
+
 class Gated(nn.Module):
     """A scale between two layers that are cut: its gradient is a sum over ranks."""
 
@@ -101,6 +147,48 @@ class Mixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, third = self.mixed(x).chunk(3, dim=-1)
         return self.down(first * second + third)
+
+
+WORDS = MODELS["transformer"]
+FUSED = {
+    "conv1d": Sample(
+        name="like GPT-2",
+        build=LikeGPT2,
+        inputs=WORDS.inputs,
+        targets=WORDS.targets,
+        loss=WORDS.loss,
+    ),
+    "linear": Sample(
+        name="mixed",
+        build=Mixed,
+        inputs=lambda size, generator: torch.randn(size, 6, generator=generator),
+        targets=lambda size, generator: torch.randint(3, (size,), generator=generator),
+        loss=F.cross_entropy,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_several_matrices_in_one_layer_train_as_one_process(ranks: Ranks, kind: str) -> None:
+    rules = "gpt2" if kind == "conv1d" else {"mixed": "colwise_3", "down": "rowwise"}
+    plan = plan_of(rules, CLIPPED, shard=2, tensor=2)
+    assert_same_training(FUSED[kind], plan, world=4, batch_size=16, ranks=ranks)
+
+
+def body_uneven() -> None:
+    sample = MODELS["uneven"]
+    with pytest.raises(PlanError, match=r"'0\.weight' of shape \(13, 7\) over 4 ranks"):
+        parallelize(
+            sample.build(),
+            plan_of({"0": "colwise", "2": "rowwise"}, shard=2, tensor=2),
+            optimizer=None,
+            loss=sample.loss,
+            example=(torch.zeros(2, 7),),
+        )
+
+
+def test_what_two_axes_cannot_cut_evenly_is_refused(ranks: Ranks) -> None:
+    ranks(4, body_uneven)
 
 
 def body_check() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.tensor_parallel.layouts import untraced
 from meshwright.tensor_parallel.linear import Settings, by_columns, by_rows
 
 __all__ = ["ColumnConv1D", "RowConv1D", "is_conv1d"]
@@ -28,6 +29,7 @@ class ColumnConv1D(nn.Module):
     nx: int
     nf: int
 
+    @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Output features of this rank, laid out as the style says."""
         settings, features = self._tensor_parallel, (self.nx, self.nf)
@@ -41,6 +43,7 @@ class RowConv1D(nn.Module):
     nx: int
     nf: int
 
+    @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, laid out as the style says, with the bias added once."""
         settings, features = self._tensor_parallel, (self.nx, self.nf)
