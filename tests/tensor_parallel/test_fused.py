@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from meshwright import parallelize_module
@@ -86,6 +87,15 @@ def body_styles() -> None:
         parallelize_module(nn.Embedding(WIDTH, OUT), mesh, FusedColwiseParallel(3))
     with pytest.raises(ValueError, match="parts >= 2"):
         FusedColwiseParallel(1)
+    many = parallelize_module(nn.Linear(WIDTH, OUT), mesh, FusedColwiseParallel(3))
+    # What torch's checkpoints ask for: one box, which would be of other rows.
+    for part in (many.weight, many.state_dict()["weight"], torch.zeros_like(many.weight)):
+        with pytest.raises(NotImplementedError, match="3 tensors lie side by side along dim 0"):
+            part.__create_chunk_list__()
+    whole_state = {"weight": torch.zeros(OUT, WIDTH), "bias": torch.zeros(OUT)}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(NotImplementedError, match="3 tensors lie side by side along dim 0"):
+        set_model_state_dict(many, whole_state, options=options)
     wrong = nn.Sequential(nn.Linear(WIDTH, OUT), nn.GELU(), nn.Linear(OUT, WIDTH))
     plan: dict[str, ParallelStyle] = {"0": FusedColwiseParallel(3), "2": RowwiseParallel()}
     parallelize_module(wrong, mesh, plan)

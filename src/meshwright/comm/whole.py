@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard, _StridedShardOffsetMode
 
 from meshwright.comm.dtensor import (
     AnyPlacement,
@@ -157,7 +157,30 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
     """A cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of each."""
-    return _StridedShard(dim, split_factor=parts)
+    return _SideBySide(dim, split_factor=parts)
+
+
+class _SideBySide(_StridedShard):
+    """A strided cut whose parts are no box, for all that torch takes for the box of a rank."""
+
+    def _local_shard_size_and_offset(
+        self,
+        curr_local_size: int,
+        num_chunks: int,
+        rank: int | torch.SymInt,
+        offset_mode: _StridedShardOffsetMode = _StridedShardOffsetMode.FIRST,
+    ) -> tuple[int, int | list[int] | None]:
+        """The size; raises NotImplementedError where torch goes on to copy a box that begins there.
+
+        Those are its checkpoints, and what is broadcast from rank 0 into a state dict.
+        """
+        if num_chunks > 1 and offset_mode is not _StridedShardOffsetMode.NONE:
+            raise NotImplementedError(
+                f"{self.split_factor} tensors lie side by side along dim {self.dim}, and each rank "
+                "has a part of each: not one box, as torch.distributed.checkpoint and "
+                "broadcast_from_rank0 expect it. Use meshwright.checkpoint, or full_state_dict=True"
+            )
+        return super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank, offset_mode)
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
