@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.composition import parallelize
+from meshwright.composition import Trainable, parallelize
 from meshwright.composition.checks import check_model
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
@@ -173,6 +173,45 @@ def test_several_matrices_in_one_layer_train_as_one_process(ranks: Ranks, kind: 
     rules = "gpt2" if kind == "conv1d" else {"mixed": "colwise_3", "down": "rowwise"}
     plan = plan_of(rules, CLIPPED, shard=2, tensor=2)
     assert_same_training(FUSED[kind], plan, world=4, batch_size=16, ranks=ranks)
+
+
+def body_state() -> None:
+    """State taken after one step goes on as one process does, in a model that began elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    words = WORDS.inputs(4, generator)
+    assert isinstance(words, torch.Tensor)
+
+    def laid_out(seed: int) -> Trainable:
+        torch.manual_seed(seed)
+        return parallelize(
+            LikeGPT2().double(),
+            plan_of("gpt2", shard=2, tensor=2),
+            optimizer=torch.optim.Adam,
+            loss=WORDS.loss,
+            example=(words[:2],),
+        )
+
+    def step(trainable: Trainable) -> None:
+        mine = words.chunk(trainable.data_size)[trainable.data_rank]
+        trainable.step(mine, mine)
+
+    first, second = laid_out(0), laid_out(9)
+    torch.manual_seed(0)
+    one = LikeGPT2().double()
+    optimizer = torch.optim.Adam(one.parameters())
+    for trainable in (first, second):
+        if trainable is second:
+            second.load_state_dict(first.state_dict())
+        step(trainable)
+        WORDS.loss(one(words), words).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in trainable.weights().items():
+            torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-8, atol=1e-10)
+
+
+def test_state_of_several_matrices_goes_on_elsewhere(ranks: Ranks) -> None:
+    ranks(4, body_state)
 
 
 def body_uneven() -> None:

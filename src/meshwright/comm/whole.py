@@ -178,7 +178,7 @@ class _SideBySide(_StridedShard):
             raise NotImplementedError(
                 f"{self.split_factor} tensors lie side by side along dim {self.dim}, and each rank "
                 "has a part of each: not one box, as torch.distributed.checkpoint and "
-                "broadcast_from_rank0 expect it. Use meshwright.checkpoint, or full_state_dict=True"
+                "broadcast_from_rank0 expect it. Use full_state_dict=True, or a Trainable's state"
             )
         return super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank, offset_mode)
 
