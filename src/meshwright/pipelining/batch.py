@@ -40,13 +40,32 @@ class Microbatches:
     """By microbatch, what its loss counts in the gradient."""
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)
-    """Filled by the last stage, unscaled."""
+    """By microbatch, filled by the last stage, unscaled."""
     schedule_ref: object = None
     """The schedule, for functions of the user."""
     is_scaled: bool = False
     """Whether losses count as much as their microbatches on the way in."""
     key: object = None
     """Stands for the shapes, strides and dtypes of all arguments; None: nobody has noted them."""
+
+    def keep_loss(self, microbatch: int, loss: object) -> None:
+        """Take the loss of a microbatch, whichever have come before."""
+        self.losses += [None] * (len(self.args) - len(self.losses))
+        self.losses[microbatch] = loss
+
+    def all_losses(self) -> list[Any]:
+        """The losses of a step that has ended.
+
+        Raises ``RuntimeError`` where a function of the user has added or taken some.
+        """
+        count = len(self.args)
+        own = "the schedule fills ctx.losses itself, and functions of the user only read it"
+        if self.losses and len(self.losses) != count:
+            raise RuntimeError(f"Expecting {count} losses but got {len(self.losses)}: {own}")
+        for microbatch, loss in enumerate(self.losses):
+            if loss is None:
+                raise RuntimeError(f"Loss for microbatch {microbatch} is not available: {own}")
+        return self.losses
 
     def context(self, run: Callable[[Action], None]) -> PipelineContext:
         """What a function of the user is given of this step."""

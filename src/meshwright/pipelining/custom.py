@@ -31,7 +31,7 @@ class PipelineContext:
     kwarg_mbs: list[dict[str, Any]]
     target_mbs: list[Any] | None
     losses: list[Any]
-    """The losses so far, unscaled, on the rank of the last stage."""
+    """On the rank of the last stage by microbatch, unscaled; None of those yet to come."""
     run: Callable[[Action], None]
     """Does what the schedule itself would do for the action, or for a part of it."""
 

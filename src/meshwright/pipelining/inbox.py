@@ -103,6 +103,10 @@ class Inbox:
             found[source] = taken
         self._gradients[microbatch] = found
 
+    def has_gradients(self, microbatch: int) -> bool:
+        """Whether the backward of a microbatch has run."""
+        return microbatch in self._gradients
+
     def take_gradients(self, microbatch: int, source: int) -> Gradients:
         """The gradients that go to stage ``source``, after the backward."""
         return self._gradients[microbatch][source]

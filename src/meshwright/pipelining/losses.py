@@ -49,14 +49,14 @@ class Losses:
 
     def compute(
         self,
-        outputs: Sequence[Any],
+        outputs: Mapping[int, Any],
         targets: Sequence[Any],
         microbatch: int,
         weights: Sequence[float],
         options: Mapping[str, Any],
     ) -> tuple[Any, Start]:
-        """What the function returns for the last of ``outputs``, and where its backward starts."""
-        loss = self._loss_fn(outputs[-1], targets[microbatch], **options)
+        """What the function returns for one of ``outputs``, and where its backward starts."""
+        loss = self._loss_fn(outputs[microbatch], targets[microbatch], **options)
         check_loss(loss, outputs, targets, microbatch, is_weighed=bool(weights))
         first = loss[0] if isinstance(loss, tuple) else loss
         weight = weights[microbatch] if weights else 1.0

@@ -32,6 +32,8 @@ __all__ = [
     "Signature",
     "TensorMeta",
     "Values",
+    "as_outputs",
+    "declared",
     "detached",
     "differences",
     "digest",
@@ -40,6 +42,15 @@ __all__ = [
     "tensors_in",
     "trained",
 ]
+
+
+def as_outputs(value: object) -> tuple[Any, ...]:
+    """What a module has returned, as a tuple: each element is an argument of the next stage."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return value
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 @dataclass(slots=True)
@@ -210,11 +221,17 @@ def _requires_grad(leaf: object) -> bool:
 def signature_of(values: Values, where: str) -> Signature:
     """What ``values`` are. ``where`` names them in messages.
 
-    Raises ``PipeliningShapeError`` for leaves that are neither tensors nor plain constants.
+    Raises ``PipeliningShapeError`` for leaves that are neither dense tensors nor plain constants.
     """
     leaves: list[TensorMeta | None] = []
     for number, leaf in enumerate(values.leaves):
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                raise PipeliningShapeError(
+                    f"Failed to perform pipeline shape inference: {where}, value {number}, is a "
+                    f"{'nested' if leaf.is_nested else leaf.layout} tensor; only dense ones go "
+                    "from stage to stage"
+                )
             leaves.append(TensorMeta.of(leaf))
         elif type(leaf) in CONSTANTS:
             leaves.append(None)
@@ -222,6 +239,25 @@ def signature_of(values: Values, where: str) -> Signature:
             raise PipeliningShapeError(refusal(leaf, f"{where}, value {number},"))
     constants = values.constants()
     return Signature(tuple(leaves), values.spec, room_for(constants) if constants else 0)
+
+
+def declared(values: object, stage: int, name: str) -> Signature | None:
+    """What the user says, by the argument ``name``, that ``stage`` takes or gives.
+
+    Raises as `signature_of` does.
+    """
+    if values is None:
+        return None
+    flat = Values.of(as_outputs(values))
+    for number, leaf in enumerate(flat.leaves):
+        is_known = isinstance(leaf, torch.Tensor) or type(leaf) in CONSTANTS
+        if name == "input_args" and not is_known:
+            raise PipeliningShapeError(
+                f"Stage arg[{number}] has type {type(leaf).__qualname__}, and stage {stage} can be "
+                "sent tensors, None, bool, int, float, str and dtypes. Use kwargs for non-tensor "
+                "inputs."
+            )
+    return signature_of(flat, f"[Stage {stage}] {name}")
 
 
 def digest(*parts: object) -> int:

@@ -276,7 +276,7 @@ def chunk_weights(targets: Sequence[Any]) -> list[float]:
 
 def check_loss(
     loss: object,
-    outputs: Sequence[Any],
+    outputs: Mapping[int, Any],
     targets: Sequence[Any],
     microbatch: int,
     *,
@@ -284,10 +284,11 @@ def check_loss(
 ) -> None:
     """Raise for a loss whose gradient would silently be another than that of the whole batch.
 
-    ``outputs`` are those of this microbatch and all before. Raises ``TypeError`` for a loss that is
-    no tensor, ``ValueError`` for a (sum, count) that is weighed by rows, and `PipeliningShapeError`
-    for an output and a target of which one has but one row, to be spread over those of the other,
-    and for microbatches of different sizes with a target whose rows do not tell.
+    ``outputs`` are those of this microbatch and of all that ran before it. Raises ``TypeError`` for
+    a loss that is no tensor, ``ValueError`` for a (sum, count) that is weighed by rows, and
+    `PipeliningShapeError` for an output and a target of which one has but one row, to be spread
+    over those of the other, and for microbatches of different sizes with a target whose rows do not
+    tell.
     """
     if is_weighed and isinstance(loss, tuple):
         raise ValueError(
@@ -296,7 +297,8 @@ def check_loss(
         )
     if not isinstance(loss[0] if isinstance(loss, tuple) and loss else loss, torch.Tensor):
         raise TypeError(f"expected loss_fn to return a tensor, found {type(loss).__name__}")
-    target, output, first = targets[microbatch], outputs[-1], outputs[0]
+    target, output = targets[microbatch], outputs[microbatch]
+    earliest, first = next(iter(outputs.items()))
     if not isinstance(output, torch.Tensor) or not output.dim():
         return
     if not isinstance(target, torch.Tensor) or not target.dim():
@@ -304,9 +306,9 @@ def check_loss(
         has_rows = any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves)
         if is_weighed and not has_rows and len(first) != len(output):
             raise PipeliningShapeError(
-                f"microbatches 0 and {microbatch} have a shape mismatch: outputs have {len(first)} "
-                f"and {len(output)} rows, and a target without rows does not tell what their "
-                "losses weigh: give a target with a row for each of the batch"
+                f"microbatches {earliest} and {microbatch} have a shape mismatch: outputs have "
+                f"{len(first)} and {len(output)} rows, and a target without rows does not tell "
+                "what their losses weigh: give a target with a row for each of the batch"
             )
         return
     is_alike = output.dim() == target.dim() > 0 and output.shape[1:] == target.shape[1:]

@@ -17,10 +17,10 @@ from torch.export import ExportedProgram
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import Source, StageEdges
-from meshwright.pipelining.metadata import digest
+from meshwright.pipelining.metadata import as_outputs, digest
 from meshwright.pipelining.split_points import SplitPoint, marked
 from meshwright.pipelining.splitting import Argument, Cut, Expected, Traced, cut
-from meshwright.pipelining.stage import PipelineStage, as_outputs, build_stage
+from meshwright.pipelining.stage import PipelineStage, build_stage
 from meshwright.pipelining.ties import Tie
 from meshwright.pipelining.traced_stage import TracedStage, mismatches
 from meshwright.pipelining.tracing import SplitPolicy, export, traced

@@ -84,6 +84,11 @@ class Entry:
     """Of an overlap that a function of the user runs."""
 
     @property
+    def where(self) -> str:
+        """How messages call it: of an overlap the part, too."""
+        return self.text if self.part is self.action else f"{self.text} of {self.action}"
+
+    @property
     def waits(self) -> bool:
         """Whether something must have come before it runs."""
         if self.parts:

@@ -150,8 +150,8 @@ class Runtime:
             self.broken = error
         else:
             self._agreed.drop()
-        action = step.entry.action
-        self._failures.tell(self.steps, error, action.stage, str(action), for_good=has_begun)
+        entry = step.entry
+        self._failures.tell(self.steps, error, entry.index, entry.where, for_good=has_begun)
 
     def refused(self, error: Exception) -> None:
         """A step could not begin on this rank: tell those that wait for it, until it can."""
@@ -205,7 +205,8 @@ class _Step:
             runtime.disagreement,
             runtime._first_tag,
         )
-        told = StepOfStage(training, batch.is_scaled, self.reduce_stage)
+        count = self.schedule.microbatches
+        told = StepOfStage(training, batch.is_scaled, self.reduce_stage, count)
         for stage in runtime.stages.values():
             stage.begin_step(told)
 
@@ -308,9 +309,9 @@ class _Step:
         if losses is None or batch.targets is None:
             return
         loss, start = losses.compute(
-            stage.output_chunks, batch.targets, microbatch, batch.weights, batch.loss_kwargs
+            stage.results, batch.targets, microbatch, batch.weights, batch.loss_kwargs
         )
-        batch.losses.append(loss)
+        batch.keep_loss(microbatch, loss)
         if self.training:
             stage.put_start(microbatch, start)
 
@@ -341,9 +342,11 @@ class _Step:
         """What follows a weight half: of a last stage nothing keeps the graph, whose half is left
         as it was when only the other was run."""
         if entry.operation is W and entry.stage.is_last:
-            for kept in (entry.stage.output_chunks, self.batch.losses):
-                if entry.microbatch < len(kept):
-                    kept[entry.microbatch] = detached(kept[entry.microbatch])
+            k, results, losses = entry.microbatch, entry.stage.results, self.batch.losses
+            if k in results:
+                results[k] = detached(results[k])
+            if k < len(losses):
+                losses[k] = detached(losses[k])
         if entry.residency is not None:
             entry.residency.accumulate()
 
@@ -408,16 +411,17 @@ class _Step:
         for part in parts:
             if part.operation is F:
                 self._expect(part)
-        call(
-            entry,
-            self.batch.context,
-            lambda part: _HANDLERS[part.operation].run(self, part),
-            self._reduced,
-        )
+        call(entry, self.batch.context, self._run_part, self._reduced)
+        self.entry = entry
         for part in parts:
             after = _HANDLERS[part.operation].after
             if after is not None:
                 after(self, part)
+
+    def _run_part(self, entry: Entry) -> None:
+        """What the schedule would do for a part of what a function of the user runs."""
+        self.entry = entry
+        _HANDLERS[entry.operation].run(self, entry)
 
 
 class _Handler(NamedTuple):

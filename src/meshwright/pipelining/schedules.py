@@ -136,6 +136,18 @@ class PipelineScheduleMulti(PipelineSchedule):
             unsharded=unsharded,
         )
 
+    def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
+        """Take the order from a file of compute actions.
+
+        Raises ``AssertionError`` for another format.
+        """
+        if format != "compute_only":
+            raise AssertionError(
+                f'format must be "compute_only", found {format!r}: a file of all actions is for '
+                "PipelineScheduleRuntime"
+            )
+        self._use(load_csv(filename))
+
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """Runs the order of a CSV file, once it has been loaded."""
@@ -147,14 +159,14 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         )
 
     def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
-        """Take the order from a file of compute actions, or of all actions."""
+        """Take the order from a file of compute actions, or (``compute_comms``) of all actions.
+
+        Raises ``NotImplementedError`` for another format.
+        """
         if format not in ("compute_only", "compute_comms"):
             raise NotImplementedError(f"format={format!r} is not supported")
         loaded = load_csv(filename)
-        if format == "compute_only":
-            self._use(loaded)
-        else:
-            self._use(loaded, loaded)
+        self._use(loaded, loaded if format == "compute_comms" else None)
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle):

@@ -35,26 +35,18 @@ from meshwright.pipelining.losses import Start
 from meshwright.pipelining.metadata import (
     Signature,
     Values,
+    as_outputs,
+    declared,
     differences,
     shapes,
-    signature_of,
     tensors_in,
 )
 from meshwright.pipelining.ties import Tie
 from meshwright.schedule.actions import F, Operation, W
 
-__all__ = ["PipelineStage", "StageBuilder", "StepOfStage", "as_outputs", "build_stage"]
+__all__ = ["PipelineStage", "StageBuilder", "StepOfStage", "build_stage"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def as_outputs(value: object) -> tuple[Any, ...]:
-    """What a module has returned, as a tuple: each element is an argument of the next stage."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return value
-    return tuple(value) if isinstance(value, list) else (value,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +58,8 @@ class StepOfStage:
     """Whether losses count as much as their microbatches on the way in."""
     reduce: Callable[[int], None] | None
     """Starts to sum the gradients of a stage over data-parallel ranks."""
+    microbatches: int | None = None
+    """How many there are; None: whoever drives the stage knows."""
 
 
 _BY_HAND = StepOfStage(has_backward=False, is_scaled=False, reduce=None)
@@ -135,11 +129,11 @@ class PipelineStage:
         self._reads_from = frozenset(self.edges.sources())
         self.has_backward = False
         """Whether forwards keep what a backward needs. Set by the schedule."""
-        self.declared_inputs = _declared(input_args, f"[Stage {stage_index}] input_args")
-        self.declared_outputs = _declared(output_args, f"[Stage {stage_index}] output_args")
+        self.declared_inputs = declared(input_args, stage_index, "input_args")
+        self.declared_outputs = declared(output_args, stage_index, "output_args")
         self.fwd_cache: dict[int, tuple[tuple[Any, ...], list[Any]]] = {}
         """By microbatch, outputs and flat inputs, from the forward to the backward."""
-        self.output_chunks: list[Any] = []
+        self.results: dict[int, Any] = {}
         """Of a last stage, what the module has returned for each microbatch of this step."""
         self.expected: dict[int, Signature] = {}
         """By microbatch, what its outputs must be, where that is known."""
@@ -160,6 +154,11 @@ class PipelineStage:
         return self.stage_index == self.num_stages - 1
 
     @property
+    def output_chunks(self) -> list[Any]:
+        """``results`` in the order of microbatches."""
+        return [self.results[microbatch] for microbatch in sorted(self.results)]
+
+    @property
     def name(self) -> str:
         """How messages call it."""
         return f"[Stage {self.stage_index}]"
@@ -173,9 +172,9 @@ class PipelineStage:
             self._starts,
             self._values,
             self._halves,
+            self.results,
         ):
             kept.clear()
-        self.output_chunks.clear()
 
     def check_microbatches(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
@@ -198,6 +197,13 @@ class PipelineStage:
             return microbatch not in self._values
         return microbatch in (self._halves if operation is W else self.fwd_cache)
 
+    def _check_chunk(self, microbatch: int) -> None:
+        count = self._step.microbatches
+        if count is not None and not 0 <= microbatch < count:
+            raise RuntimeError(
+                f"Chunk id {microbatch} is out of range [0, {count}) of this step on {self.name}"
+            )
+
     def set_local_fwd_input(self, prev_stage_outputs: object, mb_index: int) -> None:
         """Take the outputs of the stage before, which is on this rank, by reference."""
         if self.is_first:
@@ -210,6 +216,12 @@ class PipelineStage:
         """The gradients for the stage before, which is on this rank."""
         if self.is_first:
             raise AssertionError("can't get bwd output if this stage is first")
+        self._check_chunk(mb_index)
+        if not self.inbox.has_gradients(mb_index):
+            raise RuntimeError(
+                "Attempted to access chunk_id before chunks have been configured. "
+                f"{self.name} has run no backward of chunk {mb_index}"
+            )
         return tuple(self.inbox.take_gradients(mb_index, self.stage_index - 1))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: object, mb_index: int) -> None:
@@ -235,6 +247,7 @@ class PipelineStage:
         Returns what the module returned. Raises ``RuntimeError`` around what the module raises,
         ``PipeliningShapeError`` when the outputs are not as expected.
         """
+        self._check_chunk(fwd_chunk_id)
         given, named = self._arguments(fwd_chunk_id, args, kwargs or _NOTHING)
         inputs = tensors_in(given, named) if self.has_backward else []
         if self._writes and self.has_backward:
@@ -255,7 +268,7 @@ class PipelineStage:
         if self.has_backward:
             self.fwd_cache[fwd_chunk_id] = (outputs, inputs)
         if self.is_last and save_forward_output:
-            self.output_chunks.append(result)
+            self.results[fwd_chunk_id] = result
         return result
 
     def _arguments(
@@ -326,6 +339,7 @@ class PipelineStage:
         step either counts as much as the microbatch does. Raises ``AssertionError`` for a half
         without a forward or a ``dw_builder``, ``RuntimeError`` around what the backward raises.
         """
+        self._check_chunk(bwd_chunk_id)
         cached = self.fwd_cache.pop(bwd_chunk_id, None)
         if cached is None:
             if not full_backward and self.dw_builder is None:
@@ -368,7 +382,8 @@ class PipelineStage:
             return [root], None if seed is None else [seed]
         if self.is_last:
             raise RuntimeError(
-                f"{self.name} is the last and starts from a loss: give that of chunk {microbatch}"
+                f"Loss for microbatch {microbatch} is not available: {self.name} is the last and "
+                "starts from a loss; give it, or run the forward under a schedule with a target"
             )
         gradients = self.inbox.added(microbatch, len(values.leaves))
         if gradients is not None:
@@ -385,6 +400,7 @@ class PipelineStage:
 
         Raises ``AssertionError`` when there was none.
         """
+        self._check_chunk(bwd_chunk_id)
         if bwd_chunk_id not in self._halves:
             raise AssertionError(
                 f"{self.name} Attempted to run backward_weight_one_chunk for chunk {bwd_chunk_id} "
@@ -475,9 +491,3 @@ def build_stage(
     another pipe.
     """
     return pipe_info.built(stage_module, stage_index, torch.device(device), group)
-
-
-def _declared(values: object, where: str) -> Signature | None:
-    if values is None:
-        return None
-    return signature_of(Values.of(as_outputs(values)), where)

@@ -82,7 +82,10 @@ class PipelineSchedule:
         """The compute actions of all ranks."""
         builder = type(self).builder
         if builder is None:
-            raise TypeError(f"{type(self).__name__} has no schedule of its own; load one from CSV")
+            raise TypeError(
+                f"{type(self).__name__} has no order of its own; PipelineScheduleRuntime "
+                "loads one from CSV"
+            )
         ranks, stages = self._first.group_size, self._first.num_stages
         edges = edges_of(self._first.all_edges)
         return builder(ranks, self._n_microbatches, stages // ranks, edges)
@@ -233,8 +236,9 @@ class PipelineSchedule:
             self._runtime.refused(error)
             raise
         self._runtime.run(batch, training=training)
+        found = batch.all_losses()
         if losses is not None and last is not None and batch.targets is not None:
-            losses[:] = batch.losses
+            losses[:] = found
         if last is None or not return_outputs:
             return None
         return merge_chunks(last.output_chunks, self._output_merge_spec)
