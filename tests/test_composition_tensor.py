@@ -285,6 +285,10 @@ def test_rules_that_do_not_fit_are_named() -> None:
     assert "match no module of _Tied" in problems_of(
         MODELS["tied"].build(), plan_of("llama", tensor=2)
     )
+    dropping = LanguageModel(ModelConfig(dim=16, heads=4, layers=1, dropout=0.1))
+    assert "would drop other activations on each rank of axis tensor, which hold" in problems_of(
+        dropping, plan_of("language-model", tensor=2)
+    )
     wrong = problems_of(model, plan_of({"head": "columnwise", "tail": "rowwise"}, tensor=2))
     assert "unknown style 'columnwise'" in wrong
     assert "'tail' in [tensor] rules matches no module" in wrong

@@ -99,7 +99,14 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
         )
-    if train.dropout == "global" and not any(_drops(part) for part in model.modules()):
+    dropping = [name for name, part in model.named_modules() if _drops(part)]
+    if dropping and train.dropout == "local" and plan.axes.size("tensor") > 1:
+        yield Problem(
+            ("train", "dropout"),
+            f"{dropping[0]!r} would drop other activations on each rank of axis tensor, which hold "
+            'the same ones: set dropout = "global" in [train], or its p to 0',
+        )
+    if train.dropout == "global" and not dropping:
         yield Problem(
             ("train", "dropout"),
             'dropout = "global" has no effect: no module of the model is a dropout with p > 0',
