@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright.comm import communicator
 from meshwright.comm.notices import Notices
-from meshwright.errors import PipelinePeerError, RankFailedError
+from meshwright.errors import CollectiveMismatchError, PipelinePeerError, RankFailedError
 from meshwright.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from meshwright.pipelining.failures import Failures
+from meshwright.pipelining.turns import Turns
 from meshwright.testing import Ranks
 
 CPU = torch.device("cpu")
@@ -131,6 +132,65 @@ def body_consumed() -> None:
         schedule.eval()
     with pytest.raises(PipelinePeerError, match="unusable since an earlier step failed"):
         schedule.eval()
+
+
+def body_unequal(fails: bool) -> None:
+    """Rank 0 has built a schedule more: both wait in different ones, or one has failed in its."""
+    world = communicator()
+    layer = Fails(2, "go", backward=False) if fails and world.rank == 0 else nn.Linear(4, 4)
+    stage = PipelineStage(layer, world.rank, 2, CPU)
+    if world.rank == 0:
+        ScheduleGPipe(stage, 2)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
+    x = torch.ones(4, 4)
+    say("go")
+    if world.rank == 1:
+        state = r"failed \(RuntimeError: .*planted.*\)" if fails else "waits"
+        text = (
+            f"rank 0 {state} in step 0 of schedule 1 .*, and rank 1 waits in step 0 of schedule 0"
+        )
+        with pytest.raises(CollectiveMismatchError, match=text):
+            schedule.step(target=x)
+        say("raised")
+        return
+    kind = RuntimeError if fails else CollectiveMismatchError
+    with pytest.raises(kind, match="planted" if fails else "rank 1 waits in step 0 of schedule 0"):
+        schedule.step(x)
+    hear("raised")
+
+
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_in_different_schedules_are_named(ranks: Ranks, fails: bool) -> None:
+    ranks(2, body_unequal, fails, timeout=30)
+
+
+def test_ranks_may_be_in_different_schedules_for_a_while() -> None:
+    """Whose steps have the same order has nothing to fear from words that are old."""
+    board: Any = SimpleNamespace(texts={})
+    board.read, board.replace = board.texts.get, board.texts.__setitem__
+    words: list[list[Turns]] = []
+    for rank in range(2):
+        group: Any = SimpleNamespace(ranks=[3, 4], rank=rank, counts={})
+        words.append([Turns(group, board, number, f"plan {number}") for number in range(2)])
+    (first, second), (train, evaluate) = words
+    first.look(0)
+    train.look(0)
+    first.end(0)
+    second.look(0)  # it is a step ahead
+    train.look(0)
+    train.end(0)
+    evaluate.look(0)
+    second.end(0, OSError("planted"))
+    evaluate.look(0)
+    evaluate.end(0)  # it could not begin
+    train.look(1)
+    first.look(1)
+    first.end(1)
+    first.end(2)
+    second.look(3)
+    with pytest.raises(CollectiveMismatchError, match="rank 3 waits in step 3 of schedule 1 .*, a"):
+        train.look(3)
 
 
 class Board:

@@ -28,6 +28,10 @@ class Notices:
         own = self._store.compare_set(f"{self._prefix}/{key}", "", text)
         return own.decode() == text
 
+    def replace(self, key: str, text: str) -> None:
+        """Leave ``text`` under ``key`` in place of what is there."""
+        self._store.set(f"{self._prefix}/{key}", text)
+
     def read(self, key: str) -> str | None:
         """The text under ``key``; None when there is none."""
         path = f"{self._prefix}/{key}"

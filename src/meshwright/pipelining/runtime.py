@@ -23,6 +23,7 @@ from meshwright.pipelining.residency import Several
 from meshwright.pipelining.stage import PipelineStage, StepOfStage
 from meshwright.pipelining.ties import Tie, TiedParameters
 from meshwright.pipelining.transfers import Transfers, first_tag
+from meshwright.pipelining.turns import Turns
 from meshwright.schedule.actions import (
     RECV_B,
     RECV_F,
@@ -83,6 +84,7 @@ class Runtime:
         """What all ranks of the pipeline must agree on, as a number."""
         self._notices.post(f"plan/{self._rank}", self._own)
         self._what = f"{training.name} with {training.microbatches} microbatches ({self.plan:x})"
+        self._turns = Turns(communicator, Notices(communicator, "turns"), number, self._what)
 
     def _compile(self) -> None:
         self._programs = {
@@ -106,6 +108,7 @@ class Runtime:
                 f"this schedule is unusable since an earlier step failed: {self.broken}"
             ) from self.broken
         self._failures.begin(self.steps)
+        self._turns.begin()
         step = _Step(self, batch, training=training)
         what = f"{'a step' if training else 'an evaluation'} of {self._what}"
         residencies = [residency for residency in self._residencies.values() if residency]
@@ -131,6 +134,7 @@ class Runtime:
                 stage.end_step()
         self._agreed.keep(step.transfers.came)
         self._agreed.keep(step.ids.made)
+        self._turns.end(self.steps)
         self.steps += 1
 
     def disagreement(self, rank: int) -> str:
@@ -150,17 +154,20 @@ class Runtime:
             self.broken = error
         else:
             self._agreed.drop()
+        self._turns.end(self.steps, error if has_begun else None)
         entry = step.entry
         self._failures.tell(self.steps, error, entry.index, entry.where, for_good=has_begun)
 
     def refused(self, error: Exception) -> None:
         """A step could not begin on this rank: tell those that wait for it, until it can."""
         if self.broken is None:
+            self._turns.end(self.steps)
             self._failures.tell(self.steps, error, min(self.stages), "step()", for_good=False)
 
     def look(self) -> None:
         """Raise when another rank has failed in this step or an earlier one."""
         self._failures.look(self.steps)
+        self._turns.look(self.steps)
 
 
 def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str, Any]:
