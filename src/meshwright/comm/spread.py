@@ -189,4 +189,5 @@ def _cover_the_same(one: _Mesh, other: _Mesh) -> bool:
     if one is other or set(one.mesh.flatten().tolist()) == set(other.mesh.flatten().tolist()):
         return True
     roots = [getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)() for mesh in (one, other)]
-    return roots[0] is roots[1]
+    # Equal ones, since results of torch's DTensor operators may carry an equal mesh made before.
+    return roots[0] == roots[1]

@@ -27,7 +27,7 @@ from meshwright.composition.data_layout import DataLayout, ReplicatedLayout, Sha
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
-from meshwright.composition.stages import CutModel, cut_model
+from meshwright.composition.stages import CutModel, Inputs, cut_model
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import STYLES, ModelCut
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
@@ -57,7 +57,7 @@ def parallelize(
     *,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     loss: Loss,
-    example: tuple[Any, ...] | None = None,
+    example: Inputs | None = None,
     group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
 ) -> Trainable:
     """Lay ``model`` out as ``plan`` says, and return what trains it.
@@ -65,7 +65,8 @@ def parallelize(
     Every rank calls it with an equal model and plan; parameters and buffers become those of rank 0.
     ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
     ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
-    inputs are for layouts that trace the model. ``group`` is a process group, all ranks when None;
+    inputs, a tuple or a mapping of keyword arguments, are for layouts that look at how the model
+    runs. ``group`` is a process group, all ranks when None;
     a process that has joined none connects first.
 
     Raises PlanError with every contradiction between plan, model and ranks.
@@ -125,7 +126,7 @@ def _drawn(model: nn.Module, plan: Plan) -> Draws | None:
     return draws
 
 
-def _check_example(plan: Plan, example: tuple[Any, ...] | None) -> None:
+def _check_example(plan: Plan, example: Inputs | None) -> None:
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
         ("tensor", "is checked against the whole model"),
@@ -215,7 +216,7 @@ def _pipelined(
     plan: Plan,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     loss: Loss,
-    example: tuple[Any, ...],
+    example: Inputs,
     peers: Peers,
 ) -> Trainable:
     """Cut a copy of the model into stages, and lay this rank's stages out over the other axes."""
@@ -268,7 +269,7 @@ def _pipelined(
 def _stages_of(
     model: nn.Module,
     plan: Plan,
-    example: tuple[Any, ...],
+    example: Inputs,
     cut: ModelCut,
     peers: Peers,
     draws: Draws | None,
@@ -354,7 +355,7 @@ def _check_ties(plan: Plan, found: CutModel) -> None:
         )
 
 
-def _moved(example: tuple[Any, ...], everyone: Communicator) -> tuple[Any, ...]:
+def _moved(example: Inputs, everyone: Communicator) -> Inputs:
     """``example`` on the device of the ranks."""
     return tree_map(partial(_on, everyone.device), example)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,10 @@ from meshwright.pipelining.balance import balanced
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 
-__all__ = ["CutModel", "chunks_of", "cut_model"]
+__all__ = ["CutModel", "Inputs", "chunks_of", "cut_model"]
 
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+"""Of a model: positional arguments, or keyword arguments."""
 TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
 """Schedules that are made for several stages a rank; two unless ``split`` says."""
 
@@ -68,7 +70,7 @@ def cut_model(
     model: nn.Module,
     plan: PipelinePlan,
     ranks: int,
-    example: tuple[Any, ...],
+    example: Inputs,
     *,
     tensor: ModelCut,
 ) -> CutModel:
@@ -94,10 +96,11 @@ def cut_model(
             f"graphs, which do not ask in which step they run. Set {dropout[0]!r} to p = 0, or "
             'use dropout = "local"'
         )
-    sizes = tuple(
-        {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
-        for value in example
-    )
+    named = dict(example) if isinstance(example, Mapping) else {}
+    args = () if isinstance(example, Mapping) else example
+    # torch.export takes the sizes of named arguments by name, those of others in their order.
+    sizes: Any = {name: _free_size(value) for name, value in named.items()}
+    sizes = sizes or tuple(map(_free_size, args))
     cuts: dict[str, Any] = {}
     if isinstance(plan.split, str):
         measure = "flops" if plan.split == "auto" else plan.split
@@ -108,7 +111,7 @@ def cut_model(
         cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
     traced = twin_of(model, tensor) if tensor.styles else model
     try:
-        pipe = pipeline(traced, example, dynamic_shapes=sizes, **cuts)
+        pipe = pipeline(traced, args, named, dynamic_shapes=sizes, **cuts)
     except ValueError as error:
         raise PlanError(f"the model cannot be cut into {count} stages: {error}") from error
     if pipe.num_stages != count:
@@ -122,6 +125,12 @@ def cut_model(
         restore(module, model, tensor.styles)
     _keep_unused(model, modules)
     return CutModel(modules, info.ties, info)
+
+
+def _free_size(value: object) -> dict[int, Any] | None:
+    """Microbatches may have another number of rows than the example."""
+    has_rows = isinstance(value, torch.Tensor) and value.dim()
+    return {0: torch.export.Dim.AUTO} if has_rows else None
 
 
 def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -172,11 +181,13 @@ def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield full
 
 
-def _chain(model: nn.Module, example: tuple[Any, ...]) -> list[str] | None:
+def _chain(model: nn.Module, example: Inputs) -> list[str] | None:
     """The modules of ``model`` in the order of their calls, where it is a chain of them."""
     names = list(_links(model))
     has_hooks = bool(model._forward_hooks or model._forward_pre_hooks)
     if len(names) < 2 or has_hooks or model._parameters or model._buffers:
+        return None
+    if isinstance(example, Mapping):
         return None
     observed = copy.deepcopy(model)
     calls: list[_Call] = []

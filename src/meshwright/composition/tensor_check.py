@@ -12,7 +12,6 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 from meshwright.comm import Communicator, phase
 from meshwright.comm.dtensor import local_of
 from meshwright.comm.whole import part_like
+from meshwright.composition.stages import Inputs
 from meshwright.errors import PlanError
+from meshwright.gradients import call_module
 from meshwright.randomness import Draws, Dropout
 
 __all__ = ["WholeRun"]
@@ -56,7 +57,7 @@ class WholeRun:
     def __init__(
         self,
         model: nn.Module,
-        example: tuple[Any, ...],
+        example: Inputs,
         axis: Communicator,
         draws: Draws | None,
     ) -> None:
@@ -104,7 +105,7 @@ class WholeRun:
                     stack.enter_context(self._draws.microbatch(0, range(rows[0])))
                     for module in model.modules():
                         module.training = isinstance(module, Dropout)
-                output = model(*self._example)
+                output = call_module(model, self._example)
         finally:
             modes.restore()
         return [

@@ -60,7 +60,7 @@ class Training:
     loss: Callable[..., torch.Tensor]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum
     clip_norm: float | None = None
-    example: tuple[Any, ...] | None = None
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None
     """Inputs of the model, for layouts that look at how it runs."""
 
 
@@ -144,7 +144,7 @@ def _trained(
 ) -> ReferenceRun:
     """The run of one rank."""
     inputs = tree_map(partial(_in_dtype, dtype), batches[0][0])
-    example = inputs if isinstance(inputs, tuple) else (inputs,)
+    example: Any = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     laid_out = layout(_built(sample, seed, dtype), replace(training, example=example))
     shares = [_share(batch, laid_out.data_rank, laid_out.data_size) for batch in batches]
     return record(laid_out, shares, dtype=dtype)

@@ -1,0 +1,33 @@
+"""The matrix: layouts x schedules x models x ways to train, against one process in float64.
+
+Losses, gradients, the norm of all gradients, and weights. Pairs of columns in `make test`, every
+layout with every model in `make test-all`. What is not in `REFUSALS` has to train, and what is has
+to be refused when it is built.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from matrix.cells import PAIRS_OF_AXES, REVERSED, SINGLE_AXES, THREE_AXES, Cell, full, quick
+from matrix.training import check
+from meshwright.testing import Ranks
+
+
+@functools.cache
+def chosen_for(axes: str) -> list[Cell]:
+    return [cell for cell in full() if cell.axes == axes]
+
+
+def test_pairs(ranks: Ranks) -> None:
+    check(ranks, quick(), 240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [*SINGLE_AXES, "pipeline=4", *PAIRS_OF_AXES, *REVERSED, *THREE_AXES]
+)
+def test_every_layout_with_every_model(ranks: Ranks, axes: str) -> None:
+    check(ranks, chosen_for(axes), 600)
