@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
-from meshwright.composition.stages import _chain, _partition
+from meshwright.composition.stages import _chain, _keep_unused, _partition
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
 from meshwright.testing import MODELS, Ranks, assert_same_training
@@ -52,6 +52,26 @@ def test_cuts_are_balanced() -> None:
     assert _partition([5, 1, 1, 1, 1, 1], 2) == [0, 1]
     assert _partition([1, 1, 1, 1], 4) == [0, 1, 2, 3]
     assert _partition([0, 3, 0, 3, 0], 2) == [0, 2]
+
+
+def test_what_no_stage_uses_is_kept_by_the_first() -> None:
+    model = nn.Module()
+    model.block = nn.Module()
+    model.block.used, model.block.never = nn.Linear(2, 2), nn.Linear(2, 3)
+    model.block.scale = nn.Parameter(torch.ones(1))
+    model.register_buffer("count", torch.zeros(1))
+    first, second = nn.Module(), nn.Module()
+    second.block = nn.Module()
+    second.block.used = model.block.used
+    _keep_unused(model, [first, second])
+    state = {**first.state_dict(), **second.state_dict()}
+    assert state.keys() == model.state_dict().keys()
+    assert type(first.block.never) is nn.Linear
+    assert first.block.scale is model.block.scale
+    model.again = nn.Linear(2, 2, bias=False)
+    model.again.weight = model.block.used.weight
+    with pytest.raises(PlanError, match=r"'again.weight' is tied to one that the model uses"):
+        _keep_unused(model, [first, second])
 
 
 class Chain(nn.Module):

@@ -127,9 +127,12 @@ class Mutation:
     """A piece of what the matrix says."""
 
 
-BUCKETS = unsummed("all_reduce", "reduce bucket")
 MUTATIONS = {
-    "buckets": Mutation(plant=BUCKETS, cell=Cell(axes="replicate=2", model="odd"), sees="gradient"),
+    "buckets": Mutation(
+        plant=unsummed("all_reduce", "reduce bucket"),
+        cell=Cell(axes="replicate=2", model="odd"),
+        sees="gradient",
+    ),
     "shards": Mutation(
         plant=unsummed("reduce_scatter", "reduce "),
         cell=Cell(axes="shard=2", model="odd"),

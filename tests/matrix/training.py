@@ -94,7 +94,7 @@ def expected_of(cell: Cell) -> ReferenceRun:
     return _expected(replace(plain, accumulate=1, option=""), (cell.shares, parts))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _expected(cell: Cell, parts: tuple[int, int]) -> ReferenceRun:
     """``parts``: of BatchNorm, the shares of a batch, and what each of them is cut into."""
     shares, pieces = parts

@@ -151,21 +151,26 @@ def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
             )
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        names = {f"{path}.{own}" for own in owner.state_dict()}
-        if path and not [*owner.children()] and not names & held:
-            first.set_submodule(path, owner)
-            continue
-        if path and not _has(first, path):
-            first.set_submodule(path, nn.Module())
-        holder = first.get_submodule(path)
-        if isinstance(tensor, nn.Parameter):
-            holder.register_parameter(leaf, tensor)
+        if (
+            path
+            and not [*owner.children()]
+            and not held & {f"{path}.{n}" for n in owner.state_dict()}
+        ):
+            above, _, last = path.rpartition(".")
+            _made(first, above).add_module(last, owner)  # whole, so that it can be cut as others
+        elif isinstance(tensor, nn.Parameter):
+            _made(first, path).register_parameter(leaf, tensor)
         else:
-            holder.register_buffer(leaf, tensor)
+            _made(first, path).register_buffer(leaf, tensor)
 
 
-def _has(module: nn.Module, path: str) -> bool:
-    return path in dict(module.named_modules())
+def _made(module: nn.Module, path: str) -> nn.Module:
+    """The submodule at ``path``, with all above it."""
+    for name in path.split(".") if path else ():
+        if not isinstance(getattr(module, name, None), nn.Module):
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
 
 
 # ------------------------------------------------------------------------------------- chains
