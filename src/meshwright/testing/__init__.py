@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.testing.fake import FakeCommunicator, run_fake
     from meshwright.testing.faults import Fault, InjectedError, arm
+    from meshwright.testing.masked import masked_microbatches, unmasked
     from meshwright.testing.models import MODELS, Sample, TinyTransformer
     from meshwright.testing.outcome import Ending, Outcome, RanksFailed
     from meshwright.testing.pool import Pool, Ranks, ranks, shared_pool
@@ -45,9 +46,11 @@ __all__ = [
     "Training",
     "arm",
     "assert_same_training",
+    "masked_microbatches",
     "ranks",
     "run_fake",
     "shared_pool",
+    "unmasked",
     "wrapped",
 ]
 
@@ -68,9 +71,11 @@ _HOMES = MappingProxyType(
         "Training": "training",
         "arm": "faults",
         "assert_same_training": "training",
+        "masked_microbatches": "masked",
         "ranks": "pool",
         "run_fake": "fake",
         "shared_pool": "pool",
+        "unmasked": "masked",
         "wrapped": "training",
     }
 )
