@@ -5,6 +5,7 @@ Those between columns of the matrix stand in `REFUSALS`; the others are here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from meshwright.axes import Axes
 from meshwright.composition import parallelize
 from meshwright.composition.checks import check_model
 from meshwright.errors import PlanError
-from meshwright.plan import PipelinePlan, Plan, TrainPlan
+from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.precision import Precision
 from meshwright.testing import MODELS, Ranks
 
@@ -51,6 +52,10 @@ SETTINGS: dict[str, tuple[str, Plan]] = {
     ),
     "compile = true is not available": ("sequential", plan_of(compile=True)),
     "axis tensor = 2 has nothing to cut": ("sequential", plan_of(axis="tensor")),
+    "would drop other activations on each rank of axis tensor": (
+        "dropout",
+        replace(plan_of(axis="tensor"), tensor=TensorPlan(rules={"0": "colwise", "2": "rowwise"})),
+    ),
 }
 
 
