@@ -8,10 +8,11 @@ of the others are zero: what a model computes row by row then has the bits of on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 __all__ = ["masked_microbatches", "unmasked"]
 
@@ -31,9 +32,7 @@ def masked_microbatches(batch: Any, microbatches: int) -> list[Any]:  # noqa: AN
         return found
 
     return [
-        tree_map(
-            lambda leaf, k=k: masked(leaf, k) if isinstance(leaf, torch.Tensor) else leaf, batch
-        )
+        tree_map_only(torch.Tensor, partial(masked, microbatch=k), batch)
         for k in range(microbatches)
     ]
 
