@@ -2,6 +2,7 @@
 
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --works small --rounds 9
+    python benchmarks/tensor_parallel.py --stepping
 
 A step is forward, backward and optimizer of MLPs (dim, 4 dim, dim) by columns and rows. ``small``:
 four of dim 64 with 64 tokens; ``large``: two of dim 1024 with 128 tokens. ``torch`` is
@@ -10,7 +11,9 @@ on Gloo, written by hand; ``ours`` is `parallelize_module`, on Gloo and on share
 
 The arms take turns in short rounds, so that a busy machine slows all of them alike; a ratio is
 taken within a round. Printed are medians and quartiles of the rounds. The optimizers step through
-DTensors in torch's arm and in ours alike; the ratios without them are printed beside.
+DTensors in torch's arm and in ours alike; the ratios without them are printed beside. With
+``--stepping`` the optimizer is AdamW behind clipping, and what both take alone on `flat_groups` is
+compared with what they take on the plain parameters of ``bare``.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright import comm, tensor_parallel
+from meshwright import clip_grad_norm_, comm, flat_groups, tensor_parallel
 
 __all__ = ["main"]
 
@@ -132,7 +135,8 @@ def cut(kind: ModuleType, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return kind.parallelize_module(copy.deepcopy(model), mesh, plan)
 
 
-def arms(work: Workload, optimizer: str, gloo: dist.ProcessGroup) -> dict[str, Arm]:
+def models(work: Workload, gloo: dist.ProcessGroup) -> dict[str, nn.Module]:
+    """The same model of each arm."""
     torch.manual_seed(0)
     dim = work.dim
     mlps = [
@@ -155,7 +159,60 @@ def arms(work: Workload, optimizer: str, gloo: dist.ProcessGroup) -> dict[str, A
         torch.testing.assert_close(
             found(x), expected, msg=lambda text, name=name: f"{name}: {text}"
         )
+    return made
+
+
+def arms(work: Workload, optimizer: str, gloo: dist.ProcessGroup) -> dict[str, Arm]:
+    made = models(work, gloo)
     return {name: Arm(found, work, optimizer) for name, found in made.items()}
+
+
+class Stepping:
+    """Clipping and AdamW alone, of one model's parameters as they are or as flat ones."""
+
+    def __init__(self, model: nn.Module, work: Workload, *, is_flat: bool) -> None:
+        self.model = model
+        self.work = work
+        self.parameters = flat_groups(model) if is_flat else list(model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
+        self.x = torch.randn(work.tokens, work.dim)
+
+    def spend(self) -> float:
+        """CPU seconds of a step; forward and backward are not counted."""
+        taken = 0.0
+        for _ in range(self.work.steps):
+            self.model(self.x).square().mean().backward()
+            before = time.process_time()
+            clip_grad_norm_(self.parameters, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            taken += time.process_time() - before
+        return taken / self.work.steps
+
+
+def measure_stepping(options: argparse.Namespace, gloo: dist.ProcessGroup) -> None:
+    """Clipping and AdamW on `flat_groups` of ours, on its DTensors, and on plain parameters."""
+    world = comm.communicator()
+    for name in options.works:
+        made = models(WORKS[name], gloo)
+        shown = {
+            "plain": Stepping(made["bare"], WORKS[name], is_flat=False),
+            "DTensors": Stepping(made["ours gloo"], WORKS[name], is_flat=False),
+            "flat": Stepping(made["ours shm"], WORKS[name], is_flat=True),
+        }
+        spent: dict[str, list[float]] = {arm: [] for arm in shown}
+        for number in range(options.rounds + 2):
+            for arm in shown if number % 2 else reversed(shown):
+                (seconds,) = zip(
+                    *world.gather_numbers([shown[arm].spend()], label="seconds"), strict=True
+                )
+                if number > 1:
+                    spent[arm].append(statistics.mean(seconds))
+        if world.rank == 0:
+            print(f"{name}, clipping and AdamW: CPU ms, CPU / plain; {options.rounds} rounds")
+            for arm, rows in spent.items():
+                ratios = [one / two for one, two in zip(rows, spent["plain"], strict=True)]
+                print(f"  {arm:10} {1e3 * statistics.median(rows):8.3f}  {spread(ratios)}")
 
 
 def spread(values: Sequence[float]) -> str:
@@ -173,6 +230,10 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     world = comm.connect("shm")
     gloo = dist.new_group(backend="gloo")
+    if options.stepping:
+        measure_stepping(options, gloo)
+        comm.disconnect()
+        return
     for name, optimizer in itertools.product(options.works, options.optimizers):
         made = arms(WORKS[name], optimizer, gloo)
         spent: dict[str, list[list[float]]] = {arm: [] for arm in made}
@@ -198,6 +259,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
     chosen = list(OPTIMIZERS)
     parser.add_argument("--optimizers", nargs="+", default=chosen, choices=chosen)
+    parser.add_argument("--stepping", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--port", type=int, default=29861)
     mp.spawn(measure, (parser.parse_args(),), nprocs=2)

@@ -13,7 +13,7 @@ from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import Trainable, parallelize
 from meshwright.composition.checks import check_model
-from meshwright.errors import PlanError
+from meshwright.errors import CheckpointMismatchError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.recipes.config import ModelConfig
 from meshwright.recipes.language_model import LanguageModel
@@ -74,6 +74,73 @@ def test_trains_as_one_process_in_a_pipeline(ranks: Ranks) -> None:
     schedule = PipelinePlan(schedule="1f1b", microbatches=2)
     plan = plan_of("language-model", CLIPPED, schedule, pipeline=2, tensor=2)
     assert_same_training(language_model(tied=True), plan, world=4, batch_size=16, ranks=ranks)
+
+
+def body_flat(axes: dict[str, int]) -> None:
+    sample = language_model(tied=True)
+    batches = [sample.example_batch(8, torch.Generator().manual_seed(n)) for n in range(4)]
+
+    schedule = PipelinePlan(schedule="1f1b", microbatches=2) if "pipeline" in axes else None
+
+    def built(flat: bool) -> Trainable:
+        torch.manual_seed(1)
+        train = TrainPlan(clip_norm=0.05, accumulate=2, flat=flat)
+        return parallelize(
+            sample.build().double(),
+            plan_of("language-model", train, schedule, **axes),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            loss=sample.loss,
+            example=(batches[0][0],),
+        )
+
+    def train(trainable: Trainable, number: int) -> None:
+        rows = 8 // trainable.data_size
+        first = trainable.data_rank * rows
+        trainable.step(*(part[first : first + rows] for part in batches[number]))
+
+    flat, plain = built(True), built(False)
+    for number in range(2):
+        train(flat, number)
+        train(plain, number)
+    assert flat.optimizer is not None
+    assert all(p.ndim == 1 for group in flat.optimizer.param_groups for p in group["params"])
+    # Each goes on from the state of the other, and so do fresh ones.
+    states = flat.state_dict(), plain.state_dict()
+    alike(*states)
+    others = built(False), built(True)
+    for trainable, state in zip(others, states, strict=True):
+        trainable.load_state_dict(state)
+    for number in range(2, 4):
+        for trainable in (flat, plain, *others):
+            train(trainable, number)
+    expected = plain.state_dict()
+    for trainable in (flat, *others):
+        alike(trainable.state_dict(), expected)
+    if "pipeline" in axes:
+        return
+    name = next(iter(states[1]["optimizer"]["state"]))
+    states[1]["optimizer"]["state"][name]["step"] += 1
+    with pytest.raises(CheckpointMismatchError, match=r"has 'step' = .* one flat parameter here"):
+        flat.load_state_dict(states[1])
+
+
+def alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same numbers by the same names."""
+    torch.testing.assert_close(found["model"], expected["model"], rtol=1e-11, atol=1e-13)
+    state, like = (each["optimizer"]["state"] for each in (found, expected))
+    torch.testing.assert_close(state, like, rtol=1e-9, atol=1e-13)
+    (group,), (other,) = (each["optimizer"]["param_groups"] for each in (found, expected))
+    for one in (group, other):
+        one["params"].sort()
+    assert group == other
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["replicate", *(pytest.param(o, marks=pytest.mark.slow) for o in ("shard", "pipeline"))],
+)
+def test_flat_trains_and_saves_as_plain(ranks: Ranks, other: str) -> None:
+    ranks(4, body_flat, {other: 2, "tensor": 2})
 
 
 class Conv1D(nn.Module):

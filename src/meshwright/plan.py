@@ -95,6 +95,8 @@ class TrainPlan:
     per_rank: tuple[str, ...] = ()
     """Patterns of modules that draw for themselves although dropout is global."""
     seed: Annotated[int, AtLeast(0)] = 0
+    flat: bool = False
+    """Whether the optimizer, an element-wise one, is given `flat_groups` of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

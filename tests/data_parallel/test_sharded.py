@@ -520,7 +520,8 @@ def body_flat_groups() -> None:
         ours.zero_grad(set_to_none=step % 2 == 0)
         theirs.zero_grad()
     same(model, one, gradients=False, tolerance=1e-10)
-    raises(ValueError, "found none in this Linear", lambda: flat_groups(nn.Linear(2, 2)))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    raises(ValueError, "found none in this Linear", lambda: flat_groups(frozen))
 
 
 def test_the_flat_view_gives_the_same_update(ranks: Ranks) -> None:

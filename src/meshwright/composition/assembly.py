@@ -34,6 +34,7 @@ from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import (
     ReductionSettings,
     ReplicateOptions,
+    flat_groups,
     replicate,
     synchronise_batch_norm,
 )
@@ -108,10 +109,15 @@ def parallelize(
         plan,
         peers=peers,
         layout=layout,
-        optimizer=None if optimizer is None else optimizer(model.parameters()),
+        optimizer=None if optimizer is None else optimizer(_parameters(model, plan)),
         loss=loss,
         draws=draws,
     )
+
+
+def _parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
+    """What the optimizer is given."""
+    return flat_groups(module) if plan.train.flat else module.parameters()
 
 
 def _drawn(model: nn.Module, plan: Plan) -> Draws | None:
@@ -260,7 +266,7 @@ def _pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        optimizer=None if optimizer is None else optimizer(modules.parameters()),
+        optimizer=None if optimizer is None else optimizer(_parameters(modules, plan)),
         loss=loss,
         draws=draws,
     )

@@ -217,6 +217,8 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
         yield f"train.batch_norm = {train.batch_norm}: {_STATISTICS[train.batch_norm]}"
     if train.dropout == "global":
         yield "train.dropout = global: masks are those of one process, by step and sample"
+    if train.flat:
+        yield "train.flat = true: the optimizer is given few parameters of 1 dim, see flat_groups"
     yield f"train.seed = {train.seed}: the order of samples"
     yield (
         f"precision: compute in {precision.compute or 'the dtype of the parameters'}, reduce in "

@@ -82,6 +82,19 @@ class ExposedTensors:
             mark_spread(found, outers, group.axes.shard, group.slots[0].name)
         return found
 
+    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
+        """Whether ``flat`` is the shard of ``group``."""
+        return self._flat.get(group) is flat
+
+    def parts_of(
+        self, group: ParameterGroup, line: torch.Tensor
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters of ``group``, and a DTensor for each with its part of ``line``."""
+        return [
+            (e.exposed, dtensor_at_rest(line[e.start : e.stop].view(e.shape), *e.wrap))
+            for e in self.entries(group)
+        ]
+
     def forget_places(self) -> None:
         """The slots are used in other places now."""
         for entries in self._entries.values():
