@@ -97,6 +97,7 @@ def body_slow(folder: Path) -> None:
         group.barrier()
 
 
+@pytest.mark.slow
 def test_slow_storage_is_no_dead_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, body_slow, tmp_path)
     assert latest(tmp_path) == tmp_path / "step_00000200"

@@ -41,4 +41,5 @@ class Notices:
 
     def withdraw(self, key: str) -> None:
         """Take back the text under ``key``."""
-        self._store.delete_key(f"{self._prefix}/{key}")
+        # Not deleted: a rank that has just seen that it is there would wait for it to come back.
+        self._store.set(f"{self._prefix}/{key}", "")
