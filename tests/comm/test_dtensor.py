@@ -29,6 +29,7 @@ from meshwright.comm.dtensor import (
 )
 from meshwright.comm.shard_view import ShardView
 from meshwright.comm.whole import held, part_like
+from meshwright.comm.whole import whole as gathered
 from meshwright.errors import LayoutError
 from meshwright.layout import Partial, Replicate, Shard, TensorLayout
 from meshwright.mesh import init_device_mesh
@@ -101,6 +102,7 @@ def test_dtensors_on_two_axes(ranks: Ranks) -> None:
             assert box == turned.box(2 * cut + data)
             tensor = dtensor_at_rest(full[box.slices()], mesh, strided, shape, (3, 1))
             assert torch.equal(tensor.full_tensor(), full)
+            assert torch.equal(gathered(tensor), full)
             assert held(tensor, "weight").boxes == (box,)
             assert torch.equal(part_like(full, tensor).to_local(), tensor.to_local())
         axes = [c.axis for c in mesh_communicators(mesh)]
@@ -118,6 +120,9 @@ def test_a_part_of_another_shape_is_refused(ranks: Ranks) -> None:
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(LayoutError, match=r"to have shape \(2, 3\); found \(3, 3\)"):
             dtensor_at_rest(torch.zeros(3, 3), mesh, [Shard(0)], (4, 3), (3, 1))
+        tensor = dtensor_at_rest(torch.zeros(2, 3), mesh, [Shard(0)], (4, 3), (3, 1))
+        with pytest.raises(ValueError, match="expected a plain tensor, found a DTensor of shape"):
+            comm.communicator().all_reduce(tensor)
 
     ranks(2, body)
 
