@@ -126,7 +126,7 @@ class PipelinedTrainable(Trainable):
         count = plan.pipeline.microbatches
         self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
         self._samples: list[torch.Tensor] = []
-        """By microbatch, the numbers of its samples in the global batch."""
+        """By microbatch of the step under way, the numbers of its samples in the global batch."""
         if draws is not None:
             self.schedule.register_custom_function(F, self._forward)
         self._undivided = _Undivided(stages, self.schedule.schedule)
@@ -218,7 +218,7 @@ class PipelinedTrainable(Trainable):
 
     def _forward(self, action: Action, context: PipelineContext) -> None:
         """Run one forward, and let dropout know which samples it computes."""
-        if self._draws is None or not self._samples:  # an evaluation, which drops nothing
+        if self._draws is None or not self._samples:  # an evaluation drops nothing
             context.run(action)
             return
         numbers = self._samples[action.microbatch or 0]
@@ -227,15 +227,17 @@ class PipelinedTrainable(Trainable):
 
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
         batch, target, size = part
-        numbers = torch.arange(first, first + size)
-        cut, _ = split_args_kwargs_into_chunks((numbers,), None, self.plan.pipeline.microbatches)
-        self._samples = [each for (each,) in cut]
+        if self._draws is not None:
+            numbers, count = torch.arange(first, first + size), self.plan.pipeline.microbatches
+            cut, _ = split_args_kwargs_into_chunks((numbers,), None, count)
+            self._samples = [each for (each,) in cut]
         self._layout.reduce_next(is_last)
         self._has_target = target is not None
         args, kwargs = _call(batch)
         goal = torch.empty(size) if target is None else target
         with phase("pipeline", step=self.steps, computes=True), self._autocast():
             self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
+        self._samples = []
         if is_last:
             window, scale = self._window, self._loss_scale
             window.close()
