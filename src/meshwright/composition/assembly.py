@@ -1,7 +1,7 @@
 """`parallelize`: a plain module, a plan and an optimizer's recipe become a `Trainable`.
 
-The order is fixed: check everything, dtype and device, batch norm, recomputation, the data axes,
-the optimizer.
+The order is fixed: check everything, dtype and device, dropout, layers over tensor ranks (after a
+pipeline has cut the model into stages), batch norm, recomputation, the data axes, the optimizer.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def parallelize(
     Every rank calls it with an equal model and plan; parameters and buffers become those of rank 0.
     ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
     ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
-    inputs, a tuple or a mapping of keyword arguments, are for layouts that look at how the model
-    runs. ``group`` is a process group, all ranks when None;
-    a process that has joined none connects first.
+    inputs, a tuple or a mapping of keyword arguments, are for axes pipeline and tensor, which look
+    at how the model runs. ``group`` is a process group, all ranks when None; a process that has
+    joined none connects first. A pipeline leaves ``model`` as it is; any other layout changes it in
+    place.
 
     Raises PlanError with every contradiction between plan, model and ranks.
 
