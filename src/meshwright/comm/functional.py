@@ -28,7 +28,14 @@ from torch.distributed import _functional_collectives as _registers_operators  #
 
 from meshwright.comm.collectives import Communicator
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "is_traced", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_traced",
+    "is_traced",
+    "reduce_scatter",
+]
 
 _OPERATORS = torch.ops._c10d_functional
 
@@ -91,6 +98,21 @@ def all_to_all(
         input_splits = output_splits = [tensor.shape[0] // size] * size
     exchange = _AllToAll(communicator, label, tuple(output_splits), tuple(input_splits))
     return _apply(tensor.contiguous(), exchange)
+
+
+@torch.no_grad()
+def broadcast_traced(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
+    """Give every rank the values that rank 0 has, in place, in the graph that is being traced.
+
+    Tensors of one dtype travel together.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        everyones = _OPERATORS.wait_tensor(_OPERATORS.broadcast(flat, 0, communicator.name))
+        parts = everyones.split([tensor.numel() for tensor in members])
+        for tensor, part in zip(members, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from meshwright.timeline import Collective, Lane
 if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failure import FailureMonitor
+    from meshwright.comm.marks import MarkedModel
 
 __all__ = [
     "PROCESS",
@@ -66,6 +67,8 @@ class ProcessState:
     """Publishes this rank's failure and answers for it; None before `connect`."""
     pages: PagePool = field(default_factory=PagePool)
     """Memory of lines that come and go."""
+    marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
+    """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
 
     def tell_issued(self, collective: Collective) -> None:
         """Tell every observer that ``collective`` is about to run."""

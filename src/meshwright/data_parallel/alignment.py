@@ -74,7 +74,7 @@ class Alignment:
     def write(self, notes: torch.Tensor) -> None:
         """Mark where this rank is."""
         notes.zero_()
-        for place in self._marks():
+        for place in self.marks():
             notes[place] = 1
 
     def agrees(self, notes: torch.Tensor) -> bool:
@@ -118,7 +118,8 @@ class Alignment:
             "every rank for each optimizer step, or use join() where ranks run out of batches"
         )
 
-    def _marks(self) -> tuple[int, ...]:
+    def marks(self) -> tuple[int, ...]:
+        """Where this rank is: the places at which it writes a one."""
         backwards = 3 + self._backwards % 3
         return (self._weights % 3, backwards) if self._sees_changes else (backwards,)
 

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.gradient_bucket import check_hook
@@ -16,6 +17,7 @@ from meshwright.data_parallel.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.data_parallel.untraced import untraced
 
 __all__ = ["DistributedDataParallel"]
 
@@ -69,11 +71,30 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         """The module's forward pass; inputs are moved to ``device_ids``."""
+        if torch.compiler.is_compiling():
+            return self._traced(args, kwargs)
         moved = self._replica.before_forward(args, kwargs)
         if moved is not None:
             args, kwargs = moved
         output = self.module(*args, **kwargs)
         self._replica.after_forward(output)
+        return output
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        replica = self._replica
+        marking = replica.marking
+        route = marking.route()
+        if route == "eager":
+            moved = untraced(replica.before_forward, args, kwargs)
+        else:
+            moved = replica.before_traced(route, args, kwargs)
+        if moved is not None:
+            args, kwargs = moved
+        if route == "forward" and marking.is_due:
+            return functional_call(self.module, marking.marked(self.module), args, kwargs)
+        output = self.module(*args, **kwargs)
+        if route == "eager":
+            untraced(replica.after_forward, output)
         return output
 
     @property

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "GradBucket",
     "RegisteredHook",
     "check_hook",
+    "compressed_dtype",
     "reduction_axis",
     "tensor_of",
 ]
@@ -159,6 +161,11 @@ class Deferred(torch.futures.Future[T]):
         return Deferred(chained)
 
 
+_COMPRESSED = MappingProxyType(
+    {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
+)
+
+
 def reduction_axis(state: object, bucket: GradBucket) -> Communicator:
     """The axis that a hook's ``state`` names: a process group, a communicator, or the bucket's."""
     if state is None:
@@ -198,6 +205,25 @@ class RegisteredHook:
                 "with torch.futures.Future().set_result"
             )
         return cast("torch.futures.Future[torch.Tensor]", future)
+
+
+def compressed_dtype(
+    registered: RegisteredHook, axis: Communicator, own: torch.dtype
+) -> torch.dtype | None:
+    """The dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
+
+    None where it does anything but a plain mean over that axis, in one dtype or another. Torch's
+    hooks of the same names count too.
+    """
+    hook, state = registered.hook, registered.state
+    name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", "")
+    if not home.endswith((".comm_hooks", ".ddp_comm_hooks.default_hooks")):
+        return None
+    if state is not None:
+        over = state if isinstance(state, Communicator) else communicator(cast("Any", state))
+        if over != axis:
+            return None
+    return {"allreduce_hook": own, **_COMPRESSED}.get(name)
 
 
 def check_hook(hook: object) -> CommunicationHook:

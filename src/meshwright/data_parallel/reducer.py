@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,15 +33,16 @@ from meshwright.data_parallel.distributed_parameters import LocalParameter, Redu
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
 from meshwright.data_parallel.in_place import InPlaceGradient
 from meshwright.data_parallel.options import ReductionSettings
+from meshwright.data_parallel.reductions import Reduction, build_reductions
 from meshwright.data_parallel.slots import BucketLayout, plan_buckets
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
 from meshwright.data_parallel.static_graph import StaticGraph, late_gradient
 
+if TYPE_CHECKING:
+    from meshwright.data_parallel.traced import Marking
+
 __all__ = ["GradientReducer", "ReductionPhase"]
-
-
-Reduction = Bucket | InPlaceGradient | SparseGradient
 
 
 class ReductionPhase(StrEnum):
@@ -81,11 +83,13 @@ class GradientReducer:
         self._scale: Callable[[], float] | None = None
         self.on_reduction: Callable[[], float | None] | None = None
         """Called before the first bucket of a pass; may return the factor of the mean."""
-        self._registered: RegisteredHook | None = None
+        self.registered_hook: RegisteredHook | None = None
         self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
-        self._alignment = Alignment([parameter for _, parameter in named])
+        self.alignment = Alignment([parameter for _, parameter in named])
+        self.marking: Marking | None = None
+        """How gradients are marked while a backward pass is traced."""
         self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
@@ -114,6 +118,16 @@ class GradientReducer:
                 found.extend(g.coalesce().values() if g.is_sparse else g for g in held)
         return tuple(found)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients are multiplied by another factor than the mean's."""
+        return self._scale is not None
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether some parameters are DTensors."""
+        return bool(self._leaves)
+
     def scale_by(self, scale: Callable[[], float] | None) -> None:
         """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
 
@@ -126,7 +140,7 @@ class GradientReducer:
 
         Raises RuntimeError when there is one already, or in a backward pass.
         """
-        if self._registered is not None:
+        if self.registered_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. "
                 "Combine the hooks into one function"
@@ -139,7 +153,7 @@ class GradientReducer:
                 "which a communication hook does not see in a bucket's buffer: build their "
                 "embeddings with sparse=False, or leave the hook out"
             )
-        self._registered = RegisteredHook(hook=hook, state=state)
+        self.registered_hook = RegisteredHook(hook=hook, state=state)
         self._arrange()
 
     def begin_forward(self) -> None:
@@ -147,7 +161,13 @@ class GradientReducer:
         if self.phase is ReductionPhase.BACKWARD:
             self.abandon()
         self.is_synchronising = self.is_wanted
-        self._alignment.begin_forward()
+        if self.marking is not None and not self.is_wanted:
+            self.marking.keeps = True
+        self.alignment.begin_forward()
+        self.follow_training()
+
+    def follow_training(self) -> None:
+        """Give parameters their places anew where other ones require grad than before."""
         changed = self._leaves.follow() if self._leaves else ()
         if changed:
             self._hooked.difference_update(changed)
@@ -170,7 +190,7 @@ class GradientReducer:
 
     def _open(self) -> None:
         self.phase = ReductionPhase.BACKWARD
-        self._alignment.begin_backward()
+        self.alignment.begin_backward()
         self.found_non_finite = []
         if self._leaves:
             self._leaves.lend()
@@ -201,13 +221,13 @@ class GradientReducer:
             self._share_counts()
         last = self.buckets[-1] if self.buckets else None
         is_seen = is_void and not self._is_local and isinstance(last, Bucket)
-        if is_seen and not self._alignment.agrees(last.extra[:NOTES]):
-            self._alignment.refuse(self.communicator, gave_up=True)
+        if is_seen and not self.alignment.agrees(last.extra[:NOTES]):
+            self.alignment.refuse(self.communicator, gave_up=True)
         self._reset()
 
     def start_over(self) -> None:
         """All ranks have the same weights now, however many passes each has run."""
-        self._alignment.start_over()
+        self.alignment.start_over()
 
     def withdraw(self) -> None:
         """Close a backward pass that all ranks give up before its first reduction."""
@@ -241,7 +261,7 @@ class GradientReducer:
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         skipped = self._unused or frozenset()
         settings = self.settings
-        may_be_alone = not settings.is_gradient_view and self._registered is None
+        may_be_alone = not settings.is_gradient_view and self.registered_hook is None
         names = [name for name, _ in self.named]
         slots = [
             slot_of(index, names, self._parameters[index], settings, may_be_alone=may_be_alone)
@@ -255,7 +275,7 @@ class GradientReducer:
             listed_bytes=settings.listed_bytes,
             extra_notes=(NOTES + (1 if settings.is_static else 0)) if slots else 0,
         )
-        self.buckets = self._build(layouts)
+        self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
         self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
         self._homes = [None] * len(self._parameters)
         for bucket in self.buckets:
@@ -266,38 +286,12 @@ class GradientReducer:
                 self._hooked.add(slot.index)
                 self._leaves.hook(slot.index, self._arrived, self._arrived_at_leaf)
 
-    def _build(self, layouts: Sequence[BucketLayout]) -> tuple[Reduction, ...]:
-        built: list[Reduction] = []
-        alone: list[InPlaceGradient] = []
-        for layout in layouts:
-            parameters = [self._parameters[slot.index] for slot in layout.slots]
-            zeros = self.settings.zeros_for_unused
-            if layout.is_sparse:
-                built.append(SparseGradient(layout, parameters[0], zeros_for_unused=zeros))
-                continue
-            if layout.is_alone:
-                alone.append(InPlaceGradient(layout, parameters[0], self.communicator.empty_shared))
-                built.append(alone[-1])
-                continue
-            is_view = self.settings.is_gradient_view and all(
-                parameter.dtype == layout.dtype for parameter in parameters
-            )
-            buffer = self.communicator.empty_shared(layout.numel, layout.dtype)
-            riders = alone if layout is layouts[-1] else ()
-            built.append(
-                Bucket(
-                    layout,
-                    parameters,
-                    buffer,
-                    is_gradient_view=is_view,
-                    riders=riders,
-                    zeros_for_unused=zeros,
-                )
-            )
-        return tuple(built)
-
-    def _arrived(self, index: int, _: torch.Tensor) -> None:
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """One gradient is complete on this rank. Called for every parameter: keep it short."""
+        if torch.compiler.is_compiling():
+            if self.is_synchronising and self.marking is not None:
+                self.marking.accumulated(index, parameter)
+            return
         home = self._homes[index]
         if not self.is_synchronising:
             return
@@ -344,7 +338,7 @@ class GradientReducer:
             if self.on_reduction is not None:
                 mean = self.on_reduction() or mean
             self._factor = mean if self._scale is None else self._scale()
-            if self._registered is not None:
+            if self.registered_hook is not None:
                 self._factor *= self.communicator.size
         return self._factor
 
@@ -353,7 +347,7 @@ class GradientReducer:
         bucket = self.buckets[self._next]
         bucket.fill(self._current_factor())
         if isinstance(bucket, Bucket) and len(bucket.extra):
-            self._alignment.write(bucket.extra[:NOTES])
+            self.alignment.write(bucket.extra[:NOTES])
             if self._static is not None:
                 bucket.extra[NOTES:].fill_(1 if self._static.deviates() else 0)
         if self.settings.is_watched:
@@ -363,7 +357,7 @@ class GradientReducer:
     def _launch(self) -> None:
         """Start the next reduction, whose bucket has been filled."""
         bucket = self.buckets[self._next]
-        registered = self._registered
+        registered = self.registered_hook
         if registered is None or not isinstance(bucket, Bucket):
             bucket.launch(self.communicator)
         elif bucket.parameters:
@@ -385,7 +379,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
         self._launch_rest()
-        if self._registered is None:
+        if self.registered_hook is None:
             for bucket in self.buckets:
                 bucket.finish()
         else:
@@ -432,12 +426,12 @@ class GradientReducer:
     @property
     def _is_local(self) -> bool:
         """Whether the communication hook leaves gradients on this rank."""
-        registered = self._registered
+        registered = self.registered_hook
         return registered is not None and bool(getattr(registered.hook, "is_local", False))
 
     def _share_counts(self) -> None:
         """Sum the use counts over the ranks when a communication hook has reduced without them."""
-        if self._registered is None or self._is_local:
+        if self.registered_hook is None or self._is_local:
             return
         notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
         mine = torch.cat([note.real if note.is_complex() else note for note in notes])
@@ -453,8 +447,8 @@ class GradientReducer:
         last = self.buckets[-1] if self.buckets else None
         if not isinstance(last, Bucket) or self._is_local:
             return
-        if not self._alignment.agrees(last.extra[:NOTES]):
-            error = self._alignment.refuse(self.communicator)
+        if not self.alignment.agrees(last.extra[:NOTES]):
+            error = self.alignment.refuse(self.communicator)
             if error is not None:
                 self._reset()
                 raise error
@@ -485,11 +479,4 @@ class GradientReducer:
         return self.communicator.ranks[self.communicator.rank]
 
     def _refuse_late(self, bucket: Reduction, place: int) -> None:
-        waiting = [
-            slot.name
-            for other in self.buckets
-            for slot, has_come in zip(other.layout.slots, other.arrived, strict=True)
-            if not has_come
-        ]
-        name = bucket.layout.slots[place].name
-        raise late_gradient(name, bucket.layout.label, waiting, rank=self._rank)
+        raise late_gradient(bucket, place, self.buckets, rank=self._rank)

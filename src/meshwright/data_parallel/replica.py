@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import known_at_rest
+from meshwright.comm.functional import broadcast_traced
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
+from meshwright.data_parallel.traced import Marking, Route
 
 __all__ = ["Replica", "left_out"]
 
@@ -67,6 +69,7 @@ class Replica:
             replace(options.reduction, sparse=sparse),
             local_parameters(module),
         )
+        self.marking = self.reducer.marking = Marking(module, self.reducer, communicator)
 
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -81,6 +84,18 @@ class Replica:
             return None
         device = self.device_ids[0]
         return tree_map(partial(_moved, device), (args, kwargs))
+
+    def before_traced(
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """As `before_forward`, of a pass that is traced and whose gradients are marked."""
+        if torch.is_grad_enabled():
+            self.marking.begin(reduces=route == "forward")
+        if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
+            broadcast_traced(self.communicator, self.buffers)
+        if self.device_ids is None:
+            return None
+        return tree_map(partial(_moved, self.device_ids[0]), (args, kwargs))
 
     def begin(self) -> None:
         """What a forward pass begins with, and a pipeline's step: buffers of one rank for all."""
@@ -116,7 +131,8 @@ class Replica:
         broadcast_tensors(self.communicator, tensors, label="broadcast parameters", source=source)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
-        self.reducer.begin_backward()
+        if not torch.compiler.is_compiling():
+            self.reducer.begin_backward()
 
 
 def left_out(

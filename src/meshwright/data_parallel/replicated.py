@@ -10,13 +10,15 @@ happens in the first forward pass::
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
@@ -25,6 +27,7 @@ from meshwright.data_parallel.low_precision import compute_in
 from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions, resolved
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.data_parallel.traced import Route, TracedForward
 from meshwright.data_parallel.untraced import untraced
 
 __all__ = [
@@ -52,6 +55,7 @@ class ReplicateState:
         self._module = weakref.ref(module)
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
+        self._body: TracedForward | None = None
         # A stage without anything to train may still have buffers to keep equal.
         self.residency = ReplicaResidency(lambda: self._set_up(may_be_frozen=True))
 
@@ -105,15 +109,42 @@ class ReplicateState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module's forward pre-hook."""
         if torch.compiler.is_compiling():
-            return untraced(self.before_forward, module, args, kwargs)
+            route = self._route()
+            if route == "eager":
+                return untraced(self.before_forward, module, args, kwargs)
+            return self.replica.before_traced(route, args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """The module's forward hook."""
-        if torch.compiler.is_compiling():
-            untraced(self.after_forward, module, args, output)
-        else:
+        if not torch.compiler.is_compiling():
             self.replica.after_forward(output)
+        elif self._route() == "eager":
+            untraced(self.after_forward, module, args, output)
+
+    def forward(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """What ``run``, the forward of the module's own class, returns, while it is traced."""
+        module = self._module()
+        is_marked = self._route() == "forward" and self.replica.marking.is_due
+        body = self._body
+        if not is_marked or body is None or module is None:
+            return run(module, *args, **kwargs)
+        return functional_call(body, self.replica.marking.marked(body), (run, *args), kwargs)
+
+    def _route(self) -> Route:
+        return self.replica.marking.route() if self._is_traceable() else "eager"
+
+    @torch.compiler.assume_constant_result
+    def _is_traceable(self) -> bool:
+        """Whether only the module's own forward computes; sets the replica up, a collective."""
+        module = self._module()
+        if self.replica is None or module is None or "forward" in vars(module):
+            return False
+        if self._body is None:
+            self._body = TracedForward(module)
+        return len(module._forward_pre_hooks) == 1
 
 
 class ReplicatedModule(nn.Module):
@@ -237,7 +268,8 @@ class Replicate:
         state = ReplicateState(module, options)
         states[NAME] = state
         cls = type(module)
-        module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), {})
+        members = {"forward": _traceable(cls.forward)}
+        module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), members)
         if options.mixed_precision is not None:
             # Before the other hooks, which then run outside of the casts.
             compute_in(
@@ -282,6 +314,18 @@ def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> N
         f"{function}: expected {list(before)}, found {list(after)}. Composable distributed API "
         "implementations cannot modify the order of FQNs."
     )
+
+
+def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, whose parameters are marked while it is traced."""
+
+    @functools.wraps(forward)
+    def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        return replicate.state(self).forward(forward, args, kwargs)
+
+    return traceable
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from meshwright.comm import Communicator
+from meshwright.data_parallel.slots import BucketLayout
 
-__all__ = ["StaticGraph", "late_gradient"]
+__all__ = ["CountedBucket", "StaticGraph", "late_gradient"]
+
+
+class CountedBucket(Protocol):
+    """A reduction that counts which of its gradients have arrived."""
+
+    layout: BucketLayout
+    arrived: bytearray
 
 
 class StaticGraph:
@@ -74,12 +83,21 @@ class StaticGraph:
         )
 
 
-def late_gradient(name: str, bucket: str, waiting: Sequence[str], *, rank: int) -> RuntimeError:
-    """The error for a second gradient of ``name`` in a pass; ``waiting`` have had none so far."""
+def late_gradient(
+    bucket: CountedBucket, place: int, buckets: Iterable[CountedBucket], *, rank: int
+) -> RuntimeError:
+    """The error for a second gradient of one parameter in a pass, after its bucket's reduction."""
+    name = bucket.layout.slots[place].name
+    waiting = [
+        slot.name
+        for other in buckets
+        for slot, has_come in zip(other.layout.slots, other.arrived, strict=True)
+        if not has_come
+    ]
     return RuntimeError(
         f"Expected to mark a variable ready only once. Rank {rank}: parameter {name!r} "
         f"(of {name.rpartition('.')[0] or 'the module itself'}) got another gradient after the "
-        f"first had gone into {bucket!r}; no gradient yet: "
+        f"first had gone into {bucket.layout.label!r}; no gradient yet: "
         f"{_named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
         "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
         "torch.utils.checkpoint, or static_graph=True"

@@ -1,0 +1,152 @@
+"""The operators that stand for gradient reductions in a traced graph, until a pass fuses them.
+
+==================  ==============================================================================
+``grad_reduce``     the mean of one gradient over the ranks of a group. It carries all that a
+                    bucket's plan depends on, so equal graphs have equal plans, also from caches
+``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
+``agree``           asks all ranks, before a graph's first reduction, whether theirs are the same
+==================  ==============================================================================
+
+They find what they need of this process by the name of the marked model, see `announce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+# Imported for its effect: c10d's operators for graphs exist from then on.
+from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
+
+from meshwright.comm.registry import PROCESS
+from meshwright.errors import InternalError
+
+__all__ = [
+    "AGREE",
+    "ALL_REDUCE",
+    "ALL_REDUCE_COALESCED",
+    "GRAD_REDUCE",
+    "WAIT",
+    "MarkedModel",
+    "announce",
+    "grad_reduce",
+    "with_kept",
+]
+
+
+class MarkedModel(Protocol):
+    """A model whose gradients are marked in graphs."""
+
+    def parameter(self, index: int) -> torch.nn.Parameter:
+        """The parameter that a mark's ``index`` counts."""
+        ...
+
+    def agree(self, indices: Sequence[int], plan: str) -> None:
+        """A graph is about to reduce the gradients of ``indices`` as ``plan`` says.
+
+        Raises on every rank when another one is about to do something else.
+        """
+        ...
+
+    def unfused(self) -> None:
+        """A mark runs as it is: no pass has put it into a bucket."""
+        ...
+
+
+def announce(name: str, model: MarkedModel) -> None:
+    """Let the operators find ``model``, for as long as somebody holds it."""
+    PROCESS.marked[name] = model
+
+
+torch.library.define(
+    "meshwright::grad_reduce",
+    "(Tensor gradient, int index, int ranks, str group, str model, str mode, int[] sizes)"
+    " -> Tensor",
+)
+torch.library.define("meshwright::with_kept", "(Tensor gradient, int index, str model) -> Tensor")
+torch.library.define(
+    "meshwright::agree", "(Tensor(a!) anchor, int[] indices, str model, str plan) -> ()"
+)
+
+
+@torch.library.impl("meshwright::grad_reduce", "CompositeExplicitAutograd")
+def _grad_reduce(
+    gradient: torch.Tensor,
+    index: int,
+    ranks: int,
+    group: str,
+    model: str,
+    mode: str,
+    sizes: Sequence[int],
+) -> torch.Tensor:
+    _find(model).unfused()
+    return WAIT(ALL_REDUCE(gradient / ranks, "sum", group))
+
+
+@torch.library.register_fake("meshwright::grad_reduce")
+def _fake_grad_reduce(gradient: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+@torch.library.impl("meshwright::with_kept", "CompositeExplicitAutograd")
+def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
+    parameter = _find(model).parameter(index)
+    kept, parameter.grad = parameter.grad, None
+    return gradient.clone() if kept is None else gradient + kept
+
+
+@torch.library.register_fake("meshwright::with_kept")
+def _fake_with_kept(gradient: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+@torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
+def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) -> None:
+    _find(model).agree(indices, plan)
+
+
+@torch.library.register_fake("meshwright::agree")
+def _fake_agree(anchor: torch.Tensor, *_: object) -> None:
+    return None
+
+
+GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default
+AGREE = torch.ops.meshwright.agree.default
+
+# What the compiler's passes emit and look for: c10d's operators that graphs may hold.
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_REDUCE_COALESCED = torch.ops._c10d_functional.all_reduce_coalesced.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def grad_reduce(
+    gradient: torch.Tensor,
+    *,
+    index: int,
+    ranks: int,
+    group: str,
+    model: str,
+    mode: str,
+    sizes: Sequence[int],
+) -> torch.Tensor:
+    """The mean of ``gradient`` over ``ranks`` ranks of ``group``, same shape and dtype.
+
+    ``index`` counts the parameters of ``model``; buckets hold descending ones. ``mode`` is
+    ``"coalesced"`` or ``"concat"``; ``sizes`` are the bytes that close the buckets one by one, the
+    last for all that follow.
+    """
+    return GRAD_REDUCE(gradient, index, ranks, group, model, mode, sizes)
+
+
+def with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
+    """``gradient`` plus what ``.grad`` of the parameter holds when the graph runs; takes that."""
+    return torch.ops.meshwright.with_kept.default(gradient, index, model)
+
+
+def _find(name: str) -> MarkedModel:
+    model = PROCESS.marked.get(name)
+    if model is None:
+        raise InternalError(f"a graph reduces gradients of model {name}, which is gone")
+    return model

@@ -1,0 +1,188 @@
+"""The pass that turns the marks of a graph into fused reductions, started early, awaited late.
+
+::
+
+    g3 -> mark -> copy_        g3 ┐
+    g2 -> mark -> copy_   ->   g2 ┴ divide, agree, reduce bucket 0
+    g1 -> mark -> copy_        g1 ─ divide, reduce bucket 1
+                               wait, copy_ (all of bucket 0), wait, copy_ (of bucket 1)
+
+What is sent stands behind the last of a bucket's gradients, and buckets of one group in the order
+of the plan. Whatever needs a mean moves behind everything else, each wait before the first use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from meshwright.comm.marks import AGREE, ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
+from meshwright.compiler.bucket_plan import BucketPlan, describe, marks_of, plan_marks
+from meshwright.errors import InternalError
+
+__all__ = ["fuse_marks"]
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(slots=True)
+class _Emitted:
+    """The nodes of one bucket."""
+
+    plan: BucketPlan
+    send: list[fx.Node] = field(default_factory=list)
+    receive: list[fx.Node] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
+    """The means, in the order of the marks."""
+
+
+def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
+    """Replace all marks of ``graph`` by reductions of buckets, and say which there are.
+
+    Raises InternalError when a gradient is computed from a mean, which no graph of a backward pass
+    does.
+    """
+    marks = marks_of(graph)
+    if not marks:
+        return []
+    plans = plan_marks(marks)
+    old = list(graph.nodes)
+    write = _Writer(graph, old[-1])
+    buckets = [write.bucket(plan) for plan in plans]
+    _ask_before_each_model(write, buckets)
+    for bucket in buckets:
+        for mark, result in zip(bucket.plan.marks, bucket.results, strict=True):
+            mark.node.replace_all_uses_with(result)
+            graph.erase_node(mark.node)
+    gone = {mark.node for mark in marks}
+    _order(old[-1], [node for node in old[:-1] if node not in gone], buckets)
+    return plans
+
+
+class _Writer:
+    """Adds nodes to a graph, each with the value that the trace would have seen."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self._graph = graph
+        self._before = before
+        values = [node.meta["val"] for node in graph.nodes if "val" in node.meta]
+        self._fake = detect_fake_mode(values)
+
+    def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args)
+        values = fx.map_arg(args, lambda argument: argument.meta["val"])
+        if self._fake is None:
+            raise InternalError("a graph with marks holds no traced values")
+        with self._fake:
+            node.meta["val"] = target(*values)
+        return node
+
+    def bucket(self, plan: BucketPlan) -> _Emitted:
+        """What reduces ``plan``."""
+        emitted = _Emitted(plan)
+        if plan.marks[0].mode == "concat":
+            self._concat(emitted)
+        else:
+            self._coalesced(emitted)
+        return emitted
+
+    def _coalesced(self, bucket: _Emitted) -> None:
+        first = bucket.plan.marks[0]
+        divided = [
+            self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks) for mark in bucket.plan.marks
+        ]
+        reduce = ALL_REDUCE_COALESCED
+        reduced = self.call(reduce, divided, "sum", first.group)
+        bucket.send = [*divided, reduced]
+        for place in range(len(divided)):
+            item = self.call(operator.getitem, reduced, place)
+            bucket.results.append(self.call(WAIT, item))
+            bucket.receive += [item, bucket.results[-1]]
+
+    def _concat(self, bucket: _Emitted) -> None:
+        marks = bucket.plan.marks
+        flat = [self.call(_ATEN.flatten.using_ints, mark.gradient) for mark in marks]
+        line = self.call(_ATEN.cat.default, flat)
+        divided = self.call(_ATEN.div.Tensor, line, marks[0].ranks)
+        reduced = self.call(ALL_REDUCE, divided, "sum", marks[0].group)
+        bucket.send = [*flat, line, divided, reduced]
+        mean = self.call(WAIT, reduced)
+        bucket.receive = [mean]
+        offset = 0
+        for mark in marks:
+            shape = list(mark.value.shape)
+            end = offset + mark.value.numel()
+            part = self.call(_ATEN.slice.Tensor, mean, 0, offset, end)
+            bucket.results.append(self.call(_ATEN.reshape.default, part, shape))
+            bucket.receive += [part, bucket.results[-1]]
+            offset = end
+
+
+def _ask_before_each_model(write: _Writer, buckets: Sequence[_Emitted]) -> None:
+    """Before the first reduction of a model all ranks agree on what they are about to reduce."""
+    by_model: dict[str, list[_Emitted]] = {}
+    for bucket in buckets:
+        by_model.setdefault(bucket.plan.marks[0].model, []).append(bucket)
+    for model, own in by_model.items():
+        plans = [bucket.plan for bucket in own]
+        indices = sorted({index for plan in plans for index in plan.indices})
+        anchor = own[0].send[-2]
+        asked = write.call(AGREE, anchor, indices, model, describe(plans))
+        own[0].send.insert(-1, asked)
+
+
+def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted]) -> None:
+    """Bring all nodes into the order that the head of this file draws."""
+    means = {node for bucket in buckets for node in bucket.receive}
+    last = _with_dependents(old, means)
+    queues = _by_group(buckets)
+    ordered: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    for node in old:
+        if node in last:
+            continue
+        ordered.append(node)
+        seen.add(node)
+        for queue in queues:
+            while queue and all(mark.gradient in seen for mark in queue[0].plan.marks):
+                ordered += queue.pop(0).send
+    if any(queues):
+        raise InternalError("a marked gradient is computed from the mean of another one")
+    waiting = list(buckets)
+    for node in [*(node for node in old if node in last), output]:
+        used = {argument for argument in node.all_input_nodes if argument in means}
+        for bucket in [b for b in waiting if node is output or used.intersection(b.results)]:
+            waiting.remove(bucket)
+            ordered += bucket.receive
+        if node is not output:
+            ordered.append(node)
+    for node in ordered:
+        output.prepend(node)
+
+
+def _with_dependents(old: Iterable[fx.Node], means: set[fx.Node]) -> set[fx.Node]:
+    """What must come after ``means``, and the write-backs into the graph's inputs."""
+    found: set[fx.Node] = set()
+    for node in old:
+        writes_back = node.target is _ATEN.copy_.default and _is_input(node.args[0])
+        if writes_back or any(n in means or n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_input(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder"
+
+
+def _by_group(buckets: Sequence[_Emitted]) -> list[list[_Emitted]]:
+    groups: dict[str, list[_Emitted]] = {}
+    for bucket in buckets:
+        groups.setdefault(bucket.plan.marks[0].group, []).append(bucket)
+    return list(groups.values())

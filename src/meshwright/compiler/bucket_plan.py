@@ -1,0 +1,121 @@
+"""Which marked gradients of a graph are reduced together: fixed by parameter index.
+
+Nothing here depends on the order of a graph's nodes, so ranks whose graphs are ordered differently
+have the same buckets, in the same order. The sizes are those of eager mode (`plan_buckets`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+
+from meshwright.comm.marks import GRAD_REDUCE
+from meshwright.data_parallel.slots import GradientSlot, plan_buckets
+
+__all__ = ["BucketPlan", "Mark", "describe", "marks_of", "plan_marks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One marked gradient of a graph, with the arguments of its `grad_reduce`."""
+
+    node: fx.Node
+    gradient: fx.Node
+    index: int
+    ranks: int
+    group: str
+    model: str
+    mode: str
+    sizes: tuple[int, ...]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The gradient as the trace saw it: shape, strides and dtype."""
+        return self.gradient.meta["val"]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Gradients of one model and dtype that one collective reduces, descending in index."""
+
+    marks: tuple[Mark, ...]
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Of its parameters."""
+        return tuple(mark.index for mark in self.marks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is reduced."""
+        return self.marks[0].value.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of its gradients."""
+        return sum(math.prod(m.value.shape) * self.dtype.itemsize for m in self.marks)
+
+
+def marks_of(graph: fx.Graph) -> list[Mark]:
+    """The marks of ``graph``, in the order of its nodes."""
+    found: list[Mark] = []
+    for node in graph.find_nodes(op="call_function", target=GRAD_REDUCE):
+        gradient, index, ranks, group, model, mode, sizes = node.args
+        found.append(
+            Mark(
+                node,
+                cast("fx.Node", gradient),
+                cast("int", index),
+                cast("int", ranks),
+                cast("str", group),
+                cast("str", model),
+                cast("str", mode),
+                tuple(cast("Sequence[int]", sizes)),
+            )
+        )
+    return found
+
+
+def plan_marks(marks: Iterable[Mark]) -> list[BucketPlan]:
+    """Put ``marks`` into buckets, in the order in which each group reduces them.
+
+    Gradients of one parameter that a graph has several of, one for each call of its module, go
+    into rounds of their own.
+    """
+    rounds: dict[tuple[str, str, int], list[Mark]] = {}
+    met: dict[tuple[str, str, int], int] = {}
+    for mark in marks:
+        key = (mark.group, mark.model, mark.index)
+        met[key] = met.get(key, 0) + 1
+        rounds.setdefault((mark.group, mark.model, met[key]), []).append(mark)
+    return [bucket for key in sorted(rounds) for bucket in _buckets(rounds[key])]
+
+
+def _buckets(marks: Sequence[Mark]) -> list[BucketPlan]:
+    by_index = {mark.index: mark for mark in marks}
+    first = marks[0].sizes
+    slots = [
+        GradientSlot(
+            index=mark.index,
+            name=str(mark.index),
+            shape=tuple(mark.value.shape),
+            dtype=mark.value.dtype,
+        )
+        for mark in marks
+    ]
+    layouts = plan_buckets(slots, first_bytes=0, cap_bytes=0, listed_bytes=first)
+    found = [BucketPlan(tuple(by_index[s.index] for s in layout.slots)) for layout in layouts]
+    # Those that close first also come first in a backward pass; a dtype's last ones close together.
+    return sorted(found, key=lambda bucket: -min(bucket.indices))
+
+
+def describe(buckets: Sequence[BucketPlan]) -> str:
+    """A text that is equal on ranks with equal plans: mode, and dtype and indices of each."""
+    rows = [[str(b.dtype).removeprefix("torch."), list(b.indices)] for b in buckets]
+    return json.dumps([buckets[0].marks[0].mode, rows], separators=(",", ":"))

@@ -1,0 +1,125 @@
+"""What `torch.compile` does with marked gradients: the pass, its settings, where marks go."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakSet
+
+import torch._dynamo.config as dynamo_config
+import torch._inductor.config as inductor_config
+from torch import fx, nn
+from torch._dynamo.utils import counters as torch_counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from meshwright.compiler import bucket_pass, bucket_plan, guarantees
+
+__all__ = ["MARKING", "fuse"]
+
+_log = logging.getLogger("meshwright")
+
+_IN_HOOKS = ("python_reducer", "python_reducer_without_compiled_forward")
+"""Torch's names for a backward pass whose hooks reduce."""
+
+_CONCAT = "fuse_ddp_with_concat_op"
+_COALESCED = "fuse_ddp_with_coalesced_op"
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Fuse the marks of ``graph``, if it has any, and check what came of it."""
+    if not bucket_plan.marks_of(graph):
+        return
+    before = guarantees.peak_bytes(graph)
+    plans = bucket_pass.fuse_marks(graph)
+    guarantees.check_buckets(graph, plans, before)
+    MARKING.counters["passes"] += 1
+    MARKING.counters["bytes"] += sum(plan.bytes for plan in plans)
+
+
+class _FusePass(CustomGraphPass):
+    """`fuse`, as inductor calls it. All that it depends on stands in the graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        fuse(graph)
+
+    def uuid(self) -> str:
+        """Equal for equal versions of the pass: compiled graphs are cached under it."""
+        return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass, guarantees))
+
+
+class _Marking:
+    """The `GradientMarking` of `torch.compile`. There is one, `MARKING`."""
+
+    def __init__(self) -> None:
+        self.fuse_pass = _FusePass()
+        self.scoped: WeakSet[nn.Module] = WeakSet()
+        """Modules whose compilation brings its settings itself."""
+        self.counters: Counter[str] = Counter()
+        """``ddp_buckets``: of the graph that ran last. ``passes``: graphs whose marks were fused.
+        ``bytes``: of all fused buckets. ``unfused``: marks that were reduced alone, because the
+        backend does not run the pass."""
+        self._depth = 0
+        self._warned: set[str] = set()
+
+    def route(self, module: nn.Module | None) -> tuple[str, str]:
+        """Where the marks of ``module`` go, and how buckets are sent, as torch's settings say."""
+        if not self._depth and module not in self.scoped:
+            self._install()
+        if dynamo_config.optimize_ddp not in _IN_HOOKS:
+            return "forward", "coalesced"
+        passes = inductor_config._fuse_ddp_communication_passes
+        is_concat = _CONCAT in passes and _COALESCED not in passes
+        return "hooks", "concat" if is_concat else "coalesced"
+
+    def settings(self) -> Mapping[str, Any]:
+        """Inductor's settings while it compiles a graph with marks, by their names."""
+        found: object = inductor_config.post_grad_custom_post_pass
+        others = [] if found is None else list(found) if isinstance(found, list) else [found]
+        passes = [*(each for each in others if each is not self.fuse_pass), self.fuse_pass]
+        return MappingProxyType(
+            {
+                "post_grad_custom_post_pass": passes if len(passes) > 1 else self.fuse_pass,
+                # It would put each wait right behind its reduction.
+                "reorder_for_peak_memory": False,
+            }
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The settings hold inside of the block."""
+        self._depth += 1
+        try:
+            with inductor_config.patch({**self.settings(), "reorder_for_locality": False}):
+                yield
+        finally:
+            self._depth -= 1
+
+    def ran(self, plan: str) -> None:
+        """A graph with ``plan`` runs: tell both counters."""
+        _, rows = json.loads(plan)
+        self.counters["ddp_buckets"] = torch_counters["inductor"]["ddp_buckets"] = len(rows)
+
+    def is_unfused(self, model: str) -> None:
+        """Say once for each model that its backend reduces gradient by gradient."""
+        self.counters["unfused"] += 1
+        if model not in self._warned:
+            self._warned.add(model)
+            _log.warning(
+                "a compiled graph reduces the gradients of model %s one by one: its backend runs "
+                'no pass of ours. Use "inductor", or meshwright.compiler.aot_backend',
+                model,
+            )
+
+    def _install(self) -> None:
+        # Plain torch.compile has no place to scope settings to; they stay, as torch's own do.
+        for name, value in self.settings().items():
+            setattr(inductor_config, name, value)
+
+
+MARKING = _Marking()

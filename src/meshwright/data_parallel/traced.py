@@ -1,0 +1,321 @@
+"""A replica under `torch.compile`: its gradients are marked in the graph, and a pass fuses marks.
+
+Where a mark goes:
+
+=========  ==========================================================================
+forward    route B: the forward computes with copies of the parameters, whose backward
+           marks the gradient. Needs nothing but the forward's own graph
+hooks      route A: the hook of each parameter marks what ``.grad`` has accumulated.
+           Needs a compiled backward (`meshwright.compiler.compiled_autograd`)
+nowhere    the graph ends before the replica's own hooks, and the reducer does as in
+           eager mode; for what a graph cannot hold, see `Marking.obstacle`
+=========  ==========================================================================
+
+This file knows nothing of the compiler: what to do is asked of a `GradientMarking`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+import meshwright
+from meshwright.comm import Communicator
+from meshwright.comm.marks import announce, grad_reduce, with_kept
+from meshwright.data_parallel.gradient_bucket import compressed_dtype
+from meshwright.data_parallel.reducer import GradientReducer
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["GradientMarking", "Marking", "Route", "TracedForward"]
+
+_log = logging.getLogger("meshwright")
+
+Route = str
+"""``"forward"``, ``"hooks"`` or ``"eager"``: plain text, which a trace takes for a constant."""
+
+
+class GradientMarking(Protocol):
+    """What a compiler does with marks. Asked while a graph is traced, but for `ran`."""
+
+    def route(self, module: nn.Module | None) -> tuple[Route, str]:
+        """Where marks of ``module`` go, and how buckets are sent; gets ready to fuse them."""
+        ...
+
+    def ran(self, plan: str) -> None:
+        """A graph with this plan begins its first reduction."""
+        ...
+
+    def is_unfused(self, model: str) -> None:
+        """A mark of ``model`` was reduced on its own: the backend has not run the pass."""
+        ...
+
+
+class Marking:
+    """How the gradients of one replica are marked."""
+
+    def __init__(
+        self, module: nn.Module, reducer: GradientReducer, communicator: Communicator
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._reducer = reducer
+        self._communicator = communicator
+        self.name = f"{communicator.name}/{communicator.number('marked models')}"
+        """Equal on all ranks; marks carry it."""
+        self.keeps = False
+        """Whether ``.grad`` may hold what a pass without a reduction has left."""
+        self.index = {name: index for index, (name, _) in enumerate(reducer.named)}
+        self._ranks = communicator.size
+        self._mode = "coalesced"
+        self._narrow: torch.dtype | None = None
+        """In which gradients are sent, where it is another dtype than theirs."""
+        self._group = communicator.name
+        settings = reducer.settings
+        self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
+        self._agreed: dict[str, float] = {}
+        """Plans that this rank has run, with a number for each."""
+        self._told = ""
+        announce(self.name, self)
+
+    # ------------------------------------------------------------------ while a graph is traced
+
+    def route(self) -> Route:
+        """Where the marks of the pass that is traced go."""
+        reducer = self._reducer
+        # Read while tracing, so that a trace is made anew when they change.
+        is_driven = reducer.on_reduction is not None or reducer.is_scaled
+        return self._choose(is_driven, reducer.registered_hook is not None)
+
+    @torch.compiler.assume_constant_result
+    def _choose(self, is_driven: bool, is_hooked: bool) -> Route:
+        self._reducer.follow_training()
+        obstacle = self.obstacle()
+        if obstacle:
+            if obstacle != self._told:
+                self._told = obstacle
+                _log.info("gradients are reduced outside of the compiled graph: %s", obstacle)
+            return "eager"
+        return self._prepare()
+
+    def _prepare(self) -> Route:
+        route, self._mode = _marking().route(self._module())
+        self._narrow = self._narrowed()
+        return route
+
+    def obstacle(self) -> str:
+        """Why marks cannot express what was asked for; "" when they can."""
+        reducer, module = self._reducer, self._module()
+        settings = reducer.settings
+        reasons = {
+            "static_graph=True compares the passes": settings.is_static,
+            "sparse gradients have no place in a bucket": bool(settings.sparse),
+            "param_to_hook_all_reduce sets an order of its own": bool(settings.delayed),
+            "skip_all_reduce_unused_params=True looks at the first pass": settings.skips_unused,
+            'unused_gradient="zeros" is decided after the reduction': settings.zeros_for_unused,
+            "mixed_precision swaps the parameters": settings.reduce_dtype is not None,
+            "values that are not finite are looked for": settings.is_watched,
+            "gradients are scaled by a factor of the step": reducer.is_scaled,
+            "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
+            "parameters are DTensors": reducer.has_leaves,
+            "recurrent modules keep their weights in a list of their own": module is not None
+            and any(isinstance(part, nn.RNNBase) for part in module.modules()),
+        }
+        hook = reducer.registered_hook
+        if hook is not None and compressed_dtype(hook, self._communicator, torch.float32) is None:
+            name = getattr(hook.hook, "__name__", type(hook.hook).__name__)
+            reasons[f"the communication hook {name} sees whole buckets"] = True
+        return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+    def begin(self, *, reduces: bool) -> None:
+        """A forward pass is traced whose backward ``reduces`` by marks of its own, or by hooks."""
+        reducer = self._reducer
+        reducer.is_synchronising = reducer.is_wanted and not reduces
+        if not reducer.is_wanted:
+            self.keeps = True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the pass that is traced ends in reductions."""
+        return torch.is_grad_enabled() and self._reducer.is_wanted
+
+    def marked(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Copies of the trainable parameters below ``module`` whose gradients are marked."""
+        inside = "module." if isinstance(module, TracedForward) else ""
+        return {
+            name: cast("torch.Tensor", _Marked.apply(parameter, self, self.index[own]))
+            for name, parameter in module.named_parameters()
+            if (own := name.removeprefix(inside)) in self.index and parameter.requires_grad
+        }
+
+    def mark(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        """The mean of ``gradient`` over the ranks, once the graph runs."""
+        narrow = self._narrow if gradient.is_floating_point() else None
+        reduced = grad_reduce(
+            gradient if narrow is None else gradient.to(narrow),
+            index=index,
+            ranks=self._ranks,
+            group=self._group,
+            model=self.name,
+            mode=self._mode,
+            sizes=self._sizes,
+        )
+        return reduced if narrow is None else reduced.to(gradient.dtype)
+
+    def accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        """A hook of a compiled backward: the whole gradient of one parameter is there."""
+        obstacle = self._obstacle_of_hooks()
+        if obstacle:
+            raise RuntimeError(
+                f"a compiled backward cannot reduce the gradients of this model: {obstacle}. "
+                "Call backward outside of compiled_autograd"
+            )
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.copy_(self.mark(gradient, index))
+
+    @torch.compiler.assume_constant_result
+    def _obstacle_of_hooks(self) -> str:
+        self._prepare()
+        return self.obstacle()
+
+    def _narrowed(self) -> torch.dtype | None:
+        hook = self._reducer.registered_hook
+        dtype = torch.float32
+        found = None if hook is None else compressed_dtype(hook, self._communicator, dtype)
+        return None if found == dtype else found
+
+    # ------------------------------------------------------------------ while a graph runs
+
+    def parameter(self, index: int) -> nn.Parameter:
+        """Number ``index`` of the replica's parameters."""
+        return self._reducer.named[index][1]
+
+    def agree(self, indices: Sequence[int], plan: str) -> None:
+        """Compare with the other ranks what this backward pass is and what it will reduce.
+
+        A rank that still compiles is waited for. Raises CollectiveMismatchError on every rank.
+        """
+        self.keeps = False
+        number = self._agreed.get(plan)
+        if number is not None and self._communicator.device.type != "cpu":
+            return  # to ask would stop the host until the device has caught up
+        is_new = number is None
+        if number is None:
+            digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
+            number = self._agreed[plan] = float(int.from_bytes(digest, "little"))
+        alignment = self._reducer.alignment
+        alignment.begin_forward()
+        alignment.begin_backward()
+        mine = (number, *(float(mark) for mark in alignment.marks()))
+        label = "agree on the gradients of a compiled graph"
+        rows = self._communicator.gather_numbers(mine, label=label)
+        if len({row[0] for row in rows}) > 1:
+            self._refuse(indices, plan)
+        if len(set(rows)) > 1:
+            error = alignment.refuse(self._communicator)
+            if error is not None:
+                raise error
+        if is_new and not self._reducer.is_synchronising:
+            torch.autograd.Variable._execution_engine.queue_callback(self._verify)
+        _marking().ran(plan)
+
+    def _refuse(self, indices: Sequence[int], plan: str) -> None:
+        """Name the parameters that some ranks are about to reduce and others are not."""
+        names = [self._reducer.named[index][0] for index in indices]
+        payload = json.dumps([names, plan]).encode()
+        label = "graphs that differ"
+        rows = [json.loads(r) for r in self._communicator.gather_bytes(payload, label=label)]
+        everywhere = set.intersection(*(set(row[0]) for row in rows))
+        texts: list[str] = []
+        for rank, (found, its_plan) in zip(self._communicator.ranks, rows, strict=True):
+            more = sorted(set(found) - everywhere)
+            what = f"of {', '.join(more)} too" if more else "of no more than the others"
+            texts.append(f"rank {rank} has gradients {what}, in buckets {its_plan}")
+        raise CollectiveMismatchError(
+            f"axis {self._communicator.axis}: the compiled graphs of the ranks reduce different "
+            f"gradients: {'; '.join(texts)}. A graph holds what its forward pass has used: take "
+            "the same path on every rank, or leave the model uncompiled"
+        )
+
+    def _verify(self) -> None:
+        """Compare the gradients after the first pass of a graph; collective.
+
+        What reaches a parameter beside the marked copy, as from a use of the parameter outside of
+        the module, would be different on every rank.
+
+        Raises CollectiveMismatchError on every rank, naming the first parameter.
+        """
+        sums = [_checksum(parameter.grad) for _, parameter in self._reducer.named]
+        payload = json.dumps(sums).encode()
+        rows = self._communicator.gather_bytes(payload, label="verify a compiled graph")
+        if len(set(rows)) == 1:
+            return
+        found = [json.loads(row) for row in rows]
+        place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
+        raise CollectiveMismatchError(
+            f"axis {self._communicator.axis}: after the first backward pass of a compiled graph "
+            f"the gradient of {self._reducer.named[place][0]!r} is not the same on every rank. "
+            "Is the parameter used outside of the replicated module's forward, or was its "
+            "gradient changed? Use it inside, or run backward in "
+            "meshwright.compiler.compiled_autograd with torch._dynamo.config.optimize_ddp = "
+            '"python_reducer"'
+        )
+
+    def unfused(self) -> None:
+        """A mark is reduced alone."""
+        _marking().is_unfused(self.name)
+
+
+class _Marked(torch.autograd.Function):
+    """A copy of a parameter; its gradient is marked on the way back."""
+
+    # The compiler reads these signatures, so they cannot be autograd's general ones.
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401 - autograd's context takes what it is given
+        parameter: torch.Tensor,
+        marking: Marking,
+        index: int,
+    ) -> torch.Tensor:
+        ctx.marking, ctx.index, ctx.keeps = marking, index, marking.keeps
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
+        marking: Marking = ctx.marking
+        if ctx.keeps:
+            gradient = with_kept(gradient, ctx.index, marking.name)
+        return marking.mark(gradient, ctx.index), None, None
+
+
+class TracedForward(nn.Module):
+    """A module's own forward without its hooks, which have run when `functional_call` comes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        """What ``run``, the forward of the module's class, computes."""
+        return run(self.module, *args, **kwargs)
+
+
+def _marking() -> GradientMarking:
+    # The one way round the arrow between the rooms: loaded by the first trace that needs it.
+    return cast("GradientMarking", meshwright.compiler.MARKING)
+
+
+def _checksum(gradient: torch.Tensor | None) -> int | None:
+    """Equal for equal bits."""
+    if gradient is None:
+        return None
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    words = flat.detach().contiguous().view(whole[flat.element_size()])
+    return int(words.sum(dtype=torch.int64).item())
