@@ -390,6 +390,8 @@ def body_compiled() -> None:
                 torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
+# Dynamo looks at `.grad` of each input of a graph, and hides what torch says of that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_wrapper_trains_alike(ranks: Ranks) -> None:
     ranks(2, body_compiled)
 

@@ -13,6 +13,7 @@ The root is the first module of a tree to run forward. Its `Iteration` knows all
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -20,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Phase, Unit
-from meshwright.data_parallel.untraced import untraced
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
 
@@ -171,12 +172,11 @@ class Driver:
 
     # --------------------------------------------------------------------------- forward
 
+    @_disable_dynamo
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The forward pre-hook: whole parameters are there afterwards."""
-        if torch.compiler.is_compiling():
-            return untraced(self.before_forward, module, args, kwargs)
+        """The forward pre-hook: whole parameters are there afterwards. Never traced."""
         if self.is_driven:
             if self.unit is not None:
                 self.unit.wait_unshard()
@@ -208,10 +208,9 @@ class Driver:
             return self._watch_inputs(args, kwargs)
         return self._cast_inputs(args, kwargs)
 
+    @_disable_dynamo
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
-        """The forward hook: the unit is freed, unless it is kept."""
-        if torch.compiler.is_compiling():
-            return untraced(self.after_forward, module, args, output)
+        """The forward hook: the unit is freed, unless it is kept. Never traced."""
         dtype = self.cast.outputs
         if dtype is not None:
             output = tree_map(partial(_cast, dtype=dtype), output)
@@ -280,11 +279,11 @@ class Driver:
     def _watch_outputs(self, output: object) -> None:
         if isinstance(output, torch.Tensor):
             if output.requires_grad:
-                output.register_hook(self.before_backward)
+                output.register_hook(self._output_gradient)
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self.before_backward)
+                tensor.register_hook(self._output_gradient)
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -326,6 +325,17 @@ class Driver:
         return value if dtype is None else _cast(value, dtype)
 
     # -------------------------------------------------------------------------- backward
+
+    @_disable_dynamo
+    def _output_gradient(self, gradient: object) -> None:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            raise RuntimeError(
+                f"the backward pass of {self.name!r} is compiled, which sharded modules do not "
+                "support: hooks gather and free its parameters meanwhile. Call backward outside of "
+                "compiled_autograd; what torch.compile makes of the forward pass stays compiled"
+            )
+        self.before_backward(gradient)
 
     def before_backward(self, gradient: object = None) -> None:
         """The gradient of an output has come: whole parameters are needed again."""

@@ -331,8 +331,7 @@ def _is_taken(module: nn.Module) -> bool:
 def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
     module.__dict__.setdefault(STATES, {})[NAME] = ShardedState(driver, options)
     attach(module, driver)
-    cls = type(module)
-    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    module.__class__ = _sharded_class(type(module))
     module.register_forward_pre_hook(driver.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(driver.after_forward)
     module.register_load_state_dict_post_hook(partial(_loaded, driver))
@@ -341,6 +340,16 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
         part.register_state_dict_pre_hook(partial(_put_away, driver))
         part.register_state_dict_post_hook(_make_savable)
         part.register_load_state_dict_pre_hook(partial(_put_away, driver))
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with the members of `FSDPModule`.
+
+    All modules of ``cls`` get the same one: what is compiled for one block serves the others.
+    """
+    bases = (FSDPModule, cls)
+    made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
+    return next(made, None) or type(f"FSDP{cls.__name__}", bases, {})
 
 
 def _put_away(driver: Driver, *_: object) -> None:

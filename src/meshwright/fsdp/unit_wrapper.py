@@ -125,15 +125,18 @@ class UnitWrapper(nn.Module):
     # --------------------------------------------------------------------------- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any module
-        """Gather, run the module, free. `torch.compile` does not trace it."""
-        if torch.compiler.is_compiling():
-            return _run_untraced(self, args, kwargs)
-        driver = self._driver
+        """Gather, run the module, free. `torch.compile` traces the module alone."""
+        args, kwargs = self._enter(args, kwargs)
+        output = getattr(self, WRAPPED)(*args, **kwargs)
+        return self._driver.after_forward(self, args, output)
+
+    @_disable_dynamo
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.prepare()
         args, kwargs = self._prepare_inputs(args, kwargs)
-        args, kwargs = driver.before_forward(self, args, kwargs)
-        output = getattr(self, WRAPPED)(*args, **kwargs)
-        return driver.after_forward(self, args, output)
+        return self._driver.before_forward(self, args, kwargs)
 
     def prepare(self) -> None:
         """Get ready for a forward pass: root, dtypes, and what was written since."""
@@ -318,12 +321,6 @@ class UnitWrapper(nn.Module):
         if not self.check_is_root():
             raise kind(text)
         self._driver.start(self)
-
-
-@_disable_dynamo
-def _run_untraced(wrapper: UnitWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    # A compiled graph would keep whole parameters that are given back after the forward.
-    return wrapper.forward(*args, **kwargs)
 
 
 def _take_changes(unit: Unit) -> None:
