@@ -60,6 +60,17 @@ class Mixed(nn.Module):
         return self.both(y, y), self.scale.exp() * 2
 
 
+class PassedOn(nn.Module):
+    """Gives what it received on as it is, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.layer(x), x, self.layer.weight
+
+
 class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +114,7 @@ MODELS = {
     "attention": (lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16)),
     "twice": (Twice, (3, 8)),
     "mixed": (Mixed, (3, 8)),
+    "passed on": (PassedOn, (3, 8)),
     "recomputed": (Recomputed, (2, 3, 16)),
     "custom": (Custom, (4, 8)),
     "convolution": (

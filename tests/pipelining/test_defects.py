@@ -1,11 +1,13 @@
 """What torch 2.13 gets wrong in pipelines, one row each, and the tests that show ours right.
 
-Most of it is shown where it belongs; what has no other place has its test here.
+Most of it is shown where it belongs; what has no other place has its test here, and so have
+gradients that only halves of a backward can lose.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import weakref
 from pathlib import Path
@@ -19,6 +21,7 @@ from meshwright.comm import communicator
 from meshwright.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
+    Replicated,
     ScheduleDualPipeV,
     ScheduleLoopedBFS,
     TensorChunkSpec,
@@ -299,3 +302,57 @@ def body_views(name: str) -> None:
 def test_views_between_stages(ranks: Ranks) -> None:
     for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         ranks(2, body_views, name)
+
+
+class Prompted(nn.Module):
+    """Reads values of the batch that are trained, and gives what it received on as it is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(
+        self, x: torch.Tensor, first: torch.Tensor | None = None, *, prompt: Any, rows: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first = x if first is None else first
+        return torch.tanh(self.layer(x) + prompt) * rows + first, first
+
+
+def body_prompted(name: str) -> None:
+    """All gradients are those of one process: of what is passed on, and of the batch."""
+    layers: list[nn.Module] = [Prompted(seed) for seed in range(4)]
+    ones = copy.deepcopy(layers)
+    x, target = torch.randn(2, 9, 6, dtype=torch.float64, generator=torch.manual_seed(3))
+    leaves = [x, torch.randn(6, dtype=torch.float64), torch.randn(9, 1, dtype=torch.float64)]
+    mine_of_batch = [leaf.clone().requires_grad_() for leaf in leaves]
+    batch, prompt, rows = mine_of_batch
+
+    def loss(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+        return (output[0] - target).square().mean() + (output[1] * target).mean()
+
+    spec = {"prompt": Replicated, "rows": TensorChunkSpec(0)}
+    schedule, mine = made(name, layers, 4, loss_fn=loss, kwargs_chunk_spec=spec)
+    last = {"target": target} if 3 in mine else {}
+    schedule.step(*((batch,) if 0 in mine else ()), prompt=prompt, rows=rows, **last)
+
+    start = leaves[0].clone().requires_grad_()
+    value: tuple[torch.Tensor, ...] = (start,)
+    given = [[leaf.clone().requires_grad_() for leaf in leaves[1:]] for _ in ones]
+    for one, (a, b) in zip(ones, given, strict=True):
+        value = one(*value, prompt=a, rows=b)
+    loss((value[0], value[1]), target).backward()
+    expected = [sum(given[s][number].grad for s in mine) for number in (0, 1)]
+    if 0 in mine:
+        expected.append(start.grad)
+    found = [prompt.grad, rows.grad, batch.grad]
+    for s in mine:
+        expected += [parameter.grad for parameter in ones[s].parameters()]
+        found += [parameter.grad for parameter in layers[s].parameters()]
+    found = [gradient for gradient in found if gradient is not None]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"])
+def test_what_is_passed_on_and_the_batch_get_their_gradients(ranks: Ranks, name: str) -> None:
+    ranks(2, body_prompted, name)

@@ -127,12 +127,14 @@ def stage_backward_input(
     inputs = [v for v in input_values if isinstance(v, torch.Tensor) and v.requires_grad]
     wanted = None if weights is None else [v for v in weights if v.requires_grad]
     graph = _Graph(wanted, inputs)
-    junctions = graph.junctions(tensor.grad_fn for tensor in tensors)
+    # An input or a parameter that is given on as it is has no `grad_fn`, but a node.
+    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    junctions = graph.junctions(nodes)
     on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if graph.is_on_path(tensor.grad_fn):
+    for tensor, gradient, node in zip(tensors, gradients, nodes, strict=True):
+        if graph.is_on_path(node):
             on_path.append((tensor, gradient))
-        elif graph.has_weights(tensor.grad_fn):
+        elif graph.has_weights(node):
             junctions.append(_root(tensor, gradient))
     found: dict[int, torch.Tensor | None] = {}
     if on_path and inputs:
@@ -239,8 +241,7 @@ class _Graph:
                 self._reach[get_gradient_edge(tensor).node] = flag
         found: list[Junction] = []
         for root in roots:
-            if root is not None:
-                self._search(root, found)
+            self._search(root, found)
         return found
 
     def is_on_path(self, node: Node) -> bool:

@@ -67,9 +67,9 @@ class Inbox:
             self._reads[microbatch] = reads
         return nested
 
-    def has_read(self, microbatch: int) -> bool:
-        """Whether the forward of a microbatch has read from other stages, for a backward."""
-        return bool(self._reads.get(microbatch))
+    def leaves(self, microbatch: int) -> list[Any]:
+        """What the forward of a microbatch has read from other stages, for a backward."""
+        return [leaf for leaves in self._reads.get(microbatch, {}).values() for leaf in leaves]
 
     def added(self, microbatch: int, count: int) -> Gradients | None:
         """The gradients of ``count`` outputs, added up in the order of the stages that sent them.

@@ -353,15 +353,14 @@ class PipelineStage:
             raise RuntimeError(
                 f"{self.name} has no forward of chunk {bwd_chunk_id} to run the backward of"
             )
-        _, inputs = cached
         outputs, gradients = self._roots(bwd_chunk_id, loss)
         what = "stage backward" if full_backward else "stage backward input"
         try:
             if full_backward:
                 self._halves.whole(outputs, gradients, self.dw_builder)
             else:
-                read = inputs if self.inbox.has_read(bwd_chunk_id) else None
-                self._halves.first(bwd_chunk_id, outputs, gradients, read, self.dw_builder)
+                read = self.inbox.leaves(bwd_chunk_id)
+                self._halves.first(bwd_chunk_id, outputs, gradients, read or None, self.dw_builder)
             self.inbox.keep_gradients(bwd_chunk_id)
         except Exception as error:
             raise RuntimeError(
