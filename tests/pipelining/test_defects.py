@@ -356,3 +356,61 @@ def body_prompted(name: str) -> None:
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"])
 def test_what_is_passed_on_and_the_batch_get_their_gradients(ranks: Ranks, name: str) -> None:
     ranks(2, body_prompted, name)
+
+
+class Scaled(nn.Linear):
+    """Over batches that lie along dim 1, with a scale for all of them."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(6, 6, dtype=torch.float64)
+
+    def forward(
+        self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(super().forward(x)) * scale
+        return (y if bias is None else y + bias), scale
+
+
+def body_along_1() -> None:
+    """A batch along dim 1, its target too; specs of what only one rank is given are no error."""
+    world, name = communicator(), "ZBVZeroBubble"
+    layers: list[nn.Module] = [Scaled(seed) for seed in range(4)]
+    ones = copy.deepcopy(layers)
+    torch.manual_seed(5)
+    x, target = torch.randn(8, 10, 6, dtype=torch.float64), torch.randint(0, 6, (8, 10))
+    scale, bias = torch.randn(2, 8, 1, 1, dtype=torch.float64)
+
+    def loss(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output[0].flatten(0, 1), target.flatten())
+
+    along_1 = TensorChunkSpec(1)
+    more: dict[str, Any] = {
+        "loss_fn": loss,
+        "args_chunk_spec": (along_1, Replicated),
+        "kwargs_chunk_spec": {"bias": Replicated},
+        "output_merge_spec": (along_1, None),
+    }
+    mine = [0, 3] if world.rank == 0 else [1, 2]
+    declared = {0: (x[:, :3], scale)}
+    stages = [PipelineStage(layers[s], s, 4, CPU, input_args=declared.get(s)) for s in mine]
+    kind = get_schedule_class(name)
+    args: dict[str, Any] = {"bias": bias} if world.rank else {"target": target}
+    batch = () if world.rank else (x, scale)
+    with pytest.raises(ValueError, match=r"nothing says how the target of shape \[8, 10\]"):
+        kind(stages, 4, **more).step(*batch, **args)
+    out = kind(stages, 4, target_chunk_spec=along_1, **more).step(*batch, **args)
+
+    value: tuple[torch.Tensor, ...] = (x, scale)
+    for s, one in enumerate(ones):
+        value = one(*value, **({"bias": bias} if s in (1, 2) else {}))
+    loss(value, target).backward()
+    for s in mine:
+        for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+    if out is not None:
+        torch.testing.assert_close(out[0], value[0])
+
+
+def test_batches_along_another_dim(ranks: Ranks) -> None:
+    ranks(2, body_along_1)

@@ -15,6 +15,7 @@ from meshwright.pipelining.microbatch import (
     CustomReducer,
     Replicated,
     TensorChunkSpec,
+    check_target,
     chunk_weights,
     merge_chunks,
     split_args_kwargs_into_chunks,
@@ -137,3 +138,19 @@ def test_block_masks_are_cut_along_their_batch() -> None:
         split_args_kwargs_into_chunks((mask,), {}, 8)
     with pytest.raises(AssertionError, match="BlockMask only supports split_dim=0"):
         split_args_kwargs_into_chunks((mask,), {}, 2, (TensorChunkSpec(1),))
+
+
+def test_who_says_how_a_target_is_cut() -> None:
+    along_1 = TensorChunkSpec(1)
+    tokens = torch.zeros(4, 6)
+    weights = [0.5, 1 / 3, 1 / 6]
+    parts = tokens.split([3, 2, 1], dim=1)
+    assert chunk_weights([{"y": part} for part in parts], {"y": along_1}) == weights
+    assert chunk_weights([tokens] * 3, Replicated) == [1 / 3] * 3
+    check_target(tokens, (None, None))
+    check_target(tokens[0], ((along_1, None), {"mask": Replicated}))
+    for specs in (((along_1,), None), (None, {"mask": {"deep": along_1}})):
+        with pytest.raises(ValueError, match=r"cut along dim 1.*\[4, 6\].*target_chunk_spec"):
+            check_target({"y": tokens}, specs)
+    with pytest.raises(ValueError, match=r"argument 0 of shape \[6\] has no dim 1"):
+        split_args_kwargs_into_chunks((tokens[0],), {}, 2, (along_1,))

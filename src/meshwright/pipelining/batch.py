@@ -15,6 +15,7 @@ import torch
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.custom import PipelineContext
 from meshwright.pipelining.metadata import TensorMeta, Values, digest, trained
+from meshwright.pipelining.microbatch import cut_dims
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.schedule.actions import Action, Schedule
 
@@ -90,19 +91,22 @@ def check_cut(given: Mapping[str, object], microbatches: int) -> None:
             raise ValueError(f"Expecting {microbatches} {name} but got {len(values)}")
 
 
-def check_declared(stage: PipelineStage, args: tuple[Any, ...], microbatches: int) -> None:
+def check_declared(
+    stage: PipelineStage, args: tuple[Any, ...], specs: object, microbatches: int
+) -> None:
     """Compare the first chunk of the batch with the declared inputs, before it is cut."""
     declared = stage.declared_inputs
     if declared is None or not args:
         return
-    leaves = Values.of(args).leaves
+    leaves, dims = Values.of(args).leaves, cut_dims(args, specs)
     problems = []
-    for number, (meta, leaf) in enumerate(zip(declared.leaves, leaves, strict=False)):
+    for number, (meta, leaf, dim) in enumerate(zip(declared.leaves, leaves, dims, strict=False)):
         if not isinstance(meta, TensorMeta) or not isinstance(leaf, torch.Tensor):
             continue
         what = f"{stage.name} argument {number}"
-        rows = -(-leaf.shape[0] // microbatches) if leaf.dim() else 0
-        got = [rows, *leaf.shape[1:]] if leaf.dim() else []
+        got = list(leaf.shape)
+        if dim is not None:
+            got[dim] = -(-got[dim] // microbatches)
         if list(meta.shape) != got:
             problems.append(
                 f"{what} has a shape mismatch: expected {list(meta.shape)} actual {got}"

@@ -6,7 +6,7 @@ microbatch as it is. Sizes are those of `torch.tensor_split`: they differ by one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ __all__ = [
     "Replicated",
     "TensorChunkSpec",
     "check_loss",
+    "check_target",
     "chunk_weights",
+    "cut_dims",
     "is_plain",
     "merge_chunks",
     "split_args_kwargs_into_chunks",
@@ -81,6 +83,11 @@ class _Leaf:
     dim: int | None
     """None: every microbatch gets the whole."""
     is_declared: bool
+
+    @property
+    def is_cut_tensor(self) -> bool:
+        """Whether it is a tensor that is cut, and no mask."""
+        return self.dim is not None and not _is_block_mask(self.value)
 
 
 def split_args_kwargs_into_chunks(
@@ -175,13 +182,18 @@ def _is_spec(spec: object) -> bool:
     return spec is None or isinstance(spec, TensorChunkSpec | Replicated) or spec is Replicated
 
 
-def _leaf(name: str, value: object, spec: object) -> _Leaf:
+def _leaf(name: str, value: Any, spec: object) -> _Leaf:  # noqa: ANN401
     is_cut = _is_block_mask(value) or (isinstance(value, torch.Tensor) and value.dim() > 0)
     if spec is Replicated or isinstance(spec, Replicated) or not is_cut:
         return _Leaf(name, value, None, is_declared=True)
     if isinstance(spec, TensorChunkSpec):
         if _is_block_mask(value) and spec.split_dim != 0:
             raise AssertionError("BlockMask only supports split_dim=0")
+        if not _is_block_mask(value) and not -value.dim() <= spec.split_dim < value.dim():
+            raise ValueError(
+                f"{name} of shape {list(value.shape)} has no dim {spec.split_dim}, along which "
+                f"{spec} is to cut it"
+            )
         return _Leaf(name, value, spec.split_dim, is_declared=True)
     if spec is None:
         return _Leaf(name, value, 0, is_declared=False)
@@ -189,7 +201,7 @@ def _leaf(name: str, value: object, spec: object) -> _Leaf:
 
 
 def _check_sizes(leaves: Sequence[_Leaf], chunks: int) -> None:
-    tensors = [leaf for leaf in leaves if leaf.dim is not None and not _is_block_mask(leaf.value)]
+    tensors = [leaf for leaf in leaves if leaf.is_cut_tensor]
     for leaf in tensors:
         size = leaf.value.shape[leaf.dim]
         if size < chunks:
@@ -261,17 +273,42 @@ def _moved(mask_mod: Callable[..., Any], start: int) -> Callable[..., Any]:
     return moved
 
 
-def chunk_weights(targets: Sequence[Any]) -> list[float]:
-    """Each microbatch's share of the batch, by the rows of its first tensor."""
-    if all(type(target) is torch.Tensor and target.dim() for target in targets):
+def chunk_weights(targets: Sequence[Any], spec: object = None) -> list[float]:
+    """Each microbatch's share of the batch, by the rows of its first tensor that is cut."""
+    if spec is None and all(type(target) is torch.Tensor and target.dim() for target in targets):
         rows = [target.shape[0] for target in targets]
         return [size / sum(rows) for size in rows]
     sizes = []
     for target in targets:
-        leaves = tree_flatten(target)[0]
-        rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        leaves = _leaves("target", target, spec)
+        rows = [leaf.value.shape[leaf.dim] for leaf in leaves if leaf.is_cut_tensor]
         sizes.append(rows[0] if rows else 1)
     return [size / sum(sizes) for size in sizes]
+
+
+def cut_dims(args: tuple[Any, ...], specs: object) -> list[int | None]:
+    """Along which dim each leaf of positional arguments is cut; None where it is not."""
+    listed = _listed(specs, len(args))
+    named = (_leaves("", value, spec) for value, spec in zip(args, listed, strict=True))
+    return [leaf.dim for leaves in named for leaf in leaves]
+
+
+def check_target(target: object, specs: Iterable[object]) -> None:
+    """Raise where nobody has said how ``target`` is cut, and ``specs`` of arguments say it of them.
+
+    Cut along dim 0 while the batch lies along another, it would have the rows of other samples.
+    """
+    found = tree_flatten(tuple(specs), is_leaf=_is_spec)[0]
+    dims = {spec.split_dim for spec in found if isinstance(spec, TensorChunkSpec)} - {0}
+    for leaf in tree_flatten(target)[0]:
+        sizes = [
+            d for d in dims if isinstance(leaf, torch.Tensor) and -leaf.dim() <= d < leaf.dim()
+        ]
+        if sizes:
+            raise ValueError(
+                f"arguments are cut along dim {sizes[0]}, and nothing says how the target of shape "
+                f"{list(leaf.shape)} is cut: give target_chunk_spec (TensorChunkSpec or Replicated)"
+            )
 
 
 def check_loss(
@@ -301,10 +338,12 @@ def check_loss(
     earliest, first = next(iter(outputs.items()))
     if not isinstance(output, torch.Tensor) or not output.dim():
         return
-    if not isinstance(target, torch.Tensor) or not target.dim():
-        leaves = tree_flatten(target)[0]
-        has_rows = any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves)
-        if is_weighed and not has_rows and len(first) != len(output):
+    pairs = zip(tree_flatten(target)[0], tree_flatten(targets[microbatch - 1])[0], strict=False)
+    is_cut = any(
+        isinstance(leaf, torch.Tensor) and leaf.dim() and leaf is not b for leaf, b in pairs
+    )
+    if not isinstance(target, torch.Tensor) or not is_cut:
+        if is_weighed and not is_cut and len(first) != len(output):
             raise PipeliningShapeError(
                 f"microbatches {earliest} and {microbatch} have a shape mismatch: outputs have "
                 f"{len(first)} and {len(output)} rows, and a target without rows does not tell "

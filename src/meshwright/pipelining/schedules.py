@@ -83,6 +83,7 @@ class PipelineScheduleSingle(PipelineSchedule):
         output_merge_spec: object = None,
         scale_grads: bool = True,
         *,
+        target_chunk_spec: object = None,
         unsharded: int = 3,
     ) -> None:
         super().__init__(
@@ -93,6 +94,7 @@ class PipelineScheduleSingle(PipelineSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            target_chunk_spec=target_chunk_spec,
             unsharded=unsharded,
         )
 
@@ -117,6 +119,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         defer_pp_recv: bool = False,
         use_full_backward: bool | None = None,
         *,
+        target_chunk_spec: object = None,
         unsharded: int = 3,
     ) -> None:
         if use_full_backward is not None:
@@ -133,6 +136,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            target_chunk_spec=target_chunk_spec,
             unsharded=unsharded,
         )
 

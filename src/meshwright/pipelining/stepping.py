@@ -13,6 +13,7 @@ from meshwright.pipelining.custom import check_custom
 from meshwright.pipelining.edges import edges_of
 from meshwright.pipelining.microbatch import (
     TensorChunkSpec,
+    check_target,
     chunk_weights,
     is_plain,
     merge_chunks,
@@ -38,8 +39,10 @@ class PipelineSchedule:
     """Runs the stages of this rank, step by step, in the order of a schedule.
 
     ``loss_fn(output, target)`` returns one microbatch's loss; without it only forwards run.
-    ``scale_grads`` weighs each loss by its share of the batch, as mean losses need. Of stages that
-    are sharded over ranks at most ``unsharded`` of this rank are gathered at a time.
+    ``scale_grads`` weighs each loss by its share of the batch, as mean losses need. Chunk specs say
+    how arguments and target are cut, where that is not along dim 0; those of arguments that this
+    rank's step is not given are not used. Of stages that are sharded over ranks at most
+    ``unsharded`` of this rank are gathered at a time.
     """
 
     builder: ClassVar[Callable[..., Schedule] | None] = None
@@ -55,6 +58,7 @@ class PipelineSchedule:
         output_merge_spec: object = None,
         scale_grads: bool = True,
         *,
+        target_chunk_spec: object = None,
         unsharded: int = 3,
     ) -> None:
         check_arguments(stages, n_microbatches, loss_fn)
@@ -63,6 +67,7 @@ class PipelineSchedule:
         self._loss_fn = loss_fn
         self._args_chunk_spec = args_chunk_spec
         self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._target_chunk_spec = target_chunk_spec
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
         self._unsharded = unsharded
@@ -252,14 +257,15 @@ class PipelineSchedule:
     ) -> Microbatches:
         count = self._n_microbatches
         first = self._stages.get(0)
+        args_spec = self._args_chunk_spec if args else None
         if first is not None:
-            check_declared(first, args, count)
+            check_declared(first, args, args_spec, count)
         arg_mbs: Sequence[tuple[Any, ...]] | None = None
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None
         key = None
         if args or kwargs:
             arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
-                args, kwargs, count, self._args_chunk_spec, self._kwargs_chunk_spec
+                args, kwargs, count, args_spec, self._keyword_specs(kwargs)
             )
             if not kwargs:
                 kwarg_mbs = None
@@ -267,9 +273,20 @@ class PipelineSchedule:
                     key = tuple((a.shape, a.stride(), a.dtype) for a in args)
         targets = None
         if target is not None:
-            chunks, _ = split_args_kwargs_into_chunks((target,), {}, count)
+            target_spec = self._target_chunk_spec
+            if target_spec is None:
+                check_target(target, (self._args_chunk_spec, self._kwargs_chunk_spec))
+            specs = None if target_spec is None else (target_spec,)
+            chunks, _ = split_args_kwargs_into_chunks((target,), {}, count, specs)
             targets = [chunk[0] for chunk in chunks]
         return self._batch(arg_mbs, kwarg_mbs, targets, loss_kwargs or {}, key)
+
+    def _keyword_specs(self, kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as it was given
+        """The specs of what this rank is given: others may be given more."""
+        specs = self._kwargs_chunk_spec
+        if not isinstance(specs, Mapping):
+            return specs
+        return {name: spec for name, spec in specs.items() if name in kwargs}
 
     def _batch(
         self,
@@ -283,7 +300,9 @@ class PipelineSchedule:
         kwargs = kwarg_mbs or []
         for stage in self._stages.values():
             stage.check_microbatches(args, kwargs)
-        weights = chunk_weights(targets) if targets is not None and self.scale_grads else ()
+        weights: Sequence[float] = ()
+        if targets is not None and self.scale_grads:
+            weights = chunk_weights(targets, self._target_chunk_spec)
         return Microbatches(
             args, kwargs, targets, weights, loss_kwargs, [], self, self.scale_grads, key
         )
