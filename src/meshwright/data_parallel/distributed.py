@@ -17,7 +17,7 @@ from meshwright.data_parallel.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
-from meshwright.data_parallel.untraced import untraced
+from meshwright.data_parallel.untraced import inlined, untraced
 
 __all__ = ["DistributedDataParallel"]
 
@@ -80,14 +80,16 @@ class DistributedDataParallel(nn.Module):
         self._replica.after_forward(output)
         return output
 
+    @inlined
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         replica = self._replica
         marking = replica.marking
-        route = marking.route()
+        # Not when the module's forward could not be traced as a whole.
+        route = marking.route() if torch.compiler.is_compiling() else "eager"
         if route == "eager":
             moved = untraced(replica.before_forward, args, kwargs)
         else:
-            moved = replica.before_traced(route, args, kwargs)
+            moved = replica.before_traced(args, kwargs)
         if moved is not None:
             args, kwargs = moved
         if route == "forward" and marking.is_due:

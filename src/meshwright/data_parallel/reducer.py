@@ -190,6 +190,9 @@ class GradientReducer:
 
     def _open(self) -> None:
         self.phase = ReductionPhase.BACKWARD
+        if self.marking is not None and self.marking.has_begun:
+            self.marking.has_begun = False
+            self.alignment.begin_forward()
         self.alignment.begin_backward()
         self.found_non_finite = []
         if self._leaves:

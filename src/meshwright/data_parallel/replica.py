@@ -18,7 +18,7 @@ from meshwright.data_parallel.distributed_parameters import check_axes, local_pa
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
-from meshwright.data_parallel.traced import Marking, Route
+from meshwright.data_parallel.traced import Marking
 
 __all__ = ["Replica", "left_out"]
 
@@ -86,11 +86,11 @@ class Replica:
         return tree_map(partial(_moved, device), (args, kwargs))
 
     def before_traced(
-        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """As `before_forward`, of a pass that is traced and whose gradients are marked."""
         if torch.is_grad_enabled():
-            self.marking.begin(reduces=route == "forward")
+            self.marking.begin()
         if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
             broadcast_traced(self.communicator, self.buffers)
         if self.device_ids is None:

@@ -28,7 +28,7 @@ from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.data_parallel.traced import Route, TracedForward
-from meshwright.data_parallel.untraced import untraced
+from meshwright.data_parallel.untraced import inlined, untraced
 
 __all__ = [
     "Replicate",
@@ -109,10 +109,9 @@ class ReplicateState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module's forward pre-hook."""
         if torch.compiler.is_compiling():
-            route = self._route()
-            if route == "eager":
+            if self._route() == "eager":
                 return untraced(self.before_forward, module, args, kwargs)
-            return self.replica.before_traced(route, args, kwargs)
+            return self.replica.before_traced(args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -122,14 +121,15 @@ class ReplicateState:
         elif self._route() == "eager":
             untraced(self.after_forward, module, args, output)
 
+    @inlined
     def forward(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401
         """What ``run``, the forward of the module's own class, returns, while it is traced."""
-        module = self._module()
-        is_marked = self._route() == "forward" and self.replica.marking.is_due
-        body = self._body
-        if not is_marked or body is None or module is None:
+        module, body = self._module(), self._body
+        if not torch.compiler.is_compiling() or body is None or module is None:
+            return run(module, *args, **kwargs)
+        if self._route() != "forward" or not self.replica.marking.is_due:
             return run(module, *args, **kwargs)
         return functional_call(body, self.replica.marking.marked(body), (run, *args), kwargs)
 

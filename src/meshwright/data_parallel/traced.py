@@ -70,6 +70,8 @@ class Marking:
         """Equal on all ranks; marks carry it."""
         self.keeps = False
         """Whether ``.grad`` may hold what a pass without a reduction has left."""
+        self.has_begun = False
+        """Whether a traced forward pass has begun, which no hook has seen."""
         self.index = {name: index for index, (name, _) in enumerate(reducer.named)}
         self._ranks = communicator.size
         self._mode = "coalesced"
@@ -132,10 +134,11 @@ class Marking:
             reasons[f"the communication hook {name} sees whole buckets"] = True
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 
-    def begin(self, *, reduces: bool) -> None:
-        """A forward pass is traced whose backward ``reduces`` by marks of its own, or by hooks."""
+    def begin(self) -> None:
+        """A forward pass is traced."""
         reducer = self._reducer
-        reducer.is_synchronising = reducer.is_wanted and not reduces
+        reducer.is_synchronising = reducer.is_wanted
+        self.has_begun = True
         if not reducer.is_wanted:
             self.keeps = True
 
@@ -145,13 +148,19 @@ class Marking:
         return torch.is_grad_enabled() and self._reducer.is_wanted
 
     def marked(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Copies of the trainable parameters below ``module`` whose gradients are marked."""
-        inside = "module." if isinstance(module, TracedForward) else ""
-        return {
-            name: cast("torch.Tensor", _Marked.apply(parameter, self, self.index[own]))
-            for name, parameter in module.named_parameters()
-            if (own := name.removeprefix(inside)) in self.index and parameter.requires_grad
-        }
+        """Copies of the trainable parameters below ``module`` whose gradients are marked.
+
+        Hooks have nothing to reduce after that. Where a frame of the forward is not traced after
+        all, this is not called either, and they do.
+        """
+        self._reducer.is_synchronising = False
+        above = "module." if isinstance(module, TracedForward) else ""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in module.named_parameters():
+            index = self.index.get(name.removeprefix(above))
+            if index is not None and parameter.requires_grad:
+                found[name] = cast("torch.Tensor", _Marked.apply(parameter, self, index))
+        return found
 
     def mark(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
         """The mean of ``gradient`` over the ranks, once the graph runs."""
