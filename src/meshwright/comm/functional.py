@@ -35,6 +35,10 @@ __all__ = [
     "broadcast_traced",
     "is_traced",
     "reduce_scatter",
+    "traced_all_gather",
+    "traced_all_reduce",
+    "traced_all_to_all",
+    "traced_reduce_scatter",
 ]
 
 _OPERATORS = torch.ops._c10d_functional
@@ -100,6 +104,34 @@ def all_to_all(
     return _apply(tensor.contiguous(), exchange)
 
 
+# ------------------------------------------------------- in a graph, without a backward of their own
+
+
+def traced_all_reduce(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
+    """The sum of every rank's ``x``, in the graph that is being traced."""
+    return _OPERATORS.wait_tensor(_OPERATORS.all_reduce(x.contiguous(), "sum", axis.name))
+
+
+def traced_all_gather(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
+    """Every rank's ``x`` one after another along dim 0, in the graph that is being traced."""
+    found = _OPERATORS.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+    return _OPERATORS.wait_tensor(found)
+
+
+def traced_reduce_scatter(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
+    """This rank's part along dim 0 of the sum of every ``x``, in the graph being traced."""
+    found = _OPERATORS.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+    return _OPERATORS.wait_tensor(found)
+
+
+def traced_all_to_all(
+    x: torch.Tensor, axis: Communicator, to_come: Sequence[int], to_go: Sequence[int]
+) -> torch.Tensor:
+    """Part ``i`` of every ``x`` along dim 0 on rank ``i``, in the graph that is being traced."""
+    found = _OPERATORS.all_to_all_single(x.contiguous(), list(to_come), list(to_go), axis.name)
+    return _OPERATORS.wait_tensor(found)
+
+
 @torch.no_grad()
 def broadcast_traced(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
     """Give every rank the values that rank 0 has, in place, in the graph that is being traced.
@@ -122,8 +154,7 @@ class _AllReduce:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         if is_traced(x):
-            summed = _OPERATORS.all_reduce(x.contiguous(), "sum", self.communicator.name)
-            return _OPERATORS.wait_tensor(summed)
+            return traced_all_reduce(x, self.communicator)
         result = x.detach().clone(memory_format=torch.contiguous_format)
         self.communicator.all_reduce(result, label=self.label).wait()
         return result
@@ -140,10 +171,7 @@ class _AllGather:
     def run(self, x: torch.Tensor) -> torch.Tensor:
         size = self.communicator.size
         if is_traced(x):
-            gathered = _OPERATORS.all_gather_into_tensor(
-                x.contiguous(), size, self.communicator.name
-            )
-            return _OPERATORS.wait_tensor(gathered)
+            return traced_all_gather(x, self.communicator)
         output = x.new_empty((x.shape[0] * size, *x.shape[1:]))
         self.communicator.all_gather(output, x.detach().contiguous(), label=self.label).wait()
         return output
@@ -160,10 +188,7 @@ class _ReduceScatter:
     def run(self, x: torch.Tensor) -> torch.Tensor:
         size = self.communicator.size
         if is_traced(x):
-            part = _OPERATORS.reduce_scatter_tensor(
-                x.contiguous(), "sum", size, self.communicator.name
-            )
-            return _OPERATORS.wait_tensor(part)
+            return traced_reduce_scatter(x, self.communicator)
         output = x.new_empty((x.shape[0] // size, *x.shape[1:]))
         self.communicator.reduce_scatter(output, x.detach().contiguous(), label=self.label).wait()
         return output
@@ -182,10 +207,7 @@ class _AllToAll:
     def run(self, x: torch.Tensor) -> torch.Tensor:
         to_come, to_go = list(self.to_come), list(self.to_go)
         if is_traced(x):
-            moved = _OPERATORS.all_to_all_single(
-                x.contiguous(), to_come, to_go, self.communicator.name
-            )
-            return _OPERATORS.wait_tensor(moved)
+            return traced_all_to_all(x, self.communicator, to_come, to_go)
         output = x.new_empty((sum(to_come), *x.shape[1:]))
         self.communicator.all_to_all(
             output,

@@ -39,8 +39,8 @@ __all__ = [
 class MarkedModel(Protocol):
     """A model whose gradients are marked in graphs."""
 
-    def parameter(self, index: int) -> torch.nn.Parameter:
-        """The parameter that a mark's ``index`` counts."""
+    def take_kept(self, index: int) -> torch.Tensor | None:
+        """What passes without a reduction have left in ``.grad`` of parameter ``index``."""
         ...
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
@@ -92,8 +92,7 @@ def _fake_grad_reduce(gradient: torch.Tensor, *_: object) -> torch.Tensor:
 
 @torch.library.impl("meshwright::with_kept", "CompositeExplicitAutograd")
 def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
-    parameter = _find(model).parameter(index)
-    kept, parameter.grad = parameter.grad, None
+    kept = _find(model).take_kept(index)
     return gradient.clone() if kept is None else gradient + kept
 
 

@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.gradient_bucket import check_hook
@@ -92,8 +91,8 @@ class DistributedDataParallel(nn.Module):
             moved = replica.before_traced(args, kwargs)
         if moved is not None:
             args, kwargs = moved
-        if route == "forward" and marking.is_due:
-            return functional_call(self.module, marking.marked(self.module), args, kwargs)
+        if route == "forward":
+            return marking.call(self.module, args, kwargs)
         output = self.module(*args, **kwargs)
         if route == "eager":
             untraced(replica.after_forward, output)

@@ -264,6 +264,11 @@ class ReducedLeaves:
         """In the order given."""
         self._is_lent = False
 
+    @property
+    def computes_on_dtensors(self) -> bool:
+        """Whether some module computes with a DTensor itself and not with its leaf."""
+        return not all(lent.local.is_local for lent in self._lent.values())
+
     def __len__(self) -> int:
         """How many are DTensors."""
         return len(self._lent)
@@ -305,6 +310,15 @@ class ReducedLeaves:
     def collect(self, index: int) -> None:
         """The gradient of ``index`` is complete on this rank, and will be reduced."""
         self._lent[index].collect()
+
+    @torch.no_grad()
+    def take(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of what ``.grad`` of number ``index`` has gathered; it is None then."""
+        if index in self._lent:
+            self._lent[index].lend()
+            parameter = self._lent[index].leaf
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
 
     @torch.no_grad()
     def keep(self, index: int) -> None:

@@ -78,7 +78,7 @@ class GradientReducer:
         self.phase = ReductionPhase.IDLE
         self.found_non_finite: list[str] = []
         """Parameters with a value of this rank that was not finite, in the last backward pass."""
-        self._leaves = ReducedLeaves([parameter for _, parameter in named], local)
+        self.leaves = ReducedLeaves([parameter for _, parameter in named], local)
         self._mean = 1.0 / communicator.size
         self._scale: Callable[[], float] | None = None
         self.on_reduction: Callable[[], float | None] | None = None
@@ -123,11 +123,6 @@ class GradientReducer:
         """Whether gradients are multiplied by another factor than the mean's."""
         return self._scale is not None
 
-    @property
-    def has_leaves(self) -> bool:
-        """Whether some parameters are DTensors."""
-        return bool(self._leaves)
-
     def scale_by(self, scale: Callable[[], float] | None) -> None:
         """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
 
@@ -168,7 +163,7 @@ class GradientReducer:
 
     def follow_training(self) -> None:
         """Give parameters their places anew where other ones require grad than before."""
-        changed = self._leaves.follow() if self._leaves else ()
+        changed = self.leaves.follow() if self.leaves else ()
         if changed:
             self._hooked.difference_update(changed)
             self._arrange()
@@ -195,8 +190,8 @@ class GradientReducer:
             self.alignment.begin_forward()
         self.alignment.begin_backward()
         self.found_non_finite = []
-        if self._leaves:
-            self._leaves.lend()
+        if self.leaves:
+            self.leaves.lend()
         for bucket in self._alone:
             bucket.begin()
 
@@ -260,7 +255,7 @@ class GradientReducer:
 
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
-        self._parameters = self._leaves.parameters
+        self._parameters = self.leaves.parameters
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         skipped = self._unused or frozenset()
         settings = self.settings
@@ -287,7 +282,7 @@ class GradientReducer:
         for slot in slots:
             if slot.index not in self._hooked:
                 self._hooked.add(slot.index)
-                self._leaves.hook(slot.index, self._arrived, self._arrived_at_leaf)
+                self.leaves.hook(slot.index, self._arrived, self._arrived_at_leaf)
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """One gradient is complete on this rank. Called for every parameter: keep it short."""
@@ -320,10 +315,10 @@ class GradientReducer:
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
         """As `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
         if not self.is_synchronising:
-            self._leaves.keep(index)
+            self.leaves.keep(index)
             return
         self.begin_backward()
-        self._leaves.collect(index)
+        self.leaves.collect(index)
         self._arrived(index, leaf)
 
     def _launch_ready(self) -> None:
@@ -396,8 +391,8 @@ class GradientReducer:
         self._refuse_deviation()
         if self._static is not None:
             self._static.end()
-        if self._leaves:
-            self._leaves.give_back()
+        if self.leaves:
+            self.leaves.give_back()
         self._reset()
         self._skip_unused()
 
@@ -474,8 +469,8 @@ class GradientReducer:
         if self._static is not None:
             self._static.reset()
         self.phase = ReductionPhase.IDLE
-        if self._leaves:
-            self._leaves.give_up()
+        if self.leaves:
+            self.leaves.give_up()
 
     @property
     def _rank(self) -> int:

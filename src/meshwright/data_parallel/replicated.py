@@ -18,7 +18,6 @@ from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
@@ -129,22 +128,22 @@ class ReplicateState:
         module, body = self._module(), self._body
         if not torch.compiler.is_compiling() or body is None or module is None:
             return run(module, *args, **kwargs)
-        if self._route() != "forward" or not self.replica.marking.is_due:
+        if self._route() != "forward":
             return run(module, *args, **kwargs)
-        return functional_call(body, self.replica.marking.marked(body), (run, *args), kwargs)
+        return self.replica.marking.call(body, (run, *args), kwargs)
 
     def _route(self) -> Route:
         return self.replica.marking.route() if self._is_traceable() else "eager"
 
     @torch.compiler.assume_constant_result
     def _is_traceable(self) -> bool:
-        """Whether only the module's own forward computes; sets the replica up, a collective."""
+        """Whether the module's class computes its forward; sets the replica up, a collective."""
         module = self._module()
         if self.replica is None or module is None or "forward" in vars(module):
             return False
         if self._body is None:
             self._body = TracedForward(module)
-        return len(module._forward_pre_hooks) == 1
+        return True
 
 
 class ReplicatedModule(nn.Module):

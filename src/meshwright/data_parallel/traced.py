@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import meshwright
 from meshwright.comm import Communicator
@@ -124,7 +125,7 @@ class Marking:
             "values that are not finite are looked for": settings.is_watched,
             "gradients are scaled by a factor of the step": reducer.is_scaled,
             "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
-            "parameters are DTensors": reducer.has_leaves,
+            "modules compute on DTensors": reducer.leaves.computes_on_dtensors,
             "recurrent modules keep their weights in a list of their own": module is not None
             and any(isinstance(part, nn.RNNBase) for part in module.modules()),
         }
@@ -142,25 +143,31 @@ class Marking:
         if not reducer.is_wanted:
             self.keeps = True
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the pass that is traced ends in reductions."""
-        return torch.is_grad_enabled() and self._reducer.is_wanted
-
-    def marked(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Copies of the trainable parameters below ``module`` whose gradients are marked.
+    def call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - the module's own
+        """What ``module`` computes with copies of its parameters whose gradients are marked.
 
         Hooks have nothing to reduce after that. Where a frame of the forward is not traced after
         all, this is not called either, and they do.
         """
-        self._reducer.is_synchronising = False
+        reducer, leaves = self._reducer, self._reducer.leaves
+        is_due = torch.is_grad_enabled() and reducer.is_wanted
+        if is_due:
+            reducer.is_synchronising = False
         above = "module." if isinstance(module, TracedForward) else ""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in module.named_parameters():
             index = self.index.get(name.removeprefix(above))
-            if index is not None and parameter.requires_grad:
-                found[name] = cast("torch.Tensor", _Marked.apply(parameter, self, index))
-        return found
+            if index is None:
+                continue
+            # Of a DTensor what modules compute with, which has the gradient.
+            leaf = leaves.parameters[index]
+            if is_due and parameter.requires_grad:
+                found[name] = cast("torch.Tensor", _Marked.apply(leaf, self, index))
+            elif leaf is not parameter:
+                found[name] = leaf
+        return functional_call(module, found, args, kwargs)
 
     def mark(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
         """The mean of ``gradient`` over the ranks, once the graph runs."""
@@ -201,9 +208,9 @@ class Marking:
 
     # ------------------------------------------------------------------ while a graph runs
 
-    def parameter(self, index: int) -> nn.Parameter:
-        """Number ``index`` of the replica's parameters."""
-        return self._reducer.named[index][1]
+    def take_kept(self, index: int) -> torch.Tensor | None:
+        """What passes without a reduction have left of parameter ``index``; ``.grad`` gives it."""
+        return self._reducer.leaves.take(index, self._reducer.named[index][1])
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Compare with the other ranks what this backward pass is and what it will reduce.

@@ -104,15 +104,18 @@ class _Following(TorchFunctionMode):
 
 
 def follow_first_forward(module: nn.Module) -> None:
-    """Follow layouts through the next forward of ``module``, and not after it."""
+    """Follow layouts through the next eager forward of ``module``, and not after it."""
     mode = _Following()
 
     def begin(module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         _remove(module._forward_pre_hooks, begin)
-        if not torch.compiler.is_compiling():
-            mode.__enter__()
+        mode.__enter__()
 
     def end(module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         if sys.exc_info()[0] is None:  # else torch is going through the hooks themselves
             _remove(module._forward_hooks, end)
         if mode in torch.overrides._get_current_function_mode_stack():
@@ -149,6 +152,8 @@ def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, na
 
 
 def _is_following() -> bool:
+    if torch.compiler.is_compiling():
+        return False
     if not torch._C._len_torch_function_stack():
         return False
     stack = torch.overrides._get_current_function_mode_stack()

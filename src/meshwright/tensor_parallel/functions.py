@@ -31,6 +31,13 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from meshwright.comm import Communicator
+from meshwright.comm.functional import (
+    is_traced,
+    traced_all_gather,
+    traced_all_reduce,
+    traced_all_to_all,
+    traced_reduce_scatter,
+)
 from meshwright.layout import chunk
 
 __all__ = [
@@ -136,8 +143,11 @@ def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: i
         shape[dim] = rows - x.shape[dim]
         x = torch.cat([x, x.new_zeros(shape)], dim)
     dim %= x.ndim
-    everyone = x.new_empty((axis.size, *x.shape))
-    axis.all_gather(everyone, x.contiguous(), label=label).wait()
+    if is_traced(x):
+        everyone = traced_all_gather(x, axis).view(axis.size, *x.shape)
+    else:
+        everyone = x.new_empty((axis.size, *x.shape))
+        axis.all_gather(everyone, x.contiguous(), label=label).wait()
     if dim:
         everyone = everyone.movedim(0, dim)
     whole = everyone.reshape((*x.shape[:dim], axis.size * rows, *x.shape[dim + 1 :]))
@@ -148,6 +158,9 @@ def start_sum(x: torch.Tensor, axis: Communicator, label: str) -> Callable[[], t
     """Begin to sum ``x``, contiguous, in place; what is returned waits, and gives the sum."""
     if axis.size == 1:
         return lambda: x
+    if is_traced(x):
+        total = traced_all_reduce(x, axis)
+        return lambda: total
     pending = axis.all_reduce(x, label=label)
 
     def wait() -> torch.Tensor:
@@ -174,9 +187,12 @@ def start_sum_part(
     if dim:
         send = send.movedim(dim, 0)
     send = send.contiguous()
+    length = chunk(total, size, axis.rank)[1]
+    if is_traced(x):
+        part = traced_reduce_scatter(send.flatten(0, 1), axis).narrow(dim, 0, length)
+        return lambda: part
     own = x.new_empty(send.shape[1:])
     pending = axis.reduce_scatter(own, send, label=label)
-    length = chunk(total, size, axis.rank)[1]
 
     def wait() -> torch.Tensor:
         pending.wait()
@@ -255,15 +271,15 @@ class _Exchange:
         to_go, to_come = _lengths(axis, mine), _lengths(axis, self.total)
         rest = math.prod(size for each, size in enumerate(x.shape) if each not in (dim, to))
         send = torch.cat([part.reshape(-1) for part in x.split(to_go, to)])
-        received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
         sizes = [n * to_go[axis.rank] * rest for n in to_come]
-        axis.all_to_all(
-            received,
-            send,
-            output_splits=sizes,
-            input_splits=[n * x.shape[dim] * rest for n in to_go],
-            label=self.label,
-        ).wait()
+        going = [n * x.shape[dim] * rest for n in to_go]
+        if is_traced(x):
+            received = traced_all_to_all(send, axis, sizes, going)
+        else:
+            received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
+            axis.all_to_all(
+                received, send, output_splits=sizes, input_splits=going, label=self.label
+            ).wait()
         shape = list(x.shape)
         shape[to] = to_go[axis.rank]
         parts = []

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import mesh_communicators
+from meshwright.comm.dtensor import is_dtensor, mesh_communicators
 from meshwright.comm.edges import entered, left, placement_on
 from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
@@ -36,19 +37,26 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """``function``, which a compiler calls and does not look into: it communicates.
+    """``function`` of a module, which a compiler does not look into where its parameters are DTensors.
 
-    A graph ends before it, and another begins behind it.
+    A graph ends before it, and another begins behind it. Where data parallelism has put local
+    tensors in their places the function is traced, with its communication.
     """
     outside = _disable_dynamo(function)
 
     @functools.wraps(function)
     def call(first: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not _computes_locally(first):
             return outside(first, *args, **kwargs)
         return function(first, *args, **kwargs)
 
     return call
+
+
+def _computes_locally(module: object) -> bool:
+    if not isinstance(module, nn.Module) or not module._parameters:
+        return False
+    return not any(is_dtensor(parameter) for parameter in module._parameters.values())
 
 
 @dataclass(frozen=True, slots=True)
