@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -440,8 +441,14 @@ def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def _hook(parameter: nn.Parameter, held: _Held) -> None:
+    outside = _disable_dynamo(hand_over)
+
     # A cycle, for the garbage collector: torch converts no parameter that has weak references.
     def accumulated(leaf: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if not held.is_taken:
+                outside(parameter)
+            return
         mine = vars(parameter).get(_HELD)
         if mine is None or mine.leaf is not leaf:
             raise RuntimeError(

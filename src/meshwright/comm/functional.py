@@ -104,7 +104,7 @@ def all_to_all(
     return _apply(tensor.contiguous(), exchange)
 
 
-# ------------------------------------------------------- in a graph, without a backward of their own
+# ------------------------------------------------- in a graph, without a backward of their own
 
 
 def traced_all_reduce(x: torch.Tensor, axis: Communicator) -> torch.Tensor:

@@ -4,6 +4,7 @@
 ``grad_reduce``     the mean of one gradient over the ranks of a group. It carries all that a
                     bucket's plan depends on, so equal graphs have equal plans, also from caches
 ``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
+``deliver``         gives a gradient to a parameter that is a DTensor, in a compiled backward
 ``agree``           asks all ranks, before a graph's first reduction, whether theirs are the same
 ==================  ==============================================================================
 
@@ -31,6 +32,7 @@ __all__ = [
     "WAIT",
     "MarkedModel",
     "announce",
+    "deliver",
     "grad_reduce",
     "with_kept",
 ]
@@ -41,6 +43,10 @@ class MarkedModel(Protocol):
 
     def take_kept(self, index: int) -> torch.Tensor | None:
         """What passes without a reduction have left in ``.grad`` of parameter ``index``."""
+        ...
+
+    def deliver(self, index: int, gradient: torch.Tensor) -> None:
+        """Add this rank's part of a gradient to ``.grad`` of parameter ``index``, a DTensor."""
         ...
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
@@ -66,6 +72,10 @@ torch.library.define(
     " -> Tensor",
 )
 torch.library.define("meshwright::with_kept", "(Tensor gradient, int index, str model) -> Tensor")
+# Nothing is written to the token: an operator without a result is kept where it seems to write.
+torch.library.define(
+    "meshwright::deliver", "(Tensor(a!) token, Tensor gradient, int index, str model) -> ()"
+)
 torch.library.define(
     "meshwright::agree", "(Tensor(a!) anchor, int[] indices, str model, str plan) -> ()"
 )
@@ -99,6 +109,16 @@ def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
 @torch.library.register_fake("meshwright::with_kept")
 def _fake_with_kept(gradient: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(gradient)
+
+
+@torch.library.impl("meshwright::deliver", "CompositeExplicitAutograd")
+def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
+    _find(model).deliver(index, gradient.clone())
+
+
+@torch.library.register_fake("meshwright::deliver")
+def _fake_deliver(token: torch.Tensor, *_: object) -> None:
+    return None
 
 
 @torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
@@ -142,6 +162,14 @@ def grad_reduce(
 def with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
     """``gradient`` plus what ``.grad`` of the parameter holds when the graph runs; takes that."""
     return torch.ops.meshwright.with_kept.default(gradient, index, model)
+
+
+def deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
+    """Add ``gradient`` to that of a DTensor parameter when the graph runs.
+
+    ``token`` is an input of the graph, the same for all of a model's gradients.
+    """
+    torch.ops.meshwright.deliver.default(token, gradient, index, model)
 
 
 def _find(name: str) -> MarkedModel:

@@ -230,6 +230,10 @@ class _Lent:
             for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
+    @torch.compiler.assume_constant_result
+    def _has_hooks(self) -> bool:
+        return bool(self.parameter._backward_hooks)
+
     def give_up(self) -> None:
         """Give back what an unfinished pass has left, but for parts of sums: those are lost."""
         if self.local.partial is not None:
@@ -237,6 +241,8 @@ class _Lent:
         self.give_back()
 
     def _by_hooks_of_parameter(self, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and not self._has_hooks():
+            return gradient
         if self.local.partial is None:  # those of a sum run when it is there
             for hook in tuple((self.parameter._backward_hooks or {}).values()):
                 changed = hook(dtensor_like(gradient, self.parameter))
@@ -319,6 +325,13 @@ class ReducedLeaves:
             parameter = self._lent[index].leaf
         gradient, parameter.grad = parameter.grad, None
         return gradient
+
+    @torch.no_grad()
+    def deliver(self, index: int, gradient: torch.Tensor) -> None:
+        """A compiled backward has ``gradient`` for number ``index``, a DTensor."""
+        lent = self._lent[index]
+        lent.leaf.grad = gradient
+        lent.give_back()
 
     @torch.no_grad()
     def keep(self, index: int) -> None:

@@ -314,6 +314,10 @@ class GradientReducer:
 
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
         """As `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
+        if torch.compiler.is_compiling():
+            if self.marking is not None:
+                self.marking.accumulated_at_leaf(index, leaf)
+            return
         if not self.is_synchronising:
             self.leaves.keep(index)
             return

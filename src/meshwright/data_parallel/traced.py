@@ -29,7 +29,7 @@ from torch.func import functional_call
 
 import meshwright
 from meshwright.comm import Communicator
-from meshwright.comm.marks import announce, grad_reduce, with_kept
+from meshwright.comm.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.data_parallel.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
@@ -84,6 +84,7 @@ class Marking:
         self._agreed: dict[str, float] = {}
         """Plans that this rank has run, with a number for each."""
         self._told = ""
+        self._token = torch.zeros((), device=communicator.device)
         announce(self.name, self)
 
     # ------------------------------------------------------------------ while a graph is traced
@@ -143,9 +144,7 @@ class Marking:
         if not reducer.is_wanted:
             self.keeps = True
 
-    def call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401 - the module's own
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the module's own
         """What ``module`` computes with copies of its parameters whose gradients are marked.
 
         Hooks have nothing to reduce after that. Where a frame of the forward is not traced after
@@ -185,15 +184,31 @@ class Marking:
 
     def accumulated(self, index: int, parameter: torch.Tensor) -> None:
         """A hook of a compiled backward: the whole gradient of one parameter is there."""
+        self._check_hooks()
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.copy_(self.mark(gradient, index))
+
+    def accumulated_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
+        """As `accumulated`, of a DTensor's leaf; its gradient may be marked already."""
+        gradient = leaf.grad
+        if gradient is None:
+            return
+        if self._reducer.is_synchronising:
+            self._check_hooks()
+            if self.keeps:
+                gradient = with_kept(gradient, index, self.name)
+            gradient = self.mark(gradient, index)
+        deliver(self._token, gradient, index, self.name)
+        leaf.grad = None
+
+    def _check_hooks(self) -> None:
         obstacle = self._obstacle_of_hooks()
         if obstacle:
             raise RuntimeError(
                 f"a compiled backward cannot reduce the gradients of this model: {obstacle}. "
                 "Call backward outside of compiled_autograd"
             )
-        gradient = parameter.grad
-        if gradient is not None:
-            gradient.copy_(self.mark(gradient, index))
 
     @torch.compiler.assume_constant_result
     def _obstacle_of_hooks(self) -> str:
@@ -211,6 +226,10 @@ class Marking:
     def take_kept(self, index: int) -> torch.Tensor | None:
         """What passes without a reduction have left of parameter ``index``; ``.grad`` gives it."""
         return self._reducer.leaves.take(index, self._reducer.named[index][1])
+
+    def deliver(self, index: int, gradient: torch.Tensor) -> None:
+        """Add this rank's part of a gradient to that of parameter ``index``, a DTensor."""
+        self._reducer.leaves.deliver(index, gradient)
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Compare with the other ranks what this backward pass is and what it will reduce.

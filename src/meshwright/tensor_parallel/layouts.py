@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """``function`` of a module, which a compiler does not look into where its parameters are DTensors.
+    """``function`` of a module, which is not traced where its parameters are DTensors.
 
-    A graph ends before it, and another begins behind it. Where data parallelism has put local
+    A graph ends before it then, and another begins behind it. Where data parallelism has put local
     tensors in their places the function is traced, with its communication.
     """
     outside = _disable_dynamo(function)
