@@ -59,7 +59,7 @@ def test_cuts_against_all_splits() -> None:
 
 
 class Uneven(nn.Module):
-    """Layers of different widths, a skip, shared weights, statistics, a change in place."""
+    """Layers of different widths, shared weights, statistics, a count, a skip, writes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,10 @@ class Uneven(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(16, 50, bias=False)
         self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1  # in a trace this is assigned at the end, which forbids no cut
         x = self.embed(tokens)
         for wide, narrow in zip(self.layers[::2], self.layers[1::2], strict=True):
             x = x + narrow(torch.relu_(wide(x)))

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.pipelining.placement import Placement, attribute
+from meshwright.pipelining.placement import Placement, assigns, attribute
 
 __all__ = ["Costs", "cuttable", "flops", "measured", "memory", "parameters", "traffic"]
 
@@ -51,7 +51,10 @@ def cuttable(place: Placement) -> list[fx.Node]:
     return [
         node
         for node in place.nodes
-        if node in place.stage and node.op != "placeholder" and node.target is not operator.getitem
+        if node in place.stage
+        and node.op != "placeholder"
+        and node.target is not operator.getitem
+        and not (assigns(node) and node.args[1] in place.stage)
     ]
 
 
@@ -60,6 +63,8 @@ def _positions(nodes: Sequence[fx.Node], every: Sequence[fx.Node]) -> dict[fx.No
     found = {node: position for position, node in enumerate(nodes)}
     for node in every:
         source = node.args[0] if node.target is operator.getitem else None
+        if assigns(node):
+            source = node.args[1]
         if isinstance(source, fx.Node) and source in found:
             found[node] = found[source]
     return found

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.pipelining.split_points import is_marker
 
-__all__ = ["Placement", "attribute", "source_of"]
+__all__ = ["Placement", "assigns", "attribute", "source_of"]
 
 _REGIONS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 """Operators that run a graph under other settings and add nothing of their own."""
@@ -75,7 +75,7 @@ class Placement:
             elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
                 if node.args[0] not in self.everywhere:
                     self.stage[node] = self.stage[node.args[0]]
-            elif _assigns(node) and node.args[1] in self.stage:
+            elif assigns(node) and node.args[1] in self.stage:
                 self.stage[node] = self.stage[node.args[1]]
             else:
                 self.stage[node] = stage
@@ -253,7 +253,7 @@ def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
                 yield found
 
 
-def _assigns(node: fx.Node) -> bool:
+def assigns(node: fx.Node) -> bool:
     """Whether a node gives a buffer the value that the model has assigned to it: it comes last."""
     target = node.args[0] if node.args else None
     is_copy = node.target is torch.ops.aten.copy_.default
