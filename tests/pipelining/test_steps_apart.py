@@ -118,6 +118,45 @@ def body_again() -> None:
         schedule.step(target=x)
 
 
+def body_at_once(culprit: int) -> None:
+    """A rank refuses a step that the other waits in, and is called again before that has looked."""
+    world = communicator()
+    layer = nn.Linear(4, 4)
+    schedule = ScheduleGPipe(PipelineStage(layer, world.rank, 2, CPU), 2, loss_fn=nn.MSELoss())
+    x = torch.ones(4, 4)
+    good, bad = ((x,), {}), ((x[:1],), {})
+    if world.rank == 1:
+        good, bad = ((), {"target": x}), ((), {"target": x[:1]})
+    theirs = rf"rank {culprit} stage {culprit} failed in step\(\): ValueError: .* has 1 rows"
+    if world.rank == culprit:
+        hear("waits")
+        time.sleep(0.1)
+        with pytest.raises(ValueError, match="has 1 rows"):
+            schedule.step(*bad[0], **bad[1])
+        if culprit == 1:  # what it is sent belongs to the batch that it has refused
+            with pytest.raises(
+                PipelinePeerError, match="rank 0 is in a step .* 1 could not begin .*1 rows"
+            ):
+                schedule.step(*good[0], **good[1])
+            return
+    else:
+        say("waits")
+        with pytest.raises(PipelinePeerError, match=theirs if culprit == 0 else "rank 1 stage 1"):
+            schedule.step(*good[0], **good[1])
+        if culprit == 1:
+            return
+    for _ in range(2):
+        layer.zero_grad()
+        schedule.step(*good[0], **good[1])
+        assert layer.weight.grad is not None
+
+
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_who_refuses_a_step_and_is_called_again_at_once(ranks: Ranks, culprit: int) -> None:
+    ranks(2, body_at_once, culprit, timeout=30)
+
+
 def body_consumed() -> None:
     """What was received in a step that failed is not waited for a second time."""
     world = communicator()
@@ -201,6 +240,9 @@ class Board:
 
     def post(self, key: str, text: str) -> bool:
         return self.texts.setdefault(key, text) == text
+
+    def replace(self, key: str, text: str) -> None:
+        self.texts[key] = text
 
     def read(self, key: str) -> str | None:
         return self.texts.get(key)

@@ -4,20 +4,23 @@ Two notices of a schedule stand in the store. ``failed`` is the first failure th
 behind: whoever is in that step or a later one raises, for what it waits for will not come. Ranks
 that are still in an earlier step finish it. ``refused`` is a step that could not begin on a rank,
 which takes the notice back when it tries again; ranks that have given the step up as often need
-not heed it. A rank that had begun such a step cannot begin it again, and says so in its turn.
-Data-parallel ranks of a stage are no ranks of the pipeline: the board of the run tells them.
+not heed it, and one that has missed it learns of it from the first message (`Call`). A rank that
+had begun such a step cannot begin it again, and says so in its turn. Data-parallel ranks of a stage
+are no ranks of the pipeline: the board of the run tells them.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from meshwright.comm import Communicator
 from meshwright.comm.notices import Notices
 from meshwright.comm.registry import PROCESS
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
+from meshwright.pipelining.calls import Call
 
 __all__ = ["Failures"]
 
@@ -32,8 +35,12 @@ class Failures:
         self._has_replicas = has_replicas
         self._rank = communicator.ranks[communicator.rank]
         self._has_refused = False
-        self._given_up = (0, 0)
-        """A step, and how often it has ended on this rank before it had begun."""
+        self._refusal = ""
+        """The last notice of a step that could not begin on this rank."""
+        self._given_up = (0, 0, 0)
+        """A step, how often it has ended on this rank before it had begun, and when it did last."""
+        self.call = Call()
+        """The call of a step that this rank is in."""
         self._seen: Mapping[str, Any] | None = None
         """Another rank's failure, which has ended a step of this one."""
 
@@ -42,7 +49,7 @@ class Failures:
     ) -> None:
         """This rank has failed in ``step``, on its own or because another has."""
         times = self._times(step) + (not for_good)
-        self._given_up = step, times
+        self._given_up = step, times, time.time_ns()
         notice = self._seen or {
             "rank": self._rank,
             "stage": stage,
@@ -57,7 +64,7 @@ class Failures:
             if self._has_replicas and self._seen is None and PROCESS.monitor is not None:
                 PROCESS.monitor.publish(error)
         elif self._seen is None and not self._has_refused:
-            self._has_refused = self._notices.post(_REFUSED, text)
+            self._has_refused, self._refusal = self._notices.post(_REFUSED, text), text
 
     def begin(self, step: int) -> None:
         """``step`` begins: what this rank has refused it tries again.
@@ -67,7 +74,9 @@ class Failures:
         self._seen = None
         if self._has_refused:
             self._has_refused = False
+            self._notices.replace(f"{_REFUSED} before/{self._rank}", self._refusal)
             self._notices.withdraw(_REFUSED)
+        self.call = Call(self._times(step), self._given_up[2])
         if self._times(step):
             self.look(step)
 
@@ -82,14 +91,35 @@ class Failures:
                 continue
             if key == _REFUSED and found["times"] <= self._times(found["step"]):
                 continue
-            self._seen = found
             again = ""
             if found["rank"] == self._rank:
                 again = f"rank {found['by']} cannot run a step again that had ended: "
-            raise _KINDS.get(found["type"], PipelinePeerError)(
-                f"{again}rank {found['rank']} stage {found['stage']} failed in {found['action']}: "
-                f"{found['name']}: {found['text']}"
+            self._raise(found, again)
+
+    def compare(self, rank: int, theirs: Call) -> None:
+        """Raise when what ``rank`` sends, and this rank waits for, belong to different calls."""
+        if self.call.ended_below(theirs):
+            text = self._notices.read(f"{_REFUSED} before/{rank}")
+            if text is not None:
+                self._raise(json.loads(text), "")
+            self._seen = {}
+            raise PipelinePeerError(
+                f"rank {rank} has ended the step that this rank is in, before it had begun there"
             )
+        if theirs.ended_below(self.call):
+            cause = json.loads(self._refusal or "{}")
+            raise PipelinePeerError(
+                f"rank {rank} is in a step that rank {self._rank} could not begin "
+                f"({cause.get('name')}: {cause.get('text')}); what it sends is not for the batch "
+                f"that rank {self._rank} was given since"
+            )
+
+    def _raise(self, found: Mapping[str, Any], again: str) -> NoReturn:
+        self._seen = found
+        raise _KINDS.get(found["type"], PipelinePeerError)(
+            f"{again}rank {found['rank']} stage {found['stage']} failed in {found['action']}: "
+            f"{found['name']}: {found['text']}"
+        )
 
     def _times(self, step: int) -> int:
         return self._given_up[1] if self._given_up[0] == step else 0

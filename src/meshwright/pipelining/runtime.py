@@ -211,6 +211,7 @@ class _Step:
             2 * runtime.plan + training,
             runtime.disagreement,
             runtime._first_tag,
+            runtime._failures,
         )
         count = self.schedule.microbatches
         told = StepOfStage(training, batch.is_scaled, self.reduce_stage, count)

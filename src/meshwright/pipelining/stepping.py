@@ -160,6 +160,10 @@ class PipelineSchedule:
 
         The first stage's rank gives ``args``, the last stage's ``target``; any rank may give
         keyword arguments. Gradients are added to ``.grad``. ``losses`` is filled by microbatch.
+
+        A rank that refuses what it was given raises at once and may call again; so do the ranks
+        that are in the step. Ranks that call only afterwards take part in the new call: a loop that
+        leaves a batch out has to do so on all ranks.
         """
         if self._loss_fn is not None and not torch.is_grad_enabled():
             raise RuntimeError(

@@ -1,12 +1,13 @@
 """What stages of different ranks tell each other in one step.
 
 In front of the first payload between a stage and a rank that reads it goes one header: what the
-sender takes the schedule to be, the step's number, and an id of each microbatch's signature, which
-follows from the inputs before anything is computed (as one digest of the list, which follows where
-it is new). Where an id is known the receive is posted at once. The first microbatch of an unknown
-one carries its signature in front of its payload. Gradients have the signature of the outputs they
-belong to; which of them are none is told once for each id. Constants are known only when they have
-been computed: where there are any, each microbatch has a small message for them.
+sender takes the schedule to be, the step's number and which call of it this is, and an id of each
+microbatch's signature, which follows from the inputs before anything is computed (as one digest of
+the list, which follows where it is new). Where an id is known the receive is posted at once. The
+first microbatch of an unknown one carries its signature in front of its payload. Gradients have the
+signature of the outputs they belong to; which of them are none is told once for each id. Constants
+are known only when they have been computed: where there are any, each microbatch has a small
+message for them.
 
 A receive never blocks when it is posted: what it needs to know may not be there yet, and then it is
 posted by whoever waits for it.
@@ -24,7 +25,9 @@ import torch
 from meshwright.comm import Communicator, Pending, start_together
 from meshwright.errors import CollectiveMismatchError, PipeliningShapeError
 from meshwright.pipelining.agreed import Agreed
+from meshwright.pipelining.calls import Call
 from meshwright.pipelining.constants import packed, unpacked
+from meshwright.pipelining.failures import Failures
 from meshwright.pipelining.metadata import Signature, TensorMeta, Values, differences
 from meshwright.pipelining.program import PAYLOAD, Leg, tag_of
 from meshwright.schedule.actions import SEND_F, Schedule
@@ -41,6 +44,7 @@ _NAMES = (
     "constants",
     "more constants",
 )
+_HEADER_SIZE = 7
 _TIED = PAYLOAD + 1
 _TIED_MESSAGES = 4096
 """More than one stage has for another of tied parameters in one step."""
@@ -91,11 +95,13 @@ class Transfers:
         plan: int,
         disagreement: Callable[[int], str],
         first_tag: int,
+        failures: Failures,
     ) -> None:
         """``headers`` keeps posted receives of headers, by step and stage, from one try of a step
         to the next; ``watch`` is called while this rank waits, and raises when a peer failed;
         ``plan`` is twice a digest of what all ranks must agree on, plus one in training;
-        ``disagreement`` tells how a rank's differs; tags begin at ``first_tag``."""
+        ``disagreement`` tells how a rank's differs; tags begin at ``first_tag``; ``failures`` know
+        which call of the step this is."""
         self.has_begun = False
         """Whether anything of this step has left this rank, or was to be received by it."""
         self._communicator = communicator
@@ -108,6 +114,7 @@ class Transfers:
         self._plan = plan
         self._disagreement = disagreement
         self._first_tag = first_tag + step % 2
+        self._failures = failures
         self._can_look = communicator.backend != "gloo"
         """Whether it costs nothing to see that a message has left."""
         self._sent: deque[tuple[Pending, torch.Tensor]] = deque()
@@ -129,13 +136,13 @@ class Transfers:
         key = (self._step, stage)
         posted = self._headers.get(key)
         if posted is None:
-            buffer = torch.empty(4, dtype=torch.int64)
+            buffer = torch.empty(_HEADER_SIZE, dtype=torch.int64)
             posted = self._headers[key] = (self._hear(buffer, stage, _HEADER, stage, 0), buffer)
         pending, buffer = posted
         if not wait and not pending.is_completed():
             return None
         pending.wait(watch=self._watch)
-        plan, step, combined, count = buffer.tolist()
+        plan, step, combined, count, *numbers = buffer.tolist()
         if plan // 2 != self._plan // 2:
             raise CollectiveMismatchError(self._disagreement(self._schedule.stage_ranks[stage]))
         if plan != self._plan:
@@ -148,6 +155,7 @@ class Transfers:
                 f"stage {stage} on rank {self._schedule.stage_ranks[stage]} is in step {step} of "
                 f"this schedule, and rank {self._communicator.rank} in step {self._step}: {_ALIKE}"
             )
+        self._compare(stage, Call.of(numbers))
         known = self._agreed[stage]
         ids = known.lists.get(combined)
         if ids is None:
@@ -163,6 +171,13 @@ class Transfers:
         self.came[stage] = ids
         return ids
 
+    def _compare(self, stage: int, theirs: Call) -> None:
+        """Raise when the header of ``stage`` is of another call of this step than this rank's."""
+        # Nobody will take what a call has sent that was given up here.
+        self.has_begun |= theirs.ended_below(self._failures.call)
+        ranks = self._communicator.ranks
+        self._failures.compare(ranks[self._schedule.stage_ranks[stage]], theirs)
+
     def _announce(self, stage: int, rank: int) -> tuple[int, ...]:
         """Send the header of ``stage`` to ``rank`` unless it has been sent; its ids."""
         ids = self._ids(stage, self.incoming, wait=True)
@@ -171,7 +186,8 @@ class Transfers:
         if (stage, rank) not in self._announced:
             self._announced.add((stage, rank))
             combined = self._agreed[stage].digest_of(ids)
-            header = [self._plan, self._step, combined, len(ids)]
+            call = self._failures.call.numbers()
+            header = [self._plan, self._step, combined, len(ids), *call]
             self._tell(torch.tensor(header), rank, _HEADER, stage, stage, 0)
             listed = self._agreed[stage].listed.setdefault(combined, set())
             if rank not in listed:
