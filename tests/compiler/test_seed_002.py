@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -60,8 +59,6 @@ def compare_three(
     use_checkpoint: bool = False,
 ) -> None:
     """Eager `replicate`, compiled `replicate` and the compiled class: all gradients and weights."""
-    # Torch's own tracer reads the gradient of what is no leaf.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
     mode = "python_reducer_without_compiled_forward" if no_compile_forward else "python_reducer"
     torch._dynamo.config.optimize_ddp = mode
     torch.manual_seed(123)

@@ -202,18 +202,16 @@ class Marking:
         deliver(self._token, gradient, index, self.name)
         leaf.grad = None
 
-    def _check_hooks(self) -> None:
-        obstacle = self._obstacle_of_hooks()
+    @torch.compiler.assume_constant_result
+    def _check_hooks(self) -> bool:
+        self._prepare()
+        obstacle = self.obstacle()
         if obstacle:
             raise RuntimeError(
                 f"a compiled backward cannot reduce the gradients of this model: {obstacle}. "
                 "Call backward outside of compiled_autograd"
             )
-
-    @torch.compiler.assume_constant_result
-    def _obstacle_of_hooks(self) -> str:
-        self._prepare()
-        return self.obstacle()
+        return True
 
     def _narrowed(self) -> torch.dtype | None:
         hook = self._reducer.registered_hook

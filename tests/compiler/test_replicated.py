@@ -1,0 +1,423 @@
+"""Compiled replicas against eager ones and one process: gradients, refusals, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.comm import Recorder, communicator, observe
+from meshwright.compiler import aot_backend, compile_module, compiled_autograd, counters
+from meshwright.data_parallel import DistributedDataParallel, GradBucket, replicate
+from meshwright.data_parallel.comm_hooks import bf16_compress_hook
+from meshwright.errors import CollectiveMismatchError
+from meshwright.testing import Ranks
+
+WIDTH = 8
+
+
+class Mixed(nn.Module):
+    """Tied, frozen and unused parameters, two dtypes, buffers, a path that ``used`` opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+        self.wide = nn.Linear(WIDTH, WIDTH).double()
+        self.breaks = False
+
+    def forward(self, x: torch.Tensor, *, used: bool = False) -> torch.Tensor:
+        x = self.frozen(self.norm(checkpoint(self.first, x, use_reentrant=False)))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        if used:
+            x = x + self.unused(x)
+        return self.tied(x) + self.wide(x.double())
+
+
+def mixed(**settings: bool) -> Mixed:
+    torch.manual_seed(0)
+    model = Mixed()
+    vars(model).update(settings)
+    return model
+
+
+def rank_and_size() -> tuple[int, int]:
+    axis = communicator(None, "replicate")
+    return axis.rank, axis.size
+
+
+def batch(step: int) -> torch.Tensor:
+    rank, size = rank_and_size()
+    torch.manual_seed(1000 + step * size + rank)
+    return torch.randn(4, WIDTH)
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend=aot_backend, **options)
+
+
+def same_gradients(expected: nn.Module, *found: nn.Module) -> None:
+    for model in found:
+        rows = zip(expected.named_parameters(), model.parameters(), strict=True)
+        for (name, one), other in rows:
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None:
+                assert torch.equal(one.grad, other.grad), name
+
+
+# ------------------------------------------------------------------------------- same numbers
+
+
+def train_three(*, breaks: bool) -> None:
+    eager = replicate(mixed(breaks=breaks))
+    inner, wrapped = replicate(mixed(breaks=breaks)), DistributedDataParallel(mixed(breaks=breaks))
+    models = [eager, compiled(inner), compiled(wrapped, fullgraph=not breaks)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    for step in range(3):
+        for model in models:
+            model(batch(step)).square().mean().backward()
+        same_gradients(eager, inner, wrapped)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(eager.buffers(), inner.buffers(), strict=True):
+        assert torch.equal(one, other)
+    # Float64 and float32 go apart; where a graph breaks, hooks reduce.
+    assert counters["ddp_buckets"] == (0 if breaks else 2)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_gradients_are_those_of_eager_mode(ranks: Ranks, breaks: bool) -> None:
+    ranks(2, train_three, breaks=breaks)
+
+
+def accumulate(patterns: Sequence[tuple[bool, ...]], *, in_hooks: bool) -> None:
+    """Each pattern says of its passes whether they reduce; gradients are zeroed behind it."""
+    if in_hooks:
+        torch._dynamo.config.optimize_ddp = "python_reducer"
+    eager, inner = replicate(mixed()), replicate(mixed())
+    model = compiled(inner)
+    for pattern, zeroes in itertools.product(patterns, (True, False)):
+        for step, reduces in enumerate(pattern):
+            for each in (eager, inner):
+                each.set_requires_gradient_sync(reduces)
+            eager(batch(step)).square().mean().backward()
+            with compile_backward() if in_hooks else contextlib.nullcontext():
+                model(batch(step)).square().mean().backward()
+            rows = zip(eager.parameters(), inner.parameters(), strict=True)
+            for one, other in rows:
+                torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-6)
+        if zeroes or not pattern[-1]:
+            eager.zero_grad()
+            inner.zero_grad()
+
+
+def compile_backward() -> contextlib.AbstractContextManager[None]:
+    return compiled_autograd(lambda graph: torch.compile(graph, backend=aot_backend))
+
+
+def patterns(length: int) -> list[tuple[bool, ...]]:
+    return [p for n in range(1, length + 1) for p in itertools.product((True, False), repeat=n)]
+
+
+def test_accumulation_reduces_what_was_kept(ranks: Ranks) -> None:
+    ranks(2, accumulate, [(False, True), (True, False, False, True)], in_hooks=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_hooks", [False, True])
+def test_every_accumulation_of_four_passes(ranks: Ranks, in_hooks: bool) -> None:
+    ranks(2, accumulate, patterns(4), in_hooks=in_hooks, timeout=280)
+
+
+def count_compilations() -> int:
+    model = replicate(nn.Linear(WIDTH, WIDTH))
+    run = compiled(model)
+    for step in range(6):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        run(batch(step)).square().mean().backward()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_two_compilations_serve_an_alternating_run(ranks: Ranks) -> None:
+    assert ranks(2, count_compilations) == [2, 2]
+
+
+class Random(nn.Module):
+    """A model that a number makes up: sizes, ties, unused and frozen parameters, dtypes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draws = random.Random(seed)
+        torch.manual_seed(seed)
+        widths = [self.draws.choice([2, 5, 8, 33]) for _ in range(self.draws.randint(2, 5))]
+        pairs = itertools.pairwise([WIDTH, *widths, WIDTH])
+        self.layers = nn.ModuleList(
+            nn.Linear(*pair, bias=self.draws.random() < 0.7) for pair in pairs
+        )
+        self.extra = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if self.draws.random() < 0.5:
+            self.extra[1].weight = self.extra[0].weight
+        self.extra[2].to(self.draws.choice([torch.float64, torch.bfloat16]))
+        self.used = [self.draws.random() < 0.7 for _ in self.extra]
+        for parameter in self.parameters():
+            parameter.requires_grad_(self.draws.random() < 0.85)
+        self.layers[0].weight.requires_grad_(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for used, layer in zip(self.used, self.extra, strict=True):
+            if used:
+                x = x + layer(x.to(layer.weight.dtype)).to(x.dtype)
+        return x
+
+
+def fuzz(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        torch._dynamo.reset()
+        eager = replicate(Random(seed), bucket_cap_mb=0.0003)
+        inner = replicate(Random(seed), bucket_cap_mb=0.0003)
+        whole, model = Random(seed), compiled(inner)
+        rank, size = rank_and_size()
+        for step in range(2):
+            torch.manual_seed(step)
+            x = torch.randn(4 * size, WIDTH)
+            share = x[4 * rank : 4 * rank + 4]
+            for each in (eager, model):
+                each(share).square().mean().backward()
+            whole(x).square().mean().backward()
+            same_gradients(eager, inner)
+            for one, other in zip(whole.parameters(), inner.parameters(), strict=True):
+                if one.grad is not None:
+                    close = {"rtol": 0.05, "atol": 0.01} if one.dtype == torch.bfloat16 else {}
+                    torch.testing.assert_close(other.grad, one.grad, **close)
+            for each in (eager, inner, whole):
+                each.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_models_that_numbers_make_up(ranks: Ranks, size: int) -> None:
+    ranks(size, fuzz, range(20), timeout=280)
+
+
+def compress() -> None:
+    eager, inner = replicate(mixed()), replicate(mixed())
+    model = compiled(inner)
+    eager.register_comm_hook(None, bf16_compress_hook)
+    model(batch(0)).square().mean().backward()
+    inner.zero_grad()
+    inner.register_comm_hook(None, bf16_compress_hook)  # a graph is there, without the casts
+    model(batch(1)).square().mean().backward()
+    eager(batch(1)).square().mean().backward()
+    same_gradients(eager, inner)
+    assert counters["unfused"] == 0
+
+
+@pytest.mark.slow
+def test_a_hook_that_compresses_becomes_casts(ranks: Ranks) -> None:
+    ranks(2, compress)
+
+
+def own_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().mul_(2))
+    return future
+
+
+def leave_to_hooks() -> None:
+    inner = replicate(mixed())
+    inner.register_comm_hook(None, own_hook)
+    compiled(inner)(batch(0)).square().mean().backward()
+    local = mixed()
+    local(batch(0)).square().mean().backward()
+    torch.testing.assert_close(inner.first.weight.grad, 2 * local.first.weight.grad)
+    assert counters["ddp_buckets"] == 0
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    with pytest.raises(Exception, match="own_hook sees whole buckets"), compile_backward():
+        inner(batch(1)).square().mean().backward()
+
+
+def test_another_hook_is_left_outside_or_refused(ranks: Ranks) -> None:
+    ranks(2, leave_to_hooks)
+
+
+def without_the_pass() -> list[str]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("meshwright").addHandler(handler)
+    eager, inner = replicate(mixed()), replicate(mixed())
+    model = torch.compile(inner, backend="aot_eager")
+    for _ in range(2):
+        model(batch(0)).square().mean().backward()
+        inner.zero_grad()
+    model(batch(0)).square().mean().backward()
+    eager(batch(0)).square().mean().backward()
+    same_gradients(eager, inner)
+    assert counters["unfused"] > 0
+    return texts
+
+
+@pytest.mark.slow
+def test_a_backend_without_the_pass_is_right_and_says_so(ranks: Ranks) -> None:
+    for texts in ranks(2, without_the_pass):
+        assert len([text for text in texts if "one by one" in text]) == 1
+
+
+# ------------------------------------------------------------------------------- differences
+
+
+def use_on_one_rank() -> str:
+    rank, _ = rank_and_size()
+    model = compiled(replicate(mixed()))
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        model(batch(1), used=rank == 1).square().mean().backward()
+    return str(caught.value)
+
+
+def test_a_path_that_one_rank_takes_is_named_on_all(ranks: Ranks) -> None:
+    for text in ranks(2, use_on_one_rank):
+        assert "rank 1 has gradients of unused.bias, unused.weight too" in text
+        assert "rank 0 has gradients of no more than the others" in text
+
+
+def use_outside() -> str:
+    inner = replicate(mixed())
+    x = batch(0)
+    loss = compiled(inner)(x).square().mean()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        (loss + (x @ inner.wide.weight.float()).square().mean()).backward()
+    return str(caught.value)
+
+
+def test_a_use_beside_the_marked_copy_is_named(ranks: Ranks) -> None:
+    for text in ranks(2, use_outside):
+        assert "the gradient of 'wide.weight' is not the same on every rank" in text
+
+
+def step_apart() -> str:
+    rank, _ = rank_and_size()
+    inner = replicate(mixed())
+    model = compiled(inner)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        if step == 0 or rank == 0:
+            optimizer.step()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        model(batch(2)).square().mean().backward()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranks_at_different_steps_are_named(ranks: Ranks) -> None:
+    for text in ranks(2, step_apart):
+        assert "different passes" in text
+
+
+def compile_alone() -> list[str]:
+    """Rank 1 meets another shape: it compiles anew while rank 0 waits, and both go on."""
+    rank, _ = rank_and_size()
+    eager, inner = replicate(mixed()), replicate(mixed())
+    model = compiled(inner, dynamic=False)
+    for step in range(2):
+        x = batch(step)[: 3 if step and rank else 4]
+        for each in (eager, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        same_gradients(eager, inner)
+    with observe(recorder := Recorder()):
+        model(batch(2)).square().mean().backward()
+    return [c.label for c in recorder.collectives]
+
+
+@pytest.mark.slow
+def test_a_rank_that_compiles_alone_is_waited_for(ranks: Ranks) -> None:
+    for labels in ranks(2, compile_alone):
+        assert labels == ["agree on the gradients of a compiled graph"]
+
+
+# ------------------------------------------------------------------------------- settings
+
+
+def settings() -> dict[str, object]:
+    found: dict[str, object] = {}
+    for module in (torch._inductor.config, torch._dynamo.config):
+        found |= {f"{module.__name__}.{k}": v for k, v in module.get_config_copy().items()}
+    return found
+
+
+def compile_in_scope() -> None:
+    before = settings()
+    eager, inner = replicate(mixed()), compile_module(replicate(mixed()))
+    names = list(inner.state_dict())
+    for each in (eager, inner):
+        each(batch(0)).square().mean().backward()
+    for one, other in zip(eager.parameters(), inner.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+    assert counters["ddp_buckets"] == 2
+    assert list(inner.state_dict()) == names == list(eager.state_dict())
+    assert settings() == before
+    inside: list[dict[str, object]] = []
+    with pytest.raises(ZeroDivisionError):
+        raise_in_scope(inside)
+    assert inside != [before] == [settings()]
+
+
+def raise_in_scope(inside: list[dict[str, object]]) -> None:
+    with compiled_autograd():
+        inside.append(settings())
+        raise ZeroDivisionError
+
+
+@pytest.mark.slow
+def test_our_entries_leave_no_setting_behind(ranks: Ranks) -> None:
+    ranks(2, compile_in_scope, timeout=280)
+
+
+def sizes_of_buckets(cap: float) -> int:
+    inner = replicate(mixed(), bucket_cap_mb=cap)
+    torch.compile(inner)(batch(0)).square().mean().backward()
+    return counters["ddp_buckets"]
+
+
+@pytest.mark.slow
+def test_another_bucket_size_is_no_stale_plan_from_a_cache(ranks: Ranks) -> None:
+    assert ranks(2, sizes_of_buckets, 25, timeout=280) == [2, 2]
+    assert ranks(2, sizes_of_buckets, 25, timeout=280) == [2, 2]  # from the cache
+    assert ranks(2, sizes_of_buckets, 0.0001, timeout=280) == [3, 3]
+
+
+def copies_refused() -> None:
+    inner = replicate(mixed())
+    compiled(inner)(batch(0)).square().mean().backward()
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        deepcopy(inner)
+    with torch.no_grad():
+        inner.eval()
+        one = compiled(inner)(batch(1))
+        torch.testing.assert_close(one, inner(batch(1)))
+
+
+@pytest.mark.slow
+def test_a_compiled_replica_evaluates_and_is_not_copied(ranks: Ranks) -> None:
+    ranks(2, copies_refused)
