@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 
 SOON = 5.0
 STRATEGIES = ("replicate", "fully_shard", "flat", "original")
@@ -176,6 +177,22 @@ def test_every_rank_is_told_who_raised(ranks: Ranks, strategy: str, place: str) 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_is_told_on_gloo(ranks: Ranks, strategy: str, place: str) -> None:
     check_one(ranks, strategy, place)
+
+
+def body_unconnected(strategy: str) -> None:
+    """Rank 1 raises at its third step, in a run whose group the user has made."""
+    dist.init_process_group("gloo")
+    net, model = laid_out(strategy)
+    for step in range(3):
+        net.raises_in = "forward" if step == 2 and dist.get_rank() == 1 else ""
+        model(batch(step, dist.get_rank())).square().sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_who_raised_is_named_without_connect(ranks: Ranks, strategy: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body_unconnected, strategy, connected=False, grace=SOON)
+    assert re.search(r"rank 1 failed first.* ValueError: planted", str(caught.value))
 
 
 # ------------------------------------------------------------------------ what goes on

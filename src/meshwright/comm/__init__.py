@@ -26,6 +26,7 @@ from meshwright.comm.process_groups import (
     peers,
     subgroup,
     union,
+    watch_run,
 )
 from meshwright.comm.registry import hears_actions, observe, phase, tell_ran
 from meshwright.comm.streams import Clock, Mark
@@ -55,4 +56,5 @@ __all__ = [
     "subgroup",
     "tell_ran",
     "union",
+    "watch_run",
 ]

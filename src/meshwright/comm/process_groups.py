@@ -45,6 +45,7 @@ __all__ = [
     "peers",
     "subgroup",
     "union",
+    "watch_run",
 ]
 
 _log = logging.getLogger("meshwright")
@@ -52,8 +53,14 @@ _log = logging.getLogger("meshwright")
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a wait gives up on a CPU; compile time does not count."""
 
+HANG_AFTER = 10.0
+"""Seconds after which a wait is reported as a hang."""
+
 TRANSPORT_TIMEOUT = timedelta(hours=24)
 """c10d's own bound. Ours is shorter and names ranks; c10d's would close connections for good."""
+
+_WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
+"""Backends whose ranks are not processes."""
 
 LEAVE_TIMEOUT = 10.0
 """Seconds that a rank which is done waits for the others before it closes its connections."""
@@ -66,7 +73,7 @@ def connect(
     world_size: int | None = None,
     store: dist.Store | None = None,
     timeout: float = DEFAULT_TIMEOUT,
-    hang_after: float = 10.0,
+    hang_after: float = HANG_AFTER,
 ) -> Communicator:
     """Join the ranks of this run and return the communicator of all of them.
 
@@ -86,12 +93,29 @@ def connect(
     else:
         base = _join(backend, rank, world_size, store, timeout)
     world = communicator(None, "world", timeout=timeout)
+    _monitor(world, base, hang_after)
+    return world
+
+
+def watch_run(members: Communicator) -> None:
+    """Let ranks name the first that fails, also where `connect` has not been called.
+
+    Every rank of ``members`` calls it. Nothing happens unless these are all the ranks of a default
+    group that communicates: a rank that nobody watches would be taken for one that is lost.
+    """
+    if PROCESS.monitor is not None or members.size == 1 or not dist.is_initialized():
+        return
+    if members.size == dist.get_world_size() and dist.get_backend() not in _WITHOUT_PROCESSES:
+        world = communicator(None, timeout=members.timeout)
+        _monitor(world, dist.distributed_c10d._get_default_store(), HANG_AFTER)
+
+
+def _monitor(world: Communicator, base: dist.Store, hang_after: float) -> None:
     if PROCESS.monitor is None:
         board = dist.PrefixStore(f"meshwright/board/{world.name}", base)
         PROCESS.monitor = FailureMonitor(board, world.rank, world.size, hang_after=hang_after)
         _ExceptionHook.install()
         atexit.register(disconnect)
-    return world
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:

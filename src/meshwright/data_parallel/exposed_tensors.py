@@ -14,6 +14,12 @@ from torch import nn
 
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
 from meshwright.data_parallel.distributed_parameters import mark_spread
+from meshwright.data_parallel.parameter_hooks import (
+    carry_hooks,
+    change_by_hooks,
+    has_hooks,
+    run_after_hooks,
+)
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
@@ -45,6 +51,7 @@ class _Entry:
         )
         self.exposed = cast("nn.Parameter", savable(exposed))
         self.exposed.__dict__.update(slot.original.__dict__)
+        carry_hooks(slot.original, self.exposed)
         self.cells: list[tuple[dict[str, Any], str]] = []
         self.find_cells()
 
@@ -155,7 +162,24 @@ class ExposedTensors:
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
-        """Set ``.grad`` to a view of ``reduced``, or add to it."""
+        """Set ``.grad`` to a view of ``reduced``, or add to it; hooks of parameters run."""
+        fresh = self._on(group, reduced)
+        hooked: list[nn.Parameter] = []
+        for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
+            if is_used and has_hooks(entry.exposed) and entry.exposed.requires_grad:
+                change_by_hooks(entry.exposed, gradient, entry.slot.name)
+                hooked.append(entry.exposed)
+        self._add(group, reduced, fresh, used)
+        for exposed in hooked:
+            run_after_hooks(exposed)
+
+    def _add(
+        self,
+        group: ParameterGroup,
+        reduced: torch.Tensor,
+        fresh: Sequence[torch.Tensor],
+        used: Sequence[bool],
+    ) -> None:
         flat = self._flat.get(group)
         if flat is not None:
             entries = self.entries(group)
@@ -165,7 +189,6 @@ class ExposedTensors:
             flat.grad = reduced
             for entry in entries:
                 entry.exposed.grad = None
-        fresh = self._on(group, reduced)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):

@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.comm.dtensor import local_of
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.parameter_hooks import carry_hooks
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
@@ -124,6 +125,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         ),
     )
     moved.local = local.clone()
+    carry_hooks(unit.exposure.shown(slot), moved.original)
     return moved
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensor import local_of
 from meshwright.errors import CollectiveMismatchError
 
@@ -53,6 +53,7 @@ def compare_rows(
 
     Raises CollectiveMismatchError on every rank, naming the first row that differs.
     """
+    watch_run(communicator)
     text = json.dumps(rows).encode()
     digest = hashlib.sha256(text).digest()
     digests = communicator.gather_bytes(digest, label=f"compare parameters{reason}")

@@ -19,6 +19,8 @@ Where this differs from torch's class on purpose:
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
 * Modules that tensor parallelism has cut are wrapped with the data axes of their mesh. State dicts
   are of whole parameters; `summon_full_params` shows the part that this rank computes with.
+* Hooks that `register_post_accumulate_grad_hook` has put on parameters run when ``.grad`` is there;
+  those of `register_hook` are refused where they would be given a piece of a gradient.
 * Where parameters change between forward and backward that is an error in every strategy.
 """
 

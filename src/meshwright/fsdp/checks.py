@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.data_parallel.parameter_hooks import has_hooks
+
 __all__ = [
     "Ignored",
     "check_containers",
@@ -118,6 +120,11 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_para
             raise ValueError(
                 f"Cannot flatten integer dtype tensors: {name} is {parameter.dtype}. Make it a "
                 "buffer, or ignore it"
+            )
+        if not use_orig_params and has_hooks(parameter):
+            raise ValueError(
+                f"parameter {name} has hooks for its gradient, and becomes a part of one flat "
+                "parameter that has none: set use_orig_params=True, or use fully_shard"
             )
     if not named:
         return

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
+from meshwright.data_parallel.parameter_hooks import change_by_hooks, has_hooks, run_after_hooks
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import FlatLayout, Piece
@@ -194,10 +195,12 @@ class FlatExposure:
     ) -> None:
         """See `Exposure`. What had no gradient anywhere gets zeros: there is only one ``.grad``."""
         flat = self.flat
+        _change_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
             _give_gradient(flat, reduced, self._gradient_dtype)
         else:
             flat.grad.add_(reduced)
+        run_after_hooks(flat)
 
     def refresh(self, unit: Unit) -> None:
         """Take over a line that the user has set with ``.data``."""
@@ -284,8 +287,13 @@ class OriginalExposure:
     ) -> None:
         """See `Exposure`. A parameter without elements here, or used nowhere, gets none."""
         pieces = own_pieces(group)
+        hooked: list[nn.Parameter] = []
         for index, slot in enumerate(group.slots):
             piece, original = pieces.get(index), slot.original
+            if has_hooks(original) and used[index] and original.requires_grad:
+                part = reduced[:0] if piece is None else reduced[piece.offset :][: piece.numel]
+                _change_by_hooks(group, original, part.view(original.shape), slot.name)
+                hooked.append(original)
             if piece is None or not used[index] or not original.requires_grad:
                 continue
             part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
@@ -293,6 +301,8 @@ class OriginalExposure:
                 _give_gradient(original, part, self._gradient_dtype)
             else:
                 original.grad.add_(part)
+        for original in hooked:
+            run_after_hooks(original)
 
     def refresh(self, unit: Unit) -> None:
         """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
@@ -364,6 +374,25 @@ def _cuts(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicato
 
 def _mark(parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot]) -> None:
     mark_spread(parameter, [slot.outer for slot in slots], group.axes.shard, slots[0].name)
+
+
+def _change_by_hooks(
+    group: ParameterGroup, parameter: nn.Parameter, gradient: torch.Tensor, name: str
+) -> None:
+    """Let hooks on the gradient of ``parameter`` change it, unless this rank has a piece of it.
+
+    Raises RuntimeError then: a hook that takes a norm, say, would go wrong without a word.
+    """
+    if not parameter._backward_hooks:
+        return
+    if group.axes.shard is not None:
+        raise RuntimeError(
+            f"{name!r} has a hook on its gradient, of which each rank holds one piece in a line "
+            "without shape, so that the hook cannot do what it does in one process. Use "
+            "fully_shard, whose hooks get DTensors, or register_post_accumulate_grad_hook, or "
+            "change .grad between backward and step"
+        )
+    change_by_hooks(parameter, gradient, name)
 
 
 def _give_gradient(
