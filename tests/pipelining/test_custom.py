@@ -364,13 +364,17 @@ def body_amiss() -> None:
     forward, schedule = _ScheduleForwardOnly(stage, 4), gpipe(stage, 4, loss_fn=nn.MSELoss())
     with torch.no_grad():
         refuse([(schedule.step, RuntimeError, "step.. requires gradients to be enabled")])
-    cut = schedule._step_microbatches
+        refuse([(schedule.step_microbatches, RuntimeError, "step.. requires gradients")])
+    cut = schedule.step_microbatches
+    assert gpipe._step_microbatches is gpipe.step_microbatches
     refuse(
         [
             (lambda: forward.step(x, target=x), RuntimeError, "Forward-only schedule does not"),
             (lambda: cut(arg_mbs=((x,),)), TypeError, "arg_mbs must be a list but got a"),
             (lambda: cut(kwarg_mbs=[{}]), ValueError, "Expecting 4 kwarg_mbs but got 1"),
             (lambda: cut(target_mbs=[x] * 5), ValueError, "Expecting 4 target_mbs but got 5"),
+            (lambda: cut([x] * 4), TypeError, "a tuple of arguments .* a Tensor for microbatch 0"),
+            (lambda: cut(None, [{}, {}, (), {}]), TypeError, "a mapping .* tuple for microbatch 2"),
             (lambda: cut(losses=()), TypeError, "losses must be a list but got a"),
         ]
     )
@@ -383,7 +387,9 @@ def body_amiss() -> None:
     again = cut(**given)
     for parameter, gradient in zip(stage.submod.parameters(), gradients, strict=True):
         assert torch.equal(parameter.grad, gradient)
-    assert (again is None and output is None) if rank == 0 else torch.equal(again, output)
+    evaluated = schedule.eval_microbatches(**given)
+    for found in (again, evaluated):
+        assert found is None if rank == 0 else torch.equal(found, output)
 
 
 def test_what_is_amiss_is_said(ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ def body() -> None:
     stage = PipelineStage(parts[world.rank], world.rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 5)
     whole = masked_microbatches(x, 5)
-    schedule._step_microbatches(None if world.rank else [(part,) for part in whole])
+    schedule.step_microbatches(None if world.rank else [(part,) for part in whole])
     if world.rank:
         assert torch.equal(unmasked(stage.output_chunks), nn.Sequential(*parts)(x))
 

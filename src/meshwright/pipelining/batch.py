@@ -27,6 +27,7 @@ Incoming = Callable[..., tuple[int, ...] | None]
 """Gives the ids of a stage of another rank; None when it does not know them and may not wait."""
 _KEPT = 256
 """How many kinds of batches are kept in mind."""
+_OF_EACH: Mapping[str, type] = {"arg_mbs": tuple, "kwarg_mbs": Mapping}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -89,6 +90,13 @@ def check_cut(given: Mapping[str, object], microbatches: int) -> None:
             raise TypeError(f"{name} must be a list but got a {type(values)}")
         if len(values) != microbatches:
             raise ValueError(f"Expecting {microbatches} {name} but got {len(values)}")
+        kind = _OF_EACH.get(name, object)
+        for microbatch, value in enumerate(values):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name} must have a {kind.__name__.lower()} of arguments for each microbatch, "
+                    f"but has a {type(value).__name__} for microbatch {microbatch}"
+                )
 
 
 def check_declared(

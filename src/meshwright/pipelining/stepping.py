@@ -165,11 +165,6 @@ class PipelineSchedule:
         that are in the step. Ranks that call only afterwards take part in the new call: a loop that
         leaves a batch out has to do so on all ranks.
         """
-        if self._loss_fn is not None and not torch.is_grad_enabled():
-            raise RuntimeError(
-                "step() requires gradients to be enabled for backward computation; it was called "
-                "under no_grad or inference_mode. Please call eval() instead."
-            )
         training = self._loss_fn is not None
         return self._run(training, args, kwargs, target, losses, return_outputs, loss_kwargs)
 
@@ -203,7 +198,7 @@ class PipelineSchedule:
             return_outputs,
         )
 
-    def _step_microbatches(
+    def step_microbatches(
         self,
         arg_mbs: list[tuple[Any, ...]] | None = None,
         kwarg_mbs: list[dict[str, Any]] | None = None,
@@ -211,14 +206,43 @@ class PipelineSchedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
     ) -> Any:  # noqa: ANN401
-        """As `step`, of a batch that has been cut already, however that was."""
+        """As `step`, of a batch that has been cut already, however that was.
 
+        ``arg_mbs`` has a tuple of positional arguments for each microbatch, ``kwarg_mbs`` a dict.
+        With ``scale_grads`` a microbatch counts as many rows as its target has.
+        """
+        training = self._loss_fn is not None
+        return self._run_cut(training, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+
+    def eval_microbatches(
+        self,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+    ) -> Any:  # noqa: ANN401
+        """As `eval`, of a batch that has been cut already, as for `step_microbatches`."""
+        with torch.no_grad():
+            return self._run_cut(False, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+
+    _step_microbatches = step_microbatches  # torch's name
+
+    def _run_cut(
+        self,
+        training: bool,
+        arg_mbs: list[tuple[Any, ...]] | None,
+        kwarg_mbs: list[dict[str, Any]] | None,
+        target_mbs: list[Any] | None,
+        losses: list[Any] | None,
+        return_outputs: bool,
+    ) -> Any:  # noqa: ANN401
         def cut() -> Microbatches:
             given = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
             check_cut(given, self._n_microbatches)
             return self._batch(arg_mbs, kwarg_mbs, target_mbs, {}, None)
 
-        return self._run_batch(cut, self._loss_fn is not None, losses, return_outputs)
+        return self._run_batch(cut, training, losses, return_outputs)
 
     def _run_batch(
         self,
@@ -231,6 +255,11 @@ class PipelineSchedule:
             raise RuntimeError("this schedule has no order of actions")
         last = self._stages.get(self._first.num_stages - 1)
         try:
+            if training and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    "step() requires gradients to be enabled for backward computation; it was "
+                    "called under no_grad or inference_mode. Please call eval() instead."
+                )
             batch = cut()
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")

@@ -21,7 +21,7 @@ def masked_microbatches(batch: Any, microbatches: int) -> list[Any]:  # noqa: AN
     """``batch``, a tensor or nested tensors, as microbatches of its own shapes.
 
     Microbatch k has the rows (along dim 0) that `torch.tensor_split` gives it, and zeros elsewhere.
-    Give them to a schedule that cuts nothing itself (``_step_microbatches``), and its stage's
+    Give them to a schedule that cuts nothing itself (``step_microbatches``), and its stage's
     ``output_chunks`` to `unmasked`.
     """
 
