@@ -25,6 +25,7 @@ from meshwright.testing import Ranks
 from recipes.runs import CONFIG, losses, run_tiny, write_text
 
 DEADLINE = 90.0
+COMPILED = ("--train.compile=true", "--pipeline.schedule=zb1p")
 
 
 @pytest.fixture
@@ -152,7 +153,10 @@ def test_a_wrong_command_is_one_line(
         (["--data.batch_size", "3"], "choose a multiple of 2"),
         (["--train.recompute", '["layer.*"]'], "matches no module; did you mean 'layers.*'?"),
         (["--run.trace_modules", '["layers.9.*"]'], "'layers.9.*' matches no module"),
-        (["--train.compile", "true"], "compile = true is not available in this version"),
+        (
+            ["--axes.replicate=1", "--axes.pipeline=2", "--pipeline.microbatches=2", *COMPILED],
+            "compile = true: schedule = 'zb1p' in [pipeline] runs a backward in two halves",
+        ),
         (["--train.batch_norm", "sync"], "has no effect: the model has no BatchNorm"),
         (
             ["--axes.replicate=1", "--axes.pipeline=2", "--pipeline.microbatches=1"],

@@ -547,7 +547,6 @@ def body_refusals() -> None:
 replicate = 1
 tensor = 2
 [train]
-compile = true
 recompute = ["layers.*"]
 [precision]
 compute = "float64"
@@ -559,10 +558,9 @@ optimizer = "float64"
     problems = "\n".join(caught.value.problems)
     for text in (
         "line 4: axis tensor = 2 has nothing to cut: give [tensor] rules",
-        "line 6: compile = true is not available",
-        "line 7: 'layers.*' in [train] recompute matches no module",
-        "line 9: compute = 'float64' differs from parameters",
-        "line 10: optimizer = 'float64' needs a second copy",
+        "line 6: 'layers.*' in [train] recompute matches no module",
+        "line 8: compute = 'float64' differs from parameters",
+        "line 9: optimizer = 'float64' needs a second copy",
     ):
         assert text in problems
     with pytest.raises(PlanError, match=r"the model has BatchNorm \('1'\): say in \[train\]"):

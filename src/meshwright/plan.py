@@ -87,7 +87,7 @@ class TrainPlan:
     recompute: tuple[str, ...] = ()
     """Patterns of modules whose activations are computed again in the backward."""
     compile: bool = False
-    """Not available in this version."""
+    """Whether `torch.compile` compiles the model, a stage of it, or each unit of axis shard."""
     batch_norm: Literal["local", "sync"] | None = None
     """Statistics of each rank's own share or of all; must be said when data axes meet BatchNorm."""
     dropout: Literal["local", "global"] = "local"

@@ -50,7 +50,6 @@ SETTINGS: dict[str, tuple[str, Plan]] = {
         "sequential",
         plan_of(Precision(optimizer="float64")),
     ),
-    "compile = true is not available": ("sequential", plan_of(compile=True)),
     "axis tensor = 2 has nothing to cut": ("sequential", plan_of(axis="tensor")),
     "would drop other activations on each rank of axis tensor": (
         "dropout",

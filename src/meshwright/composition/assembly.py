@@ -23,6 +23,7 @@ from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import mesh_communicators
 from meshwright.composition.checks import check_model, recomputed
+from meshwright.composition.compiling import compiled
 from meshwright.composition.data_layout import DataLayout, ReplicatedLayout, ShardedLayout
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined import PipelinedTrainable
@@ -106,7 +107,7 @@ def parallelize(
     else:
         layout = _replicated(model, plan, peers)
     return Trainable(
-        model,
+        compiled(model, plan),
         plan,
         peers=peers,
         layout=layout,
@@ -248,6 +249,7 @@ def _pipelined(
         _recompute(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
         stages.append(_stage(found, stage, everyone.device, pipeline))
+        compiled(module, plan)
     modules = StageModules([found.modules[stage] for stage in mine])
     copies = _copies(found)
     layout = PipelinedLayout(
@@ -421,4 +423,9 @@ def _recompute(model: nn.Module, plan: Plan) -> None:
     for name in recomputed(model, plan):
         module = model.get_submodule(name)
         # An attribute of the instance: names, state dict and class stay as they are.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = partial(_checkpointed, module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    # A frame of ours, which a compiler traces: torch's own it runs uncompiled.
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensor import is_dtensor
+from meshwright.composition.compiling import compile_problems
 from meshwright.composition.pipelined import SCHEDULES
 from meshwright.composition.stages import chunks_of
 from meshwright.composition.tensor_rules import rule_problems
@@ -73,6 +74,7 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
         if issubclass(SCHEDULES[pipeline.schedule], PipelineScheduleSingle) and chunks > 1:
             raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
         build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
+        yield from compile_problems(plan, chunks)
     except PlanError as error:
         yield Problem(("pipeline", "split"), str(error))
     except ValueError as error:
@@ -81,11 +83,6 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
 
 def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     train = plan.train
-    if train.compile:
-        yield Problem(
-            ("train", "compile"),
-            "compile = true is not available in this version: remove it",
-        )
     normalised = list(batch_norms(model))
     is_cut = plan.data_size > 1 or plan.pipeline.microbatches > 1
     if normalised and train.batch_norm is None and is_cut:

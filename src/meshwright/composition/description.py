@@ -213,6 +213,8 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
     if train.recompute:
         names = ", ".join(train.recompute)
         yield f"train.recompute = {names}: activations of these modules are computed again"
+    if train.compile:
+        yield "train.compile = true: modules run as graphs; the loss and the optimizer do not"
     if train.batch_norm is not None:
         yield f"train.batch_norm = {train.batch_norm}: {_STATISTICS[train.batch_norm]}"
     if train.dropout == "global":

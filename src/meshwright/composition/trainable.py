@@ -303,11 +303,19 @@ class Trainable:
         self._numbered += sum(sizes)
         return first + sum(sizes[: data.rank])
 
-    def _random_operators(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _random_operators(self) -> Iterator[None]:
         """In the first step, raise at operators whose numbers would depend on the layout."""
         if self._draws is None or self.steps:
-            return contextlib.nullcontext()
-        return RandomOperators(self.module, self._draws, per_rank=self._per_rank())
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            if self.plan.train.compile:
+                # A graph would hide its operators, and keep the hooks by which they are named.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            looking = RandomOperators(self.module, self._draws, per_rank=self._per_rank())
+            stack.enter_context(looking)
+            yield
 
     def _per_rank(self) -> list[str]:
         """Modules of this rank that may draw for themselves: other ranks may have the others."""

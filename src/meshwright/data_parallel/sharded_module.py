@@ -259,6 +259,15 @@ class FSDPModule(JoinsUnevenInputs):
             rebuild(unit)
         return result
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward pass, in place; what gathers and frees parameters runs around it.
+
+        Arguments are those of `torch.compile`. With ``fullgraph=True`` no module below may be
+        sharded by itself.
+        """
+        # As an attribute of the instance: hooks of the module would end the graph at its edges.
+        self.forward = torch.compile(self.forward, *args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise AssertionError(
             "FSDP does not support deepcopy. Please use state dict for serialization. Copy the "

@@ -37,6 +37,8 @@ def check_arguments(stages: object, microbatches: object, loss_fn: object) -> No
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it was compiled; torch's class is not imported for that."""
     return any(
-        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+        type(part).__name__ == "OptimizedModule"
+        or part._compiled_call_impl is not None
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
         for part in module.modules()
     )

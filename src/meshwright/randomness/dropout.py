@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch._subclasses import FakeTensor
 
 from meshwright.randomness.draws import DimPart, Draws
@@ -63,11 +64,16 @@ class Dropout(nn.Dropout):
             return input
         if input.is_meta or isinstance(input, FakeTensor):
             return input * torch.ones_like(input)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():
             raise RuntimeError(
                 f"dropout {self.site!r} draws by step and sample, which a traced graph would keep "
                 "as they were: trace the model in evaluation mode, or leave this module out"
             )
+        return self._dropped(input)
+
+    @_disable_dynamo
+    def _dropped(self, input: torch.Tensor) -> torch.Tensor:
+        """Never in a compiled graph, which would keep step and samples."""
         keep = self._kept(input)
         if self._is_alpha:
             return self._saturate(input, keep)
