@@ -23,12 +23,20 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from meshwright.comm.marks import AGREE, ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
-from meshwright.compiler.bucket_plan import BucketPlan, describe, marks_of, plan_marks
+from meshwright.compiler.bucket_plan import (
+    ALONE_BYTES,
+    BucketPlan,
+    Mark,
+    describe,
+    marks_of,
+    plan_marks,
+)
 from meshwright.errors import InternalError
 
 __all__ = ["fuse_marks"]
 
 _ATEN = torch.ops.aten
+_REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_COALESCED)
 
 
 @dataclass(slots=True)
@@ -94,17 +102,23 @@ class _Writer:
         return emitted
 
     def _coalesced(self, bucket: _Emitted) -> None:
-        first = bucket.plan.marks[0]
-        divided = [
-            self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks) for mark in bucket.plan.marks
-        ]
-        reduce = ALL_REDUCE_COALESCED
-        reduced = self.call(reduce, divided, "sum", first.group)
-        bucket.send = [*divided, reduced]
-        for place in range(len(divided)):
-            item = self.call(operator.getitem, reduced, place)
-            bucket.results.append(self.call(WAIT, item))
-            bucket.receive += [item, bucket.results[-1]]
+        means: dict[Mark, fx.Node] = {}
+        for part in bucket.plan.parts:
+            group = part[0].group
+            divided = [self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks) for mark in part]
+            if len(part) == 1 and part[0].bytes >= ALONE_BYTES:
+                items = [self.call(ALL_REDUCE, divided[0], "sum", group)]
+                bucket.send += [*divided, *items]
+            else:
+                reduced = self.call(ALL_REDUCE_COALESCED, divided, "sum", group)
+                bucket.send += [*divided, reduced]
+                places = range(len(divided))
+                items = [self.call(operator.getitem, reduced, place) for place in places]
+                bucket.receive += items
+            for mark, item in zip(part, items, strict=True):
+                means[mark] = self.call(WAIT, item)
+                bucket.receive.append(means[mark])
+        bucket.results = [means[mark] for mark in bucket.plan.marks]
 
     def _concat(self, bucket: _Emitted) -> None:
         marks = bucket.plan.marks
@@ -133,9 +147,10 @@ def _ask_before_each_model(write: _Writer, buckets: Sequence[_Emitted]) -> None:
     for model, own in by_model.items():
         plans = [bucket.plan for bucket in own]
         indices = sorted({index for plan in plans for index in plan.indices})
-        anchor = own[0].send[-2]
-        asked = write.call(AGREE, anchor, indices, model, describe(plans))
-        own[0].send.insert(-1, asked)
+        send = own[0].send
+        place = next(n for n, node in enumerate(send) if node.target in _REDUCTIONS)
+        asked = write.call(AGREE, send[place - 1], indices, model, describe(plans))
+        send.insert(place, asked)
 
 
 def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted]) -> None:

@@ -18,7 +18,11 @@ from torch import fx
 from meshwright.comm.marks import GRAD_REDUCE
 from meshwright.data_parallel.slots import GradientSlot, plan_buckets
 
-__all__ = ["BucketPlan", "Mark", "describe", "marks_of", "plan_marks"]
+__all__ = ["ALONE_BYTES", "BucketPlan", "Mark", "describe", "marks_of", "plan_marks"]
+
+
+ALONE_BYTES = 2**20
+"""A gradient of this size or more is reduced in its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,11 @@ class Mark:
     model: str
     mode: str
     sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of the gradient."""
+        return math.prod(self.value.shape) * self.value.dtype.itemsize
 
     @property
     def value(self) -> torch.Tensor:
@@ -59,7 +68,20 @@ class BucketPlan:
     @property
     def bytes(self) -> int:
         """Of its gradients."""
-        return sum(math.prod(m.value.shape) * self.dtype.itemsize for m in self.marks)
+        return sum(mark.bytes for mark in self.marks)
+
+    @property
+    def parts(self) -> tuple[tuple[Mark, ...], ...]:
+        """The marks of each collective: small gradients together, then large ones in place.
+
+        Gloo copies what is coalesced into a line of its own and back again. Concatenated all are
+        together, in a line that their means stay in.
+        """
+        if self.marks[0].mode == "concat":
+            return (self.marks,)
+        small = tuple(mark for mark in self.marks if mark.bytes < ALONE_BYTES)
+        large = tuple((mark,) for mark in self.marks if mark.bytes >= ALONE_BYTES)
+        return (small, *large) if small else large
 
 
 def marks_of(graph: fx.Graph) -> list[Mark]:

@@ -31,7 +31,8 @@ def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> 
     graph.lint()
     expected: dict[str, list[int]] = {}
     for plan in plans:
-        expected.setdefault(plan.marks[0].group, []).append(plan.bytes)
+        sizes = [sum(mark.bytes for mark in part) for part in plan.parts]
+        expected.setdefault(plan.marks[0].group, []).extend(sizes)
     ours = {node for node in graph.nodes if _is_planned(node, expected)}
     found: dict[str, list[int]] = {}
     for node in graph.nodes:

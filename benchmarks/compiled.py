@@ -1,0 +1,132 @@
+"""Compiled data-parallel training against torch's own, on the CPU: steady state and first step.
+
+    python benchmarks/compiled.py --models net gpt --ranks 2 --rounds 9
+    python benchmarks/compiled.py --backend shm
+    python benchmarks/compiled.py --first-step
+
+The peers are torch's DDP, eager at its best setting and compiled as `torch.compile` does by itself.
+Torch's arms always run on Gloo. Arms take turns in short rounds; a ratio is taken within a round;
+printed is the median of the rounds, and their quartiles.
+
+First step: each arm in processes of its own, with caches switched off; the arms take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing as mp
+from _data_parallel_arms import ARMS, WORKLOADS, make
+from torch import nn
+
+from data_parallel import enter, show_times, spend, spread, train
+from meshwright import comm
+
+__all__ = ["main"]
+
+EAGER = ("plain", "ddp", "ddp view", "replicate")
+COMPILED = {"plain compiled": "plain", "ddp compiled": "ddp", "replicate compiled": "replicate"}
+PEERS = ("ddp", "ddp view", "ddp compiled")
+FIRST = ("ddp compiled", "replicate compiled")
+
+
+def build(name: str, arm: str, model: nn.Module, group: object) -> Callable[..., torch.Tensor]:
+    """A copy of ``model`` under ``arm``."""
+    if arm in ARMS:
+        return make(name, arm, model, group)
+    return torch.compile(make(name, COMPILED[arm], model, group))
+
+
+def measure_steady(rank: int, options: argparse.Namespace) -> None:
+    """One rank of the comparison of steps; rank 0 prints the tables."""
+    group = enter(rank, options)
+    world = comm.communicator()
+    for name in options.models:
+        work = WORKLOADS[name]
+        torch.manual_seed(0)
+        model = work.build()
+        arms = [a for a in (*EAGER, *COMPILED) if not options.arms or a in options.arms]
+        models = {arm: build(name, arm, model, group) for arm in arms}
+        optimizers = {arm: torch.optim.SGD(m.parameters(), 1e-4) for arm, m in models.items()}
+        spent: dict[str, list[tuple[float, ...]]] = {arm: [] for arm in arms}
+        for number in range(options.rounds + 2):
+            for arm in arms if number % 2 else arms[::-1]:
+                rows = world.gather_numbers(spend(models[arm], optimizers[arm], work), label="s")
+                if number > 1:  # all is compiled by then
+                    cpu, wall, pages = zip(*rows, strict=True)
+                    mine = statistics.mean(cpu), max(wall), statistics.mean(pages)
+                    spent[arm].append(mine)
+        if rank == 0:
+            peers = [arm for arm in PEERS if arm in spent]
+            show_times(f"{name}, {options.backend}", work.steps, spent, peers)
+        del models, optimizers
+    comm.disconnect()
+
+
+def measure_first(rank: int, options: argparse.Namespace, name: str, arm: str, path: str) -> None:
+    """One rank of one arm's first step; rank 0 writes CPU and wall seconds to ``path``."""
+    group = enter(rank, options)
+    world = comm.communicator()
+    torch.manual_seed(0)
+    work = WORKLOADS[name]
+    model = build(name, arm, work.build(), group)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    world.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    train(model, optimizer, work)
+    spent = time.process_time() - cpu, time.perf_counter() - wall
+    rows = world.gather_numbers(spent, label="seconds")
+    if rank == 0:
+        cpus, walls = zip(*rows, strict=True)
+        with open(path, "a") as file:
+            file.write(f"{statistics.mean(cpus)} {max(walls)}\n")
+    comm.disconnect()
+
+
+def show_first(options: argparse.Namespace) -> None:
+    """The table of first steps."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    for name in options.models:
+        spent: dict[str, list[tuple[float, ...]]] = {arm: [] for arm in FIRST}
+        for number in range(options.rounds):
+            for arm in FIRST if number % 2 else FIRST[::-1]:
+                options.port += 1
+                path = f"/tmp/first-step-{os.getpid()}"
+                mp.spawn(measure_first, (options, name, arm, path), nprocs=options.ranks)
+                with open(path) as file:
+                    spent[arm].append(tuple(float(each) for each in file.read().split()))
+                os.remove(path)
+        print(f"{name}, {options.backend}: seconds of the first step, {options.rounds} rounds")
+        for arm, rows in spent.items():
+            cpu, wall = (statistics.median(column) for column in zip(*rows, strict=True))
+            pairs = list(zip(rows, spent[FIRST[0]], strict=True))
+            of_cpu, of_wall = (spread([a[n] / b[n] for a, b in pairs]) for n in (0, 1))
+            print(f"  {arm:<20} CPU {cpu:6.1f}  ratio {of_cpu}  wall {wall:6.1f}  ratio {of_wall}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["net", "gpt"], choices=list(WORKLOADS))
+    parser.add_argument("--arms", nargs="+", default=[], help="only these")
+    parser.add_argument("--backend", choices=("gloo", "shm"), default="gloo")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--port", type=int, default=29831)
+    parser.add_argument("--first-step", action="store_true")
+    options = parser.parse_args()
+    if options.first_step:
+        show_first(options)
+    else:
+        mp.spawn(measure_steady, (options,), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()
