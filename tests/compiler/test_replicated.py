@@ -21,8 +21,8 @@ from meshwright.comm import Recorder, communicator, observe
 from meshwright.compiler import aot_backend, compile_module, compiled_autograd, counters
 from meshwright.data_parallel import DistributedDataParallel, GradBucket, replicate
 from meshwright.data_parallel.comm_hooks import bf16_compress_hook
-from meshwright.errors import CollectiveMismatchError
-from meshwright.testing import Ranks
+from meshwright.errors import CollectiveMismatchError, CommunicationError
+from meshwright.testing import Ranks, RanksFailed
 
 WIDTH = 8
 
@@ -421,3 +421,42 @@ def copies_refused() -> None:
 @pytest.mark.slow
 def test_a_compiled_replica_evaluates_and_is_not_copied(ranks: Ranks) -> None:
     ranks(2, copies_refused)
+
+
+# ------------------------------------------------------------------------------- failures
+
+
+def fail_before_backward() -> None:
+    rank, _ = rank_and_size()
+    model = compiled(replicate(mixed()))
+    for step in range(2):
+        loss = model(batch(step)).square().mean()
+        if step and rank:
+            raise ValueError("planted")
+        loss.backward()
+
+
+def leave_before_backward() -> str:
+    rank, _ = rank_and_size()
+    model = compiled(replicate(mixed()))
+    for step in range(2):
+        loss = model(batch(step)).square().mean()
+        if step and rank:
+            return ""  # without a backward pass, and without an error
+        try:
+            loss.backward()
+        except CommunicationError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_raises_before_its_backward_is_named(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1 was first: it raised ValueError: planted"):
+        ranks(2, fail_before_backward)
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_out_its_backward_is_named(ranks: Ranks) -> None:
+    text, _ = ranks(2, leave_before_backward)
+    assert "agree on the gradients of a compiled graph" in text
+    assert "rank 1" in text
