@@ -396,10 +396,11 @@ class Transfers:
 
     def _post_gradients(self, leg: Leg, *, wait: bool) -> _Receive | None:
         _, stage, source, k, _, _ = leg.message
-        ids = self._ids(source, self.incoming, wait=True)
-        if ids is None:
+        ids = self._ids(source, self.incoming, wait=wait)
+        # Of the first step the forward has to have run.
+        signature = None if ids is None else self._agreed[source].outputs.get(ids[k])
+        if ids is None or signature is None:
             return None
-        signature = self._agreed[source].outputs[ids[k]]
         masks = self._agreed[source].masks.setdefault(ids[k], {})
         mask = masks.get(stage)
         if mask is None:
