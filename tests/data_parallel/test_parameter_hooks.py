@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
-from meshwright.data_parallel import flat_groups, fully_shard
+from meshwright.data_parallel import DistributedDataParallel, flat_groups, fully_shard
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
 from meshwright.testing import Ranks
@@ -165,3 +165,33 @@ def body_pieces() -> None:
 
 def test_hooks_on_pieces_are_refused(ranks: Ranks) -> None:
     ranks(2, body_pieces)
+
+
+def body_replicas(options: dict[str, Any], first: bool) -> None:
+    """A hook that steps with the gradient of its own rank would let the ranks drift apart."""
+    model: Any = Net()
+    if not first:
+        model = DistributedDataParallel(model, **options)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step_now(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()]
+    if first:
+        model = DistributedDataParallel(model, **options)
+    with pytest.raises(RuntimeError, match=r"parameter '.*' got a gradient in this backward pass"):
+        backward(Net(), model, 0)
+    for handle in handles:
+        handle.remove()
+    backward(Net(), model, 1)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["plain", "views"])
+def test_a_step_with_the_gradient_of_one_rank_is_refused(
+    ranks: Ranks, options: dict[str, Any], first: bool
+) -> None:
+    ranks(2, body_replicas, options, first)

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import DistributedDataParallel, replicate
+from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
 from meshwright.data_parallel.alignment import NOTES
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.errors import CollectiveMismatchError
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.gradients import clip_grad_norm_
 from meshwright.testing import Ranks
 
@@ -208,9 +209,19 @@ def body_refusals() -> None:
         DistributedDataParallel(Words(is_sparse=world.rank == 0))
 
 
+def body_sharded() -> None:
+    """A line of gradients has no place for rows: all ranks are told of which parameter."""
+    _, share = batch()
+    for ours in (fully_shard(Words()), FSDP(Words(), use_orig_params=True)):
+        with pytest.raises(
+            RuntimeError, match=r"dense gradient of sharded .* '(table|bag).weight'"
+        ):
+            ours(share).square().mean().backward()
+
+
 @pytest.mark.parametrize(
     "body",
-    [body_clipping, body_unused, body_bytes, body_gives_up, body_refusals],
+    [body_clipping, body_unused, body_bytes, body_gives_up, body_refusals, body_sharded],
     ids=lambda body: body.__name__.removeprefix("body_"),
 )
 def test_sparse(ranks: Ranks, body: Callable[[], None]) -> None:

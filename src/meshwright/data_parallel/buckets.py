@@ -23,7 +23,12 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
 from meshwright.data_parallel.options import ReductionSettings
-from meshwright.data_parallel.slots import BucketLayout, GradientSlot, sparse_gradient
+from meshwright.data_parallel.slots import (
+    BucketLayout,
+    GradientSlot,
+    lost_gradient,
+    sparse_gradient,
+)
 from meshwright.errors import InternalError
 
 __all__ = ["Bucket", "slot_of"]
@@ -153,6 +158,8 @@ class Bucket:
         self.counts.fill_(1)
         self._absent = [slot for slot, gradient in enumerate(gradients) if gradient is None]
         for slot in self._absent:
+            if self.arrived[slot]:
+                raise lost_gradient(self.layout.slots[slot])
             self.views[slot].zero_()
             self.counts[slot] = 0
         self._count_riders()
@@ -277,11 +284,13 @@ class Bucket:
     def _copy_out(self) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            gradient = parameter.grad
+        for slot, view in enumerate(self.views):
+            gradient = self.parameters[slot].grad
             if gradient is not None:
                 targets.append(gradient)
                 sources.append(view)
+            elif self.arrived[slot]:
+                raise lost_gradient(self.layout.slots[slot])
         if targets:
             torch._foreach_copy_(targets, sources)
 

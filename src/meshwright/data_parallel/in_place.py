@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from meshwright.comm import Communicator, Pending
-from meshwright.data_parallel.slots import BucketLayout, sparse_gradient
+from meshwright.data_parallel.slots import BucketLayout, lost_gradient, sparse_gradient
 from meshwright.errors import InternalError
 
 __all__ = ["InPlaceGradient", "is_dense"]
@@ -106,6 +106,8 @@ class InPlaceGradient:
         (parameter,) = self.parameters
         gradient = parameter.grad
         self.is_absent = gradient is None
+        if gradient is None and self.arrived[0]:
+            raise lost_gradient(self.layout.slots[0])
         if self._taken:
             return
         if gradient is None:
@@ -156,6 +158,8 @@ class InPlaceGradient:
             raise InternalError(f"{self.layout.label} was not launched")
         pending.wait()
         gradient = self.parameters[0].grad
+        if gradient is None and self.arrived[0]:
+            raise lost_gradient(self.layout.slots[0])
         if gradient is not None and gradient is not self._tensor:
             gradient.copy_(self._tensor)
 

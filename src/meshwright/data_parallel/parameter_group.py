@@ -231,12 +231,25 @@ class ParameterGroup:
             return
         if self._has_outer:
             gradients = [_local(s, g) for s, g in zip(self.slots, gradients, strict=True)]
-        self.buffer.take(gradients)
+        try:
+            self.buffer.take(gradients)
+        except RuntimeError as error:
+            self._refuse_sparse(gradients, error)
+            raise
         used = self.used
         for index, slot in enumerate(self.slots):
             if gradients[index] is not None:
                 used[index] = True
                 slot.full.grad = None
+
+    def _refuse_sparse(self, gradients: Iterable[torch.Tensor | None], error: RuntimeError) -> None:
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"expected a dense gradient of sharded parameter {slot.name!r}, found one of "
+                    f"layout {gradient.layout}. Build its embedding with sparse=False, or leave "
+                    "the parameter out of the sharded ones, or use replicate"
+                ) from error
 
     def reduce(self, label: str, settings: UnitSettings) -> None:
         """Start the sum over the ranks of what the buffer holds (zeros when it holds nothing)."""

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.layout import FlatLayout
 
-__all__ = ["BucketLayout", "GradientSlot", "plan_buckets", "sparse_gradient"]
+__all__ = ["BucketLayout", "GradientSlot", "lost_gradient", "plan_buckets", "sparse_gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,4 +150,14 @@ def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
         f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), and no module that "
         "announces one: replicate reduces sparse gradients of nn.Embedding and nn.EmbeddingBag "
         "with sparse=True. Use one of them, or put the module into ignored_modules"
+    )
+
+
+def lost_gradient(slot: GradientSlot) -> RuntimeError:
+    """The refusal of a gradient that somebody has used up before it was the mean."""
+    return RuntimeError(
+        f"parameter {slot.name!r} got a gradient in this backward pass, and had none any more when "
+        "it was to be summed over the ranks: a hook took it, which has seen the gradient of this "
+        "rank alone. Step after backward(), or register optimizer_in_backward_hook of "
+        "meshwright.data_parallel.comm_hooks with register_comm_hook"
     )

@@ -21,6 +21,8 @@ Where this differs from torch's class on purpose:
   are of whole parameters; `summon_full_params` shows the part that this rank computes with.
 * Hooks that `register_post_accumulate_grad_hook` has put on parameters run when ``.grad`` is there;
   those of `register_hook` are refused where they would be given a piece of a gradient.
+* What is put into the ``.data`` of a parameter is copied into its shard, over what was there: clone
+  first what is to come back later.
 * Where parameters change between forward and backward that is an error in every strategy.
 """
 
