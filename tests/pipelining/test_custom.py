@@ -394,3 +394,34 @@ def body_amiss() -> None:
 
 def test_what_is_amiss_is_said(ranks: Ranks) -> None:
     ranks(2, body_amiss)
+
+
+def body_compiled() -> None:
+    """Compiled stages, uneven batches of changing sizes, an evaluation."""
+    rank = communicator().rank
+    layers = [layer(seed) for seed in range(4)]
+    ones = nn.Sequential(*copy.deepcopy(layers))
+    for one in layers:
+        one.compile(backend="aot_eager")
+    mine = [rank, rank + 2]
+    stages = [PipelineStage(layers[s], s, 4, CPU) for s in mine]
+    schedule = get_schedule_class("Interleaved1F1B")(stages, 4, loss_fn=nn.MSELoss())
+    for rows in (9, 8):
+        torch.manual_seed(rows)
+        x, target = torch.randn(2, rows, 6, dtype=torch.float64)
+        args, last = ((), {"target": target}) if rank else ((x,), {})
+        output, evaluated = schedule.step(*args, **last), schedule.eval(*args)
+        expected = ones(x)
+        nn.MSELoss()(expected, target).backward()
+        for s in mine:
+            for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+        for found in (output, evaluated):
+            assert (found is None) == (rank == 0)
+            if found is not None:
+                torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_compiled_stages_train(ranks: Ranks) -> None:
+    ranks(2, body_compiled, timeout=120)
