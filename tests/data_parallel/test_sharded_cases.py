@@ -292,3 +292,36 @@ def body_parameters_are_copied() -> None:
 
 def test_parameters_are_copied(ranks: Ranks) -> None:
     ranks(2, body_parameters_are_copied)
+
+
+def body_frozen_while_whole(through_model: bool) -> None:
+    """What is set between two forwards, where the root keeps whole parameters, is not forgotten."""
+    one = mlp()
+    model = fully_shard(copy.deepcopy(one))
+    at_rest = list(model.parameters())
+    mine, theirs = torch.optim.SGD(at_rest, lr=0.1), torch.optim.SGD(one.parameters(), lr=0.1)
+    for step, trains in enumerate([(1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 1, 0), (1, 1, 1, 1)]):
+        model(share(batch(9)))  # no backward comes
+        held = list(model.parameters()) if through_model else at_rest
+        assert through_model is not isinstance(held[0], DTensor)
+        for parameter, other, flag in zip(held, one.parameters(), trains, strict=True):
+            parameter.requires_grad_(bool(flag))
+            other.requires_grad_(bool(flag))
+        y = model(share(batch(step)))
+        assert y.requires_grad is any(trains)
+        if y.requires_grad:
+            y.square().mean().backward()
+            one(batch(step)).square().mean().backward()
+        assert [p.requires_grad for p in at_rest] == [bool(flag) for flag in trains]
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        model(share(batch(9))).square().mean().backward() if any(trains) else None
+        model.zero_grad()
+        for found, expected in zip(at_rest, one.parameters(), strict=True):
+            torch.testing.assert_close(whole(found), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_parameters_are_frozen_while_they_are_whole(ranks: Ranks) -> None:
+    for through_model in (True, False):
+        ranks(2, body_frozen_while_whole, through_model)

@@ -30,7 +30,7 @@ __all__ = ["ExposedTensors"]
 class _Entry:
     """One parameter as it looks at rest."""
 
-    __slots__ = ("cells", "exposed", "gradient", "shape", "slot", "start", "stop", "wrap")
+    __slots__ = ("cells", "exposed", "gradient", "shape", "slot", "start", "stop", "trains", "wrap")
 
     def __init__(self, group: ParameterGroup, index: int) -> None:
         layout = group.buffer.layout
@@ -52,12 +52,22 @@ class _Entry:
         self.exposed = cast("nn.Parameter", savable(exposed))
         self.exposed.__dict__.update(slot.original.__dict__)
         carry_hooks(slot.original, self.exposed)
+        self.trains = self.exposed.requires_grad
+        """Whether both required grad when they were compared last."""
         self.cells: list[tuple[dict[str, Any], str]] = []
         self.find_cells()
 
     def find_cells(self) -> None:
         """Where modules keep it."""
         self.cells = [(module._parameters, name) for module, name in self.slot.places]
+
+    def follow_training(self) -> None:
+        """Let the one parameter require grad as the other, that the user has changed, does now."""
+        full, exposed = self.slot.full, self.exposed
+        is_new = exposed.requires_grad is not self.trains
+        self.trains = exposed.requires_grad if is_new else full.requires_grad
+        full.requires_grad_(self.trains)
+        exposed.requires_grad_(self.trains)
 
 
 class ExposedTensors:
@@ -109,9 +119,11 @@ class ExposedTensors:
                 entry.find_cells()
 
     def show_sharded(self, unit: Unit) -> None:
-        """Let modules hold the DTensors."""
+        """Let modules hold the DTensors, trainable as the whole parameters were until now."""
         for group in unit.groups:
             for entry in self.entries(group):
+                if entry.slot.full.requires_grad is not entry.trains:
+                    entry.follow_training()
                 for cells, name in entry.cells:
                     cells[name] = entry.exposed
 
@@ -122,8 +134,15 @@ class ExposedTensors:
                 full = entry.slot.full
                 if full.requires_grad is not entry.exposed.requires_grad:
                     full.requires_grad_(entry.exposed.requires_grad)
+                entry.trains = full.requires_grad
                 for cells, name in entry.cells:
                     cells[name] = full
+
+    def follow_training(self, unit: Unit) -> None:
+        """See which of both parameters the user has frozen, or not, while both were there."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                entry.follow_training()
 
     def zero_alike(self) -> None:
         """Who zeroed a flat gradient meant those of the parameters too, and the reverse."""

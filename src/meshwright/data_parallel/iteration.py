@@ -27,7 +27,7 @@ from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.partial_sums import sum_parts
 from meshwright.data_parallel.step_watch import Steps, StepWatch
-from meshwright.data_parallel.unit import ParameterGroup, Unit
+from meshwright.data_parallel.unit import ParameterGroup, Phase, Unit
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.driver import Driver
@@ -121,6 +121,10 @@ class Iteration:
         self.is_in_forward = True
         for exposure in self._exposures:
             exposure.zero_alike()
+        for unit in self._units:
+            if unit.phase is Phase.FULL and isinstance(unit.exposure, ExposedTensors):
+                unit.exposure.follow_training(unit)
+                unit.find_trainable()
         while self.in_blocks:
             # Their backward has passed or will not come: what is gathered now is what is held now.
             self.in_blocks.pop().forget_block()

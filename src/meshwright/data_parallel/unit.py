@@ -119,8 +119,9 @@ class Unit:
         """Called with "unshard", "reduce" or "reduce_further" before its collectives."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
-        self.trainable_groups = self._find_trainable()
+        self.trainable_groups: tuple[ParameterGroup, ...] = ()
         """The groups in which a parameter requires grad, as of when they were last whole."""
+        self.find_trainable()
         self.exposure.show_sharded(self)
 
     def __repr__(self) -> str:
@@ -174,7 +175,7 @@ class Unit:
             group.buffer.finish_gather()
         self._become(Phase.FULL)
         self.exposure.show_full(self)
-        self.trainable_groups = self._find_trainable()
+        self.find_trainable()
 
     def reshard_for_backward(self) -> bool:
         """As `reshard`, but what the backward gathers stays among fewer ranks where that is set.
@@ -204,6 +205,10 @@ class Unit:
         if self._phase is Phase.GATHERING:
             self.wait_unshard()
         self._put_away()
+
+    def find_trainable(self) -> None:
+        """Note which groups have a parameter that requires grad now."""
+        self.trainable_groups = tuple(group for group in self.groups if group.is_trainable)
 
     def _put_away(self) -> None:
         self.exposure.show_sharded(self)
@@ -310,9 +315,6 @@ class Unit:
         self.reshard()
 
     # --------------------------------------------------------------------------- private
-
-    def _find_trainable(self) -> tuple[ParameterGroup, ...]:
-        return tuple(group for group in self.groups if group.is_trainable)
 
     @property
     def _sums_twice(self) -> bool:
