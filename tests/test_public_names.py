@@ -90,6 +90,11 @@ def test_plans_and_errors_load_no_torch() -> None:
     assert _run(code) == "False"
 
 
+def test_no_compiler_is_loaded_before_one_is_asked_for() -> None:
+    code = "import sys, meshwright as m; m.parallelize, m.replicate, m.FullyShardedDataParallel\n"
+    assert _run(code + "print('torch._dynamo' in sys.modules)") == "False"
+
+
 def test_the_library_needs_no_development_tool() -> None:
     """All but the command, its recipes and the test plugin loads where these are missing."""
     names = [name for name in _modules() if not name.startswith(ENTRIES)]

@@ -35,6 +35,7 @@ from meshwright.comm.dtensor import (
     take_over,
 )
 from meshwright.comm.spread import refuse_spread, spread_over
+from meshwright.data_parallel.untraced import constant
 
 __all__ = [
     "LocalComputation",
@@ -230,7 +231,7 @@ class _Lent:
             for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
-    @torch.compiler.assume_constant_result
+    @constant
     def _has_hooks(self) -> bool:
         return bool(self.parameter._backward_hooks)
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Phase, Unit
+from meshwright.data_parallel.untraced import apart, untraced
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
 
@@ -172,11 +172,13 @@ class Driver:
 
     # --------------------------------------------------------------------------- forward
 
-    @_disable_dynamo
+    @apart
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The forward pre-hook: whole parameters are there afterwards. Never traced."""
+        if torch.compiler.is_compiling():
+            return untraced(self.before_forward, module, args, kwargs)
         if self.is_driven:
             if self.unit is not None:
                 self.unit.wait_unshard()
@@ -208,9 +210,11 @@ class Driver:
             return self._watch_inputs(args, kwargs)
         return self._cast_inputs(args, kwargs)
 
-    @_disable_dynamo
+    @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """The forward hook: the unit is freed, unless it is kept. Never traced."""
+        if torch.compiler.is_compiling():
+            return untraced(self.after_forward, module, args, output)
         dtype = self.cast.outputs
         if dtype is not None:
             output = tree_map(partial(_cast, dtype=dtype), output)
@@ -326,8 +330,11 @@ class Driver:
 
     # -------------------------------------------------------------------------- backward
 
-    @_disable_dynamo
+    @apart
     def _output_gradient(self, gradient: object) -> None:
+        if torch.compiler.is_compiling():
+            untraced(self._output_gradient, gradient)
+            return
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and compiled.in_compiled_autograd_region:
             raise RuntimeError(

@@ -27,7 +27,7 @@ from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.data_parallel.traced import Route, TracedForward
-from meshwright.data_parallel.untraced import inlined, untraced
+from meshwright.data_parallel.untraced import constant, inlined, untraced
 
 __all__ = [
     "Replicate",
@@ -135,7 +135,7 @@ class ReplicateState:
     def _route(self) -> Route:
         return self.replica.marking.route() if self._is_traceable() else "eager"
 
-    @torch.compiler.assume_constant_result
+    @constant
     def _is_traceable(self) -> bool:
         """Whether the module's class computes its forward; sets the replica up, a collective."""
         module = self._module()

@@ -32,6 +32,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.data_parallel.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.reducer import GradientReducer
+from meshwright.data_parallel.untraced import constant
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["GradientMarking", "Marking", "Route", "TracedForward"]
@@ -96,7 +97,7 @@ class Marking:
         is_driven = reducer.on_reduction is not None or reducer.is_scaled
         return self._choose(is_driven, reducer.registered_hook is not None)
 
-    @torch.compiler.assume_constant_result
+    @constant
     def _choose(self, is_driven: bool, is_hooked: bool) -> Route:
         self._reducer.follow_training()
         obstacle = self.obstacle()
@@ -202,7 +203,7 @@ class Marking:
         deliver(self._token, gradient, index, self.name)
         leaf.grad = None
 
-    @torch.compiler.assume_constant_result
+    @constant
     def _check_hooks(self) -> bool:
         self._prepare()
         obstacle = self.obstacle()

@@ -8,11 +8,11 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
 from meshwright.data_parallel.unit import Phase, Unit
+from meshwright.data_parallel.untraced import apart, untraced
 from meshwright.fsdp import checks
 from meshwright.fsdp.exposure import exposed_of, gradients_by_axes
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
@@ -130,10 +130,12 @@ class UnitWrapper(nn.Module):
         output = getattr(self, WRAPPED)(*args, **kwargs)
         return self._driver.after_forward(self, args, output)
 
-    @_disable_dynamo
+    @apart
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.compiler.is_compiling():
+            return untraced(self._enter, args, kwargs)
         self.prepare()
         args, kwargs = self._prepare_inputs(args, kwargs)
         return self._driver.before_forward(self, args, kwargs)

@@ -69,11 +69,12 @@ class Dropout(nn.Dropout):
                 f"dropout {self.site!r} draws by step and sample, which a traced graph would keep "
                 "as they were: trace the model in evaluation mode, or leave this module out"
             )
-        return self._dropped(input)
+        if torch.compiler.is_compiling():
+            return _dropped_outside(self, input)
+        return self.dropped(input)
 
-    @_disable_dynamo
-    def _dropped(self, input: torch.Tensor) -> torch.Tensor:
-        """Never in a compiled graph, which would keep step and samples."""
+    def dropped(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` with some elements zeroed, as in training."""
         keep = self._kept(input)
         if self._is_alpha:
             return self._saturate(input, keep)
@@ -152,3 +153,9 @@ def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] =
             if child in ours:
                 parent._modules[key] = ours[child]
     return [each.site for each in ours.values()]
+
+
+@_disable_dynamo
+def _dropped_outside(module: Dropout, input: torch.Tensor) -> torch.Tensor:
+    """Never in a compiled graph, which would keep step and samples."""
+    return module.dropped(input)
