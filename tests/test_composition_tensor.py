@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.axes import Axes
-from meshwright.comm import communicator
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.composition import Trainable, parallelize
 from meshwright.composition.checks import check_model
 from meshwright.errors import CheckpointMismatchError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
+from meshwright.precision import Precision
 from meshwright.recipes.config import ModelConfig
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.testing import MODELS, Ranks, Sample, assert_same_training
@@ -376,3 +378,64 @@ def body_ties() -> None:
 
 def test_a_tied_table_is_not_cut_two_ways(ranks: Ranks) -> None:
     ranks(2, body_ties)
+
+
+class Slopes(nn.Module):
+    """Its slopes are whole on every rank, and each rank's gradient of them is a part of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.slope = nn.PReLU()
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.slope(self.up(x)))
+
+
+def body_described(axes: dict[str, int], plans: list[dict[str, Any]]) -> None:
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    rules = {"*.up": "colwise", "*.down": "rowwise", "*.slope": "replicated"}
+    for options in plans:
+        torch.manual_seed(0)
+        plan = Plan(axes=Axes.of(axes), tensor=TensorPlan(rules=rules), **options)
+        passes = plan.train.accumulate * plan.pipeline.microbatches
+        trainable = parallelize(
+            nn.Sequential(Slopes(), Slopes()),
+            plan,
+            optimizer=torch.optim.Adam,
+            loss=F.mse_loss,
+            example=(rows[: 8 // passes // plan.data_size],),
+        )
+        share = rows.chunk(trainable.data_size)[trainable.data_rank]
+        trainable.step(share, share)
+        with observe(recorder := Recorder()):
+            trainable.step(share, share)
+        described = trainable.describe()
+        found = [replace(c, sequence=0) for c in described.collectives if "tensor" in c.axis]
+        sent = [replace(c, sequence=0) for c in recorder.collectives if "tensor" in c.axis]
+        if "pipeline" in axes:  # the schedule orders them
+            found, sent = sorted(found, key=str), sorted(sent, key=str)
+        assert found == sent, (axes, options)
+        if communicator().rank == 0:  # the others may have no part of a slope
+            assert {c.label for c in sent} >= {"partial gradients", "gradient norm"}
+        lines = str(described).splitlines()
+        assert not any("frozen" in line for line in lines)
+        label = described.collectives[-2].label
+        assert any(f'x all_reduce "{label}" on axis tensor: ' in line for line in lines)
+
+
+def test_describe_lists_what_a_step_sends_over_tensor_ranks(ranks: Ranks) -> None:
+    plans = [
+        {"train": TrainPlan(accumulate=2, clip_norm=1.0)},
+        {"train": TrainPlan(recompute=("0",)), "precision": Precision(compute="bfloat16")},
+    ]
+    ranks(2, body_described, {"tensor": 2}, plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["replicate", "shard", "pipeline"])
+def test_describe_lists_what_a_step_sends_beside_other_axes(ranks: Ranks, other: str) -> None:
+    schedule = PipelinePlan(schedule="1f1b", microbatches=2 if other == "pipeline" else 1)
+    plans = [{"train": TrainPlan(accumulate=2), "pipeline": schedule}]
+    ranks(4, body_described, {other: 2, "tensor": 2}, plans)

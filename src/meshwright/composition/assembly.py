@@ -31,6 +31,7 @@ from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout,
 from meshwright.composition.stages import CutModel, Inputs, cut_model
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import STYLES, ModelCut
+from meshwright.composition.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import (
     ReductionSettings,
@@ -92,6 +93,7 @@ def parallelize(
         return _pipelined(model, plan, optimizer, loss, example or (), peers)
     _place(model, plan, everyone)
     draws = _drawn(model, plan)
+    whole: WholeRun | None = None
     if plan.axes.size("tensor") > 1:
         _equalise(model, everyone)
         whole = WholeRun(model, _moved(example or (), everyone), peers.tensor, draws)
@@ -100,6 +102,7 @@ def parallelize(
     if plan.train.batch_norm == "sync":
         synchronise_batch_norm(model, peers.data)
     _recompute(model, plan)
+    traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device))
     if plan.axes.size("shard") > 1:
         if plan.axes.size("tensor") == 1:
             _equalise(model, everyone)
@@ -114,6 +117,7 @@ def parallelize(
         optimizer=None if optimizer is None else optimizer(_parameters(model, plan)),
         loss=loss,
         draws=draws,
+        traffic=traffic,
     )
 
 
@@ -234,7 +238,9 @@ def _pipelined(
     names = list(model.state_dict())
     draws = _drawn(model, plan)
     cut = ModelCut.of(model, plan)
-    found = _stages_of(model, plan, _moved(example, everyone), cut, peers, draws)
+    moved = _moved(example, everyone)
+    traffic = _checked(model, plan, moved, cut, peers, draws) if cut.styles else None
+    found = _stages_of(model, plan, moved, cut, peers, draws)
     count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
     holders = stage_ranks(pipeline.size, count, style)
@@ -272,7 +278,29 @@ def _pipelined(
         optimizer=None if optimizer is None else optimizer(_parameters(modules, plan)),
         loss=loss,
         draws=draws,
+        traffic=None if traffic is None else traffic.inside(_names_in(modules)),
     )
+
+
+def _names_in(modules: StageModules) -> frozenset[str]:
+    """The modules of this rank's stages, by their names in the model."""
+    return frozenset(name for stage in modules.stages for name, _ in stage.named_modules())
+
+
+def _checked(
+    model: nn.Module,
+    plan: Plan,
+    example: Inputs,
+    cut: ModelCut,
+    peers: Peers,
+    draws: Draws | None,
+) -> TensorTraffic:
+    """See that ``model`` computes the same when it is ``cut``, and what that sends."""
+    whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
+    _cut(trial, cut, peers)
+    whole.compare(trial)
+    _recompute(trial, plan)
+    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False))
 
 
 def _stages_of(
@@ -284,10 +312,6 @@ def _stages_of(
     draws: Draws | None,
 ) -> CutModel:
     """All stages of ``model``, which has been seen to compute the same when it is ``cut``."""
-    if cut.styles:
-        whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
-        _cut(trial, cut, peers)
-        whole.compare(trial)
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace knows the dtypes of what stages hand on.
     with rehearsal, autocast_of(plan, peers.everyone.device, keeps_casts=False):

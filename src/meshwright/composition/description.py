@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,9 +31,12 @@ class ParameterRow:
     placement: str
     """Such as ``replicate(4)``: what the ranks of each axis hold."""
     bucket: int | None
-    """The bucket that its gradient is reduced in; None when it is frozen, or lies in a unit."""
+    """The bucket that its gradient is reduced in; None when it is frozen, lies in a unit, or no
+    other rank has it."""
     unit: str | None = None
     """The unit that it is gathered and reduced with; None where every rank holds the whole."""
+    is_trained: bool = True
+    """Whether it has a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,8 @@ class Description:
     rank: int
     parameters: tuple[ParameterRow, ...]
     collectives: tuple[Collective, ...]
-    """What this rank issues in one optimizer step, buckets in the order of their launches."""
+    """What this rank issues in one optimizer step: over data axes, with buckets in the order of
+    their launches, then by modules over axis tensor, pass by pass, then the norm of gradients."""
     settings: tuple[str, ...]
     """One line for each setting of the plan: what it did."""
 
@@ -51,14 +56,19 @@ class Description:
         total = sum(collective.bytes for collective in self.collectives)
         lines = [f"rank {self.rank}", "parameters:"]
         for row in self.parameters:
-            where = "frozen" if row.bucket is None else f"bucket {row.bucket}"
+            where = "no data axis" if row.is_trained else "frozen"
+            if row.bucket is not None:
+                where = f"bucket {row.bucket}"
             if row.unit is not None:
                 where = f"unit {row.unit}"
             lines.append(
                 f"  {row.name:<{width}}  {row.dtype} {row.shape}  {row.placement}, {where}"
             )
         lines.append(f"collectives of one step ({total} bytes):")
-        lines += [f"  {each}: {each.bytes} bytes" for each in self.collectives]
+        counts = Counter(replace(each, sequence=0) for each in self.collectives)
+        lines += [
+            f"  {count} x {_said(each)}: {each.bytes} bytes each" for each, count in counts.items()
+        ]
         lines.append("settings:")
         lines += [f"  {line}" for line in self.settings]
         return "\n".join(lines)
@@ -77,6 +87,7 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
             dtype=_dtype_name(parameter.dtype),
             placement=f"{axis.axis}({axis.size}){cut_of(parameter)}",
             bucket=bucket_of.get(name),
+            is_trained=parameter.requires_grad,
         )
         for name, parameter in module.named_parameters()
     )
@@ -237,6 +248,10 @@ _STATISTICS = MappingProxyType(
         "gradients in every backward pass, beside the collectives above",
     }
 )
+
+
+def _said(each: Collective) -> str:
+    return str(each).replace(f" #{each.sequence}", "", 1)
 
 
 def _dtype_name(dtype: object) -> str:

@@ -28,6 +28,7 @@ from meshwright.composition.pipelined_layout import (
     output_of,
     union,
 )
+from meshwright.composition.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import (
     EvalResult,
     Loss,
@@ -109,13 +110,21 @@ class PipelinedTrainable(Trainable):
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
+        traffic: TensorTraffic | None = None,
     ) -> None:
         """``names`` are those of the whole model's state, in its order.
 
         ``copies`` gives for each name of a tied parameter that is no first name that one.
         """
         super().__init__(
-            module, plan, peers=peers, layout=layout, optimizer=optimizer, loss=loss, draws=draws
+            module,
+            plan,
+            peers=peers,
+            layout=layout,
+            optimizer=optimizer,
+            loss=loss,
+            draws=draws,
+            traffic=traffic,
         )
         self._pipeline = peers.pipeline
         self._pipelined = layout

@@ -95,7 +95,7 @@ class LoneLayout:
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 placement=f"whole{cut_of(parameter)}",
                 bucket=None,
-                unit=None,
+                is_trained=parameter.requires_grad,
             )
             for name, parameter in module.named_parameters()
         )

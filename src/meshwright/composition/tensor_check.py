@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm import Communicator, phase
+from meshwright.comm import Communicator, Recorder, observe, phase
 from meshwright.comm.dtensor import local_of
 from meshwright.comm.whole import part_like
 from meshwright.composition.stages import Inputs
+from meshwright.composition.tensor_traffic import PARTIAL, TensorTraffic
 from meshwright.errors import PlanError
 from meshwright.gradients import call_module
 from meshwright.randomness import Draws, Dropout
@@ -92,6 +94,25 @@ class WholeRun:
             parameters = dict(model.named_parameters())
             found = _gradients([mine for mine, _ in alike], seeds, parameters)
             self._agree(_gradient_problems(found, expected, parameters))
+
+    def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> TensorTraffic:
+        """What ``model`` sends over the axis in a pass over the example, the forward ``computing``.
+
+        All ranks of the axis call it together, once the model recomputes what it will.
+        """
+        with phase("record what axis tensor sends"), observe(recorder := Recorder()):
+            with computing:
+                outputs = self._forward(model)
+            count = len(recorder.collectives)
+            pairs = zip(outputs, self._outputs, strict=True)
+            alike = [mine for mine, whole in pairs if mine.shape == whole.shape]
+            seeds = [_seed(mine) for mine in alike]
+            _gradients(alike, seeds, dict(model.named_parameters()))
+        sent = [
+            tuple(c for c in each if c.axis == self._axis.axis and c.label != PARTIAL)
+            for each in (recorder.collectives[:count], recorder.collectives[count:])
+        ]
+        return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
 
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
         """The differentiable tensors that ``model`` returns."""

@@ -29,6 +29,7 @@ from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description
 from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.peers import Peers
+from meshwright.composition.tensor_traffic import TensorTraffic, add_traffic
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     LossScale,
@@ -88,8 +89,12 @@ class Trainable:
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
+        traffic: TensorTraffic | None = None,
     ) -> None:
-        """``draws`` are those of the module's dropout, where it does not depend on the layout."""
+        """``draws`` are those of the module's dropout, where it does not depend on the layout.
+
+        ``traffic`` is what this rank's modules send over axis tensor in one pass.
+        """
         self.module = module
         self.plan = plan
         self.optimizer = optimizer
@@ -107,6 +112,7 @@ class Trainable:
         self._window = LossWindow(peers.losses)
         self._is_compared = False
         self._draws = draws
+        self._traffic = traffic
         self._numbered = 0
         """Samples of this step's global batch that have been computed."""
 
@@ -285,7 +291,12 @@ class Trainable:
 
     def describe(self) -> Description:
         """The layout of each parameter, the collectives of one step, and what each setting did."""
-        return self._layout.describe(self.module, self.plan)
+        is_piped = self.plan.axes.size("pipeline") > 1
+        passes = self.plan.train.accumulate * (self.plan.pipeline.microbatches if is_piped else 1)
+        sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
+        sent = [] if self._traffic is None else self._traffic.of_step(self.module, passes, sums)
+        described = self._layout.describe(self.module, self.plan)
+        return add_traffic(described, [*sent], self._layout.gradients())
 
     # --------------------------------------------------------------------------- internals
 
