@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+import meshwright
 from meshwright.comm import Communicator, check_peers, phase
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError, NonFiniteError
@@ -41,6 +44,8 @@ from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
 __all__ = ["Outcome", "train"]
+
+_log = logging.getLogger("meshwright")
 
 Write = Callable[[str], None]
 
@@ -242,7 +247,7 @@ class _Training:
         started = time.monotonic()
         number = self._step + 1
         rate = learning_rate(self._config.optimizer, number, self._config.run.steps)
-        with self._trace.step(self._world.rank):
+        with self._trace.step(self._world.rank), self._telling_breaks(number):
             result = self._train_once(number, rate)
         seconds = time.monotonic() - started
         self._seconds += seconds
@@ -262,6 +267,17 @@ class _Training:
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)
         progress.step(number, loss=loss, tokens_per_second=tokens / mean, left=left)
+
+    @contextlib.contextmanager
+    def _telling_breaks(self, number: int) -> Iterator[None]:
+        """Log where compiled graphs end: in two steps, since dropout is watched in the first."""
+        if not self._config.plan.train.compile or number > self._first + 1:
+            yield
+            return
+        with meshwright.compiler.GraphBreaks() as breaks:
+            yield
+        for each in breaks.found:
+            _log.info("step %d: a graph ends at %s", number, each)
 
     def _train_once(self, number: int, rate: float) -> StepResult:
         trainable = self._trainable

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator
@@ -102,6 +103,7 @@ class TensorTrace:
 
     # ----------------------------------------------------------------------------- activations
 
+    @_disable_dynamo
     def _enter(
         self, stage: int, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
@@ -115,6 +117,7 @@ class TensorTrace:
         if stage == 0:
             self._put_samples("input", "", (0, 0), values[0], now)
 
+    @_disable_dynamo
     def _leave(
         self, stage: int, name: str, module: nn.Module, args: object, output: object
     ) -> None:

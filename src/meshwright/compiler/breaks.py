@@ -1,0 +1,109 @@
+"""Where compiled graphs end, and why: as torch says while it compiles, with the user's lines."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+import meshwright
+
+__all__ = ["GraphBreak", "GraphBreaks"]
+
+_TOLD = "torch._dynamo.symbolic_convert.__graph_breaks"
+"""Torch's logger of graph breaks, what ``TORCH_LOGS=graph_breaks`` shows."""
+
+_PLACE = re.compile(r"in user code at (.+):(\d+)$")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_REASON = re.compile(r"Graph Break Reason: (.+)$", re.MULTILINE)
+_EXPLAINED = re.compile(r"^(\S.*)\n  Explanation: (.+)$", re.MULTILINE)
+_SKIPPED = re.compile(r"frame skipped: (\S+) \((.+) line (\d+)\)")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+_ROOMS = ("comm", "composition", "data_parallel", "fsdp", "gradients", "pipelining", "randomness")
+_HOME = Path(meshwright.__file__).parent
+_LIBRARIES = tuple(
+    f"{folder}/"
+    for folder in (Path(torch.__file__).parent, *(_HOME / r for r in (*_ROOMS, "tensor_parallel")))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """One place at which a graph ends."""
+
+    line: str
+    """The innermost line outside of libraries: file and number, and the function if known."""
+    reason: str
+    uncompiled: str = ""
+    """The function that runs without the compiler for it, as one does that breaks in a loop."""
+
+    def __str__(self) -> str:
+        skipped = f"; {self.uncompiled} runs uncompiled" if self.uncompiled else ""
+        return f"{self.line}: {self.reason}{skipped}"
+
+
+class GraphBreaks(logging.Filter):
+    """Finds where graphs end in what is compiled inside of its block.
+
+    What torch has told of before, it does not tell again until `torch.compiler.reset`.
+
+    >>> with GraphBreaks() as breaks:
+    ...     loss(model(inputs)).backward()
+    >>> for each in breaks.found:
+    ...     print(each)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[GraphBreak] = []
+        """Each once, in the order in which they came."""
+        self._logger = logging.getLogger(_TOLD)
+        self._level = logging.NOTSET
+
+    def __enter__(self) -> Self:
+        """Begin to listen."""
+        self._level = self._logger.level
+        self._logger.addFilter(self)
+        self._logger.setLevel(logging.DEBUG)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        """Listen no more."""
+        self._logger.setLevel(self._level)
+        self._logger.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Take ``record``; it is shown only where it would have been without us."""
+        found = _read(record.getMessage())
+        if found is not None and found not in self.found:
+            self.found.append(found)
+        return self._level == logging.DEBUG
+
+
+def _read(text: str) -> GraphBreak | None:
+    """What ``text`` tells of; None when that was told before, and comes without a line."""
+    place, frames = _PLACE.search(text.partition("\n")[0]), _FRAME.findall(text)
+    if place is None or not frames:
+        return None
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    line = "{}:{} in {}".format(*own[-1]) if own else ":".join(place.groups())
+    explained, plain, skipped = (r.search(text) for r in (_EXPLAINED, _REASON, _SKIPPED))
+    reason = plain[1] if plain is not None else "torch does not say why"
+    if explained is not None:
+        reason = ": ".join(explained.groups())
+    return GraphBreak(
+        line,
+        _ADDRESS.sub("", reason).rstrip("."),
+        "" if skipped is None else "{} at {}:{}".format(*skipped.groups()),
+    )
