@@ -325,3 +325,16 @@ def body_frozen_while_whole(through_model: bool) -> None:
 def test_parameters_are_frozen_while_they_are_whole(ranks: Ranks) -> None:
     for through_model in (True, False):
         ranks(2, body_frozen_while_whole, through_model)
+
+
+def body_optimizer_of_whole_parameters() -> None:
+    model = fully_shard(mlp())
+    model(batch(0))  # no backward comes: the root keeps its whole parameters
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"4 parameters of a SGD .* has while it holds whole"):
+        optimizer.step()
+
+
+def test_an_optimizer_of_whole_parameters_is_refused(ranks: Ranks) -> None:
+    ranks(2, body_optimizer_of_whole_parameters)

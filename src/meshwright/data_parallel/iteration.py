@@ -215,9 +215,11 @@ class Iteration:
         return [p for unit in self._units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
-        """What parameters were before they were sharded, as far as somebody holds it."""
+        """What no optimizer may hold: parameters before they were sharded, and while whole."""
         given = (slot.given for unit in self._units for slot in unit.slots)
-        return [found for one in given if one is not None and (found := one()) is not None]
+        before = [found for one in given if one is not None and (found := one()) is not None]
+        of_modules = [unit for unit in self._units if isinstance(unit.exposure, ExposedTensors)]
+        return [*before, *(slot.full for unit in of_modules for slot in unit.slots)]
 
     def _has_gradients(self) -> bool:
         """Whether an optimizer that steps now would change anything on this rank."""

@@ -88,8 +88,9 @@ class StepWatch:
             if left_behind:
                 raise RuntimeError(
                     f"{len(left_behind)} parameters of a {type(optimizer).__name__} are what the "
-                    "module had before it was sharded: a step would change nothing. Build the "
-                    "optimizer from the parameters of the sharded module"
+                    "module had before it was sharded, or has while it holds whole parameters: a "
+                    "step would change nothing. Build the optimizer from the parameters of the "
+                    "sharded module, before its first forward or after a backward"
                 )
             self._known[optimizer] = known
         return known[1]
