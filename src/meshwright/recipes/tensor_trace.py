@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator
 from meshwright.comm.whole import Holding, held
 from meshwright.composition import StepResult, Trainable
+from meshwright.data_parallel.untraced import apart, untraced
 from meshwright.layout import Box
 from meshwright.plan import match_names
 from meshwright.recipes.digest import digest
@@ -103,10 +103,13 @@ class TensorTrace:
 
     # ----------------------------------------------------------------------------- activations
 
-    @_disable_dynamo
+    @apart
     def _enter(
         self, stage: int, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
+        if torch.compiler.is_compiling():
+            untraced(self._enter, stage, module, args, kwargs)
+            return
         values = _tensors((args, kwargs)) if self._is_traced(stage) else []
         if not values:
             return
@@ -117,10 +120,13 @@ class TensorTrace:
         if stage == 0:
             self._put_samples("input", "", (0, 0), values[0], now)
 
-    @_disable_dynamo
+    @apart
     def _leave(
         self, stage: int, name: str, module: nn.Module, args: object, output: object
     ) -> None:
+        if torch.compiler.is_compiling():
+            untraced(self._leave, stage, name, module, args, output)
+            return
         if not self._is_traced(stage):
             return
         now = self._passes[stage]
