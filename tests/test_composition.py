@@ -573,8 +573,13 @@ optimizer = "float64"
         parallelize(normalised(), twice, optimizer=sgd, loss=mean)
     with pytest.raises(PlanError, match="has no effect: the model has no BatchNorm"):
         parallelize(sequential(), plan_of(2, batch_norm="local"), optimizer=sgd, loss=mean)
-    with pytest.raises(PlanError, match="on the meta device"):
-        parallelize(nn.Linear(2, 2, device="meta"), plan_of(2), optimizer=sgd, loss=mean)
+    partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(PlanError, match=r"'1.weight' is on the meta device and '0.weight' is not"):
+        parallelize(partly, plan_of(2), optimizer=sgd, loss=mean)
+    scale = nn.Module()
+    scale.factor = nn.Parameter(torch.empty(2, device="meta"))
+    with pytest.raises(PlanError, match=r"drawn from \[train\] seed: .*Module"):
+        parallelize(scale, plan_of(2), optimizer=sgd, loss=mean)
 
 
 def test_what_cannot_be_laid_out_is_refused_at_once(ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import mesh_communicators
+from meshwright.comm.whole import held_boxes
 from meshwright.composition.checks import check_model, recomputed
 from meshwright.composition.compiling import compiled
 from meshwright.composition.data_layout import DataLayout, ReplicatedLayout, ShardedLayout
@@ -29,6 +30,7 @@ from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
 from meshwright.composition.stages import CutModel, Inputs, cut_model
+from meshwright.composition.starting_values import draw, is_drawn_in_parts, is_on_meta
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import STYLES, ModelCut
 from meshwright.composition.tensor_traffic import TensorTraffic
@@ -66,6 +68,7 @@ def parallelize(
     """Lay ``model`` out as ``plan`` says, and return what trains it.
 
     Every rank calls it with an equal model and plan; parameters and buffers become those of rank 0.
+    A ``model`` on the meta device gets the values of ``[train] seed``, the same on every layout.
     ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
     ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
     inputs, a tuple or a mapping of keyword arguments, are for axes pipeline and tensor, which look
@@ -85,13 +88,13 @@ def parallelize(
     """
     everyone = comm.connect() if group is None else comm.communicator(group, "replicate")
     check_model(model, plan, everyone.size)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PlanError("the model is on the meta device: build it on a device")
+    is_empty = is_on_meta(model)
     _check_example(plan, example)
     peers = Peers.of(plan, everyone)
     if plan.axes.size("pipeline") > 1:
         return _pipelined(model, plan, optimizer, loss, example or (), peers)
-    _place(model, plan, everyone)
+    if not (is_empty and is_drawn_in_parts(plan)):
+        _place(model, plan, everyone)
     draws = _drawn(model, plan)
     whole: WholeRun | None = None
     if plan.axes.size("tensor") > 1:
@@ -104,7 +107,7 @@ def parallelize(
     _recompute(model, plan)
     traffic = None if whole is None else whole.traffic(model, autocast_of(plan, everyone.device))
     if plan.axes.size("shard") > 1:
-        if plan.axes.size("tensor") == 1:
+        if plan.axes.size("tensor") == 1 and not is_on_meta(model):
             _equalise(model, everyone)
         layout: DataLayout = _sharded(model, plan, peers)
     else:
@@ -214,6 +217,8 @@ def _sharded(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
             f"axis shard over what axis tensor has cut: {error}. Leave its module out of [tensor] "
             "rules, or use other numbers of ranks"
         ) from error
+    if is_on_meta(model):
+        draw(model, plan, peers.everyone.device, held_boxes)
     units = [
         unit
         for part in model.modules()
@@ -437,6 +442,8 @@ def _reduction(plan: Plan) -> ReductionSettings:
 
 def _place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
     """Move the model to this rank's device, and to the plan's dtype unless that was left out."""
+    if is_on_meta(model):
+        draw(model, plan, axis.device)
     model.to(axis.device)
     if plan.precision.parameters != Plan().precision.parameters:
         model.to(getattr(torch, plan.precision.parameters))

@@ -232,7 +232,10 @@ def _settings(plan: Plan, axis: Communicator) -> Iterator[str]:
         yield "train.dropout = global: masks are those of one process, by step and sample"
     if train.flat:
         yield "train.flat = true: the optimizer is given few parameters of 1 dim, see flat_groups"
-    yield f"train.seed = {train.seed}: the order of samples"
+    yield (
+        f"train.seed = {train.seed}: the order of samples, and starting values of a model that is "
+        "given on the meta device"
+    )
     yield (
         f"precision: compute in {precision.compute or 'the dtype of the parameters'}, reduce in "
         f"{precision.reduce or 'the dtype of the parameters'}"
