@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
 
@@ -413,6 +414,37 @@ def body_two_outputs() -> None:
     same(ours, one)
 
 
+def body_converted() -> None:
+    """The module, or its last layer alone, becomes float64 after a step in float32."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.inner:
+                x = layer(x.to(next(layer.parameters(), x).dtype))
+            return x
+
+    x, share = batch()
+    for is_view, part in itertools.product((False, True), ("inner", "inner.3")):
+        one = Casts().float()
+        ours = DistributedDataParallel(copy.deepcopy(one), gradient_as_bucket_view=is_view)
+        for model, rows in ((one, x), (ours, share)):
+            loss(model, rows).backward()
+            model.zero_grad()
+            inner = model if model is one else ours.module
+            inner.get_submodule(part).double()
+            loss(model, rows).backward()
+        for p, q in zip(ours.parameters(), one.parameters(), strict=True):
+            assert p.grad.dtype is p.dtype
+            exact = {"rtol": 1e-6, "atol": 1e-12} if part == "inner" else {}
+            torch.testing.assert_close(p.grad, q.grad, **exact)
+        if part == "inner":
+            same(ours, one)
+
+
 def body_mixed_precision(is_checkpointed: bool) -> None:
     """As float32 parameters that are cast by hand, and gradients reduced in float32."""
 
@@ -462,6 +494,7 @@ BODIES = [
     body_refusals,
     body_ignored,
     body_two_outputs,
+    body_converted,
 ]
 
 

@@ -171,10 +171,19 @@ class GradientReducer:
         if trainable != self._trainable:
             changes = zip(self.named, trainable, self._trainable, strict=True)
             name, trains = next((n, now) for (n, _), now, before in changes if now != before)
-            reason = f": {name} {'trains' if trains else 'is frozen'} now"
-            sparse = self.settings.sparse
-            compare_parameters(self.communicator, self.named, sparse, reason=reason)
-            self._arrange()
+            self._arrange_anew(f": {name} {'trains' if trains else 'is frozen'} now")
+        elif self._kinds != self._kinds_now():
+            self._arrange_anew(": the module was converted")
+
+    def _arrange_anew(self, reason: str) -> None:
+        compare_parameters(self.communicator, self.named, self.settings.sparse, reason=reason)
+        self._arrange()
+
+    def _kinds_now(self) -> list[object]:
+        """The dtype of each parameter, and a device: modules move as a whole."""
+        kinds: list[object] = [parameter.dtype for parameter in self._parameters]
+        kinds.extend(parameter.device for parameter in self._parameters[:1])
+        return kinds
 
     def begin_backward(self) -> None:
         """Open a backward pass, unless one is open; must be called from inside it."""
@@ -275,6 +284,7 @@ class GradientReducer:
         )
         self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
         self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
+        self._kinds = self._kinds_now()
         self._homes = [None] * len(self._parameters)
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.layout.slots):
