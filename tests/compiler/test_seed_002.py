@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._C import FileCheck
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.compiler import compiled_autograd, counters
+from meshwright.compiler import aot_backend, compiled_autograd, counters
 from meshwright.data_parallel import DistributedDataParallel, replicate
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -74,7 +74,11 @@ def compare_three(
             model.register_comm_hook(None, getattr(default_hooks, hook))
     contexts = [contextlib.nullcontext, contextlib.nullcontext, models[2].no_sync]
     if not no_compile_forward:
-        models[1:] = [torch.compile(composed), torch.compile(wrapped, fullgraph=True)]
+        backend: Any = aot_backend if no_inductor else "inductor"
+        models[1:] = [
+            torch.compile(composed, backend=backend),
+            torch.compile(wrapped, backend=backend, fullgraph=True),
+        ]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
     rank = torch.distributed.get_rank()
     for step in range(2):
@@ -112,16 +116,31 @@ CASES = {
     "no_sync": {"no_sync": True},
     "bf16": {"hook": "bf16_compress_hook"},
     "fp16": {"hook": "fp16_compress_hook"},
-    "fp16 without inductor": {"hook": "fp16_compress_hook", "no_inductor": True},
     "backward only": {"no_compile_forward": True},
     "checkpoint": {"use_checkpoint": True},
 }
 
 
+@pytest.mark.parametrize("case", ["sync", "no_sync"])
+def test_compile(ranks: Ranks, case: str) -> None:
+    ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("case", ["bf16", "fp16", "backward only", "checkpoint"])
+def test_compile_without_inductor(ranks: Ranks, case: str) -> None:
+    ranks(2, functools.partial(compare_three, no_inductor=True, **CASES[case]), timeout=TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bf16", "fp16", "backward only", "checkpoint"])
+def test_compile_with_inductor(ranks: Ranks, case: str) -> None:
+    ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", SIZES)
-def test_compile(ranks: Ranks, size: int, case: str) -> None:
-    ranks(size, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
+def test_compile_on_four_ranks(ranks: Ranks, case: str) -> None:
+    ranks(4, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
 
 
 # ------------------------------------------------------------------------------- bucketing
