@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -257,5 +258,36 @@ def test_a_compiler_leaves_the_communication_out_of_its_graphs(ranks: Ranks) -> 
                 warnings.simplefilter("ignore", UserWarning)
                 compiled(x).sin().sum().backward()
         check_alike(one, many)
+
+    ranks(2, body)
+
+
+def test_layers_of_torch_evaluate_as_they_train(ranks: Ranks) -> None:
+    """torch computes an encoder's layer with one operator in evaluation, past its modules."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=10, dropout=0.0, batch_first=True)
+        one = nn.TransformerEncoder(layer, 2).double()
+        plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
+        many = parallelize_module(copy.deepcopy(one), tensor_mesh(), plan)
+        many = copy.deepcopy(many)
+        one.use_nested_tensor = False  # it warns
+        x = torch.randn(2, 3, 8, dtype=torch.float64)
+        mask = torch.tensor([[False, False, True], [False, False, False]])
+        for options in ({}, {"src_key_padding_mask": mask}):
+            for model in (one, many):
+                model.train()
+                model(x, **options)[~mask].square().sum().backward()
+                model.eval()
+            with torch.no_grad():
+                found, expected = many(x, **options), one(x, **options)
+            torch.testing.assert_close(found[~mask], expected[~mask])
+        check_alike(one, many)
+        outer = {"layers.0.self_attn.out_proj": RowwiseParallel()}
+        with pytest.raises(
+            ValueError, match=r"layers\.0\.self_attn\.out_proj has a style, but nn\."
+        ):
+            parallelize_module(one, tensor_mesh(), outer)
 
     ranks(2, body)

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from meshwright.comm.dtensor import current_mesh
+from meshwright.comm.dtensor import current_mesh, is_dtensor
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.following import follow_first_forward
 from meshwright.tensor_parallel.layouts import Site, check_mesh
@@ -39,8 +39,8 @@ def parallelize_module(
     Layouts that do not meet are found in the first forward, before what they would send.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
-    of another type, ValueError for a mesh of several dims or for ties that the plan breaks,
-    `LayoutError` where ranks hold different values of what they share.
+    of another type, ValueError for a mesh of several dims, for ties that the plan breaks, or for a
+    layer that is never called, `LayoutError` where ranks hold different values of what they share.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
@@ -65,6 +65,7 @@ def parallelize_module(
             changed = style._apply(submodule, mesh)
             module = _put(module, name, submodule, changed)
     check_ties(module)
+    _call_what_was_cut(module)
     follow_first_forward(module)
     if src_data_rank is None:
         verify_replicated(module, Site.of(mesh, "").axis)
@@ -81,6 +82,32 @@ def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         if fnmatch(name, token):
             for below, found in matches(child, rest):
                 yield f"{name}.{below}" if below else name, found
+
+
+def _call_what_was_cut(root: nn.Module) -> None:
+    """Keep torch's modules from computing with parameters past the layers that hold them.
+
+    Raises ValueError for the output layer of an nn.MultiheadAttention, which it never calls.
+    """
+    for name, part in root.named_modules():
+        if type(part) is nn.MultiheadAttention and is_dtensor(part.out_proj.weight):
+            path = f"{name}.out_proj" if name else "out_proj"
+            raise ValueError(
+                f"{path} has a style, but nn.MultiheadAttention reads its weight and does not call "
+                "it: leave it out of the plan, or use an attention of separate nn.Linear layers"
+            )
+        if not any(is_dtensor(parameter) for parameter in part.parameters()):
+            continue
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False
+        is_layer = isinstance(part, nn.TransformerEncoderLayer)
+        if is_layer and _look_on not in part._forward_pre_hooks.values():
+            # In evaluation it is one operator on its parameters, unless it has hooks.
+            part.register_forward_pre_hook(_look_on)
+
+
+def _look_on(module: nn.Module, inputs: object) -> None:
+    """A hook that does nothing."""
 
 
 def _check_plan(plan: object) -> None:
