@@ -14,7 +14,12 @@ from meshwright.axes import Axes
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.composition import Trainable, parallelize
 from meshwright.composition.checks import check_model
-from meshwright.errors import CheckpointMismatchError, PlanError
+from meshwright.errors import (
+    CheckpointMismatchError,
+    CollectiveMismatchError,
+    CommunicationError,
+    PlanError,
+)
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.precision import Precision
 from meshwright.recipes.config import ModelConfig
@@ -439,3 +444,37 @@ def test_describe_lists_what_a_step_sends_beside_other_axes(ranks: Ranks, other:
     schedule = PipelinePlan(schedule="1f1b", microbatches=2 if other == "pipeline" else 1)
     plans = [{"train": TrainPlan(accumulate=2), "pipeline": schedule}]
     ranks(4, body_described, {other: 2, "tensor": 2}, plans)
+
+
+def body_raised() -> None:
+    """A batch that only one rank gives up: its next pass must not meet what others wait for."""
+    rank, calls = communicator().rank, [0]
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 2 or (calls[0] == 4 and rank == 1):
+            raise KeyError("a bad row")
+        return F.mse_loss(output, target)
+
+    trainable = parallelize(
+        nn.Sequential(Slopes(), Slopes()),
+        plan_of({"*.up": "colwise", "*.down": "rowwise", "*.slope": "replicated"}, tensor=2),
+        optimizer=torch.optim.Adam,
+        loss=loss,
+        example=(rows,),
+    )
+    first = trainable.step(rows, rows).loss
+    with pytest.raises(KeyError):  # on all ranks, so that they may go on
+        trainable.step(rows, rows)
+    assert trainable.step(rows, rows).loss < first
+    with pytest.raises((KeyError, CommunicationError)):
+        trainable.step(rows, rows)
+    if rank == 1:
+        with pytest.raises(CollectiveMismatchError, match="rank 1 raised in step 2 .* axis tensor"):
+            trainable.step(rows, rows)
+
+
+@pytest.mark.backends("gloo", "shm")
+def test_a_rank_that_gave_up_a_pass_alone_does_not_go_on(ranks: Ranks) -> None:
+    ranks(2, body_raised)

@@ -30,6 +30,7 @@ from meshwright.composition.description import Description
 from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.peers import Peers
 from meshwright.composition.tensor_traffic import TensorTraffic, add_traffic
+from meshwright.data_parallel.events import Event, EventCheck
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     LossScale,
@@ -113,6 +114,9 @@ class Trainable:
         self._is_compared = False
         self._draws = draws
         self._traffic = traffic
+        self._passes = EventCheck(peers.tensor, "the model", dict, (peers.tensor,))
+        self._raised_in = ""
+        """What raised on this rank since the last pass: its collectives may not be those of all."""
         self._numbered = 0
         """Samples of this step's global batch that have been computed."""
 
@@ -169,6 +173,9 @@ class Trainable:
             self._compare_plans()
             self._compare_batches(batch, target)
             self._is_compared = True
+        if self.plan.axes.size("pipeline") == 1:  # else its schedule compares steps
+            after, self._raised_in = self._raised_in, ""
+            self._passes.happens(Event("a pass"), after=after)
         parts = cut_batch(batch, target, self.plan.train.accumulate)
         first = self._number_samples(sum(size for *_, size in parts))
         try:
@@ -178,6 +185,7 @@ class Trainable:
                     self._train_on(part, first, is_last=last)
                     first += part[2]
         except BaseException:
+            self._raised_in = f"step {self.steps}"
             self._start_over()
             raise
         if is_last and self._layout.buffers:
