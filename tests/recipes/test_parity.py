@@ -63,3 +63,17 @@ def test_a_run_tells_its_own_difference_too(ranks: Ranks, tmp_path: Path) -> Non
     outcome = ranks(2, run_tiny, tmp_path, *options)[0]
     assert "over 3 steps in float64" in outcome.parity
     assert "the real run's first 3 steps differ from them by" in outcome.parity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["tensor=4", "tensor=2,shard=2", "tensor=2,pipeline=2"])
+def test_runs_over_tensor_ranks_train_the_model_of_one_process(
+    ranks: Ranks, tmp_path: Path, axes: str
+) -> None:
+    options = [f"axes.{axis}" for axis in axes.split(",")]
+    options += ["tensor.rules=language-model", "model.heads=4", "train.clip_norm=0.1"]
+    options += ["run.check_parity=true", "run.parity_steps=2", "run.steps=2"]
+    options += ["pipeline.microbatches=2"] if "pipeline" in axes else []
+    outcome = ranks(4, run_tiny, tmp_path, *options, timeout=120)[0]
+    assert "equals one process over 2 steps in float64" in outcome.parity
+    assert outcome.is_finished
