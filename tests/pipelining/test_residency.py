@@ -348,7 +348,7 @@ def body_mixed() -> None:
 
 
 def body_alone(wrap: Any) -> None:
-    """One rank fails by itself in its first forward, and tries again: no other rank notices."""
+    """One rank fails by itself before others have begun, and tries again: none of them notices."""
     layers = blocks(2)
     ones = copy.deepcopy(layers)
     schedule, mine, _, args, kwargs, (x, target) = pair(layers, 4, wrap=wrap)
@@ -360,6 +360,7 @@ def body_alone(wrap: Any) -> None:
                 with pytest.raises(RuntimeError, match="failed to run forward"):
                     schedule.step(*args, **kwargs)
             handle.remove()
+        communicator().barrier()  # a rank that waited in the step meanwhile would be told
         with observe(recorder := Recorder()):
             schedule.step(*args, **kwargs)
         assert moved(recorder)[1] == 1

@@ -14,7 +14,7 @@ Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished
 (one line of elements and its moves), `policies`, `placement` (where a parameter goes),
 `partial_sums` (over axes of tensor parallelism), `parameter_hooks` (what users wait for),
 `parameter_group` and `unit` (parameters that come and go together), `order` and `iteration` (what
-units of one root share), `untraced` (what compilers leave alone), `driver` (hooks), `shard_hooks`
+units of one root share), `driver` (hooks), `shard_hooks`
 and `sharded_join` (as for replicas), `exposed_tensors` (DTensors at rest), `shared_parameters`,
 `sharded_module` and `sharded` (`fully_shard`), `residency` (what a pipeline's schedule drives),
 `optimizer` (the flat view).

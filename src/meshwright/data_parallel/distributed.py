@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
+from meshwright.comm.untraced import inlined, untraced
 from meshwright.data_parallel.gradient_bucket import check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
-from meshwright.data_parallel.untraced import inlined, untraced
 
 __all__ = ["DistributedDataParallel"]
 

@@ -35,7 +35,7 @@ from meshwright.comm.dtensor import (
     take_over,
 )
 from meshwright.comm.spread import refuse_spread, spread_over
-from meshwright.data_parallel.untraced import constant
+from meshwright.comm.untraced import constant
 
 __all__ = [
     "LocalComputation",

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Phase, Unit
-from meshwright.data_parallel.untraced import apart, untraced
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
 

@@ -44,8 +44,6 @@ class Replica:
         self.broadcast_buffers = options.broadcast_buffers
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
-        self.is_driven = False
-        """Whether a pipeline schedule says when gradients are reduced and buffers broadcast."""
         self._has_equal_buffers = False
         """Whether a forward pass has begun with equal buffers and has not ended: the one that
         follows on an exception takes its place, and other ranks broadcast no second time."""
@@ -70,6 +68,15 @@ class Replica:
             local_parameters(module),
         )
         self.marking = self.reducer.marking = Marking(module, self.reducer, communicator)
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a pipeline schedule says when gradients are reduced and buffers broadcast."""
+        return self.marking.is_driven
+
+    @is_driven.setter
+    def is_driven(self, is_driven: bool) -> None:
+        self.marking.is_driven = is_driven
 
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
+from meshwright.comm.untraced import constant, inlined, untraced
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import compute_in
@@ -27,7 +28,6 @@ from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions
 from meshwright.data_parallel.replica import Replica, left_out
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.data_parallel.traced import Route, TracedForward
-from meshwright.data_parallel.untraced import constant, inlined, untraced
 
 __all__ = [
     "Replicate",

@@ -30,9 +30,9 @@ from torch.func import functional_call
 import meshwright
 from meshwright.comm import Communicator
 from meshwright.comm.marks import announce, deliver, grad_reduce, with_kept
+from meshwright.comm.untraced import constant
 from meshwright.data_parallel.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.reducer import GradientReducer
-from meshwright.data_parallel.untraced import constant
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["GradientMarking", "Marking", "Route", "TracedForward"]
@@ -72,6 +72,8 @@ class Marking:
         """Equal on all ranks; marks carry it."""
         self.keeps = False
         """Whether ``.grad`` may hold what a pass without a reduction has left."""
+        self.is_driven = False
+        """Whether a pipeline's schedule says when gradients are reduced."""
         self.has_begun = False
         """Whether a traced forward pass has begun, which no hook has seen."""
         self.index = {name: index for index, (name, _) in enumerate(reducer.named)}
@@ -93,12 +95,14 @@ class Marking:
     def route(self) -> Route:
         """Where the marks of the pass that is traced go."""
         reducer = self._reducer
+        if self.is_driven:
+            return "eager"
         # Read while tracing, so that a trace is made anew when they change.
-        is_driven = reducer.on_reduction is not None or reducer.is_scaled
-        return self._choose(is_driven, reducer.registered_hook is not None)
+        is_scaled = reducer.on_reduction is not None or reducer.is_scaled
+        return self._choose(is_scaled, reducer.registered_hook is not None)
 
     @constant
-    def _choose(self, is_driven: bool, is_hooked: bool) -> Route:
+    def _choose(self, is_scaled: bool, is_hooked: bool) -> Route:
         self._reducer.follow_training()
         obstacle = self.obstacle()
         if obstacle:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
+from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.unit import Phase, Unit
-from meshwright.data_parallel.untraced import apart, untraced
 from meshwright.fsdp import checks
 from meshwright.fsdp.exposure import exposed_of, gradients_by_axes
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own

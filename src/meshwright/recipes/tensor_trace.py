@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator
+from meshwright.comm.untraced import apart, untraced
 from meshwright.comm.whole import Holding, held
 from meshwright.composition import StepResult, Trainable
-from meshwright.data_parallel.untraced import apart, untraced
 from meshwright.layout import Box
 from meshwright.plan import match_names
 from meshwright.recipes.digest import digest

@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import is_dtensor, mesh_communicators
 from meshwright.comm.edges import entered, left, placement_on
+from meshwright.comm.untraced import apart
 from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.following import check_mark, mark
@@ -45,6 +46,7 @@ def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S
     outside = _disable_dynamo(function)
 
     @functools.wraps(function)
+    @apart
     def call(first: S, *args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling() and not _computes_locally(first):
             return outside(first, *args, **kwargs)
