@@ -348,25 +348,16 @@ def body_mixed() -> None:
 
 
 def body_alone(wrap: Any) -> None:
-    """One rank fails by itself before others have begun, and tries again: none of them notices."""
+    """One rank fails by itself in its first forward: its pipeline is told, and so are replicas."""
     layers = blocks(2)
-    ones = copy.deepcopy(layers)
-    schedule, mine, _, args, kwargs, (x, target) = pair(layers, 4, wrap=wrap)
-    nn.MSELoss()(nn.Sequential(*ones)(x), target).backward()
-    for step in (1, 2):
-        if communicator().rank == 0:
-            handle = layers[0].register_forward_pre_hook(lambda _, __: 1 / 0)
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="failed to run forward"):
-                    schedule.step(*args, **kwargs)
-            handle.remove()
-        communicator().barrier()  # a rank that waited in the step meanwhile would be told
-        with observe(recorder := Recorder()):
-            schedule.step(*args, **kwargs)
-        assert moved(recorder)[1] == 1
-        for s in mine:
-            for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
-                torch.testing.assert_close(whole(a.grad), step * b.grad, rtol=1e-10, atol=1e-13)
+    schedule, _, _, args, kwargs, _ = pair(layers, 4, wrap=wrap)
+    schedule.step(*args, **kwargs)
+    text = "rank [01]"  # a replica of rank 1, which has left, is told of that
+    if communicator().rank == 0:
+        layers[0].register_forward_pre_hook(lambda _, __: 1 / 0)
+        text = "failed to run forward"
+    with pytest.raises(RuntimeError, match=text):
+        schedule.step(*args, **kwargs)
 
 
 def replicate_on(layer: nn.Module, mesh: Any) -> None:
