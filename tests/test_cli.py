@@ -253,6 +253,7 @@ def test_a_signal_saves_and_the_run_can_go_on(
     wait_until_gone(config)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(config: Path, tmp_path: Path) -> None:
     words = ["train", str(config), "--run.steps=4000", "--run.save_every=1"]
     with started(*words) as process:
@@ -299,6 +300,7 @@ def test_a_port_in_use_is_told(config: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_same_command_works(config: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     command = [*torchrun, "--standalone", "-m", "meshwright", "train", str(config)]

@@ -80,6 +80,7 @@ def body_breaks() -> None:
     }
 
 
+@pytest.mark.slow
 def test_breaks_are_named(ranks: Ranks) -> None:
     ranks(1, body_breaks)
 

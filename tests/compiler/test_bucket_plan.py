@@ -38,7 +38,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(ROWS, st.lists(st.integers(1, 2000), min_size=1, max_size=3), st.integers(0, 99))
 def test_every_gradient_has_one_bucket_by_index(
     rows: list[tuple[int, torch.dtype, str]], sizes: list[int], seed: int

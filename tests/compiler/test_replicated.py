@@ -102,7 +102,7 @@ def train_three(*, breaks: bool) -> None:
     assert counters["ddp_buckets"] == (0 if breaks else 2)
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_eager_mode(ranks: Ranks, breaks: bool) -> None:
     ranks(2, train_three, breaks=breaks)
 
@@ -155,6 +155,7 @@ def count_compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_two_compilations_serve_an_alternating_run(ranks: Ranks) -> None:
     assert ranks(2, count_compilations) == [2, 2]
 
@@ -255,6 +256,7 @@ def leave_to_hooks() -> None:
         inner(batch(1)).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_another_hook_is_left_outside_or_refused(ranks: Ranks) -> None:
     ranks(2, leave_to_hooks)
 
@@ -309,6 +311,7 @@ def use_outside() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_use_beside_the_marked_copy_is_named(ranks: Ranks) -> None:
     for text in ranks(2, use_outside):
         assert "the gradient of 'wide.weight' is not the same on every rank" in text
@@ -450,6 +453,7 @@ def leave_before_backward() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_before_its_backward_is_named(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r"rank 1 was first: it raised ValueError: planted"):
         ranks(2, fail_before_backward)

@@ -30,12 +30,12 @@ SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 class Net(nn.Module):
-    def __init__(self, checkpoint: bool = False) -> None:
+    def __init__(self, checkpoint: bool = False, dim: int = DIM) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(DIM, DIM)
-        self.fc2 = nn.Linear(DIM, DIM)
-        self.fc3 = nn.Linear(DIM, DIM)
-        self.fc4 = nn.Linear(DIM, DIM)
+        self.fc1 = nn.Linear(dim, dim)
+        self.fc2 = nn.Linear(dim, dim)
+        self.fc3 = nn.Linear(dim, dim)
+        self.fc4 = nn.Linear(dim, dim)
         self.use_checkpoint = checkpoint
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,12 +57,13 @@ def compare_three(
     no_inductor: bool = False,
     no_compile_forward: bool = False,
     use_checkpoint: bool = False,
+    dim: int = DIM,
 ) -> None:
     """Eager `replicate`, compiled `replicate` and the compiled class: all gradients and weights."""
     mode = "python_reducer_without_compiled_forward" if no_compile_forward else "python_reducer"
     torch._dynamo.config.optimize_ddp = mode
     torch.manual_seed(123)
-    net = Net(use_checkpoint)
+    net = Net(use_checkpoint, dim)
     eager = replicate(deepcopy(net))
     composed = replicate(deepcopy(net))
     wrapped: nn.Module = DistributedDataParallel(deepcopy(net))
@@ -83,7 +84,7 @@ def compare_three(
     rank = torch.distributed.get_rank()
     for step in range(2):
         torch.manual_seed(123 + rank + step)
-        x = torch.randn(1, DIM)
+        x = torch.randn(1, dim)
         skips = no_sync and step % 2 == 0
         for number, model in enumerate(models):
             if number < 2:
@@ -121,18 +122,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["sync", "no_sync"])
-def test_compile(ranks: Ranks, case: str) -> None:
-    ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
+def compare_all() -> None:
+    """Every case; what inductor makes of a backward is looked at below, and in the slow tests."""
+    for case in CASES.values():
+        torch._dynamo.reset()
+        compare_three(no_inductor=True, dim=64, **case)
 
 
-@pytest.mark.parametrize("case", ["bf16", "fp16", "backward only", "checkpoint"])
-def test_compile_without_inductor(ranks: Ranks, case: str) -> None:
-    ranks(2, functools.partial(compare_three, no_inductor=True, **CASES[case]), timeout=TIMEOUT)
+def test_compile(ranks: Ranks) -> None:
+    ranks(2, compare_all, timeout=TIMEOUT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["bf16", "fp16", "backward only", "checkpoint"])
+@pytest.mark.parametrize("case", CASES)
 def test_compile_with_inductor(ranks: Ranks, case: str) -> None:
     ranks(2, functools.partial(compare_three, **CASES[case]), timeout=TIMEOUT)
 

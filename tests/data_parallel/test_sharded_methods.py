@@ -405,6 +405,7 @@ def test_methods_of_a_sharded_module(ranks: Ranks, part: int) -> None:
 
 
 ELSEWHERE = {
+    "compile": "tests/compiler/test_sharded.py",
     "join": "test_uneven_inputs",
     "pipeline_residency": "tests/pipelining/test_residency.py",
     "register_comm_hook": "test_shard_hooks",

@@ -391,6 +391,7 @@ def body_compiled() -> None:
 
 
 # Dynamo looks at `.grad` of each input of a graph, and hides what torch says of that.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_wrapper_trains_alike(ranks: Ranks) -> None:
     ranks(2, body_compiled)
