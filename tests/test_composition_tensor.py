@@ -453,7 +453,7 @@ def body_raised() -> None:
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        if calls[0] == 2 or (calls[0] == 4 and rank == 1):
+        if calls[0] == 3 and rank == 1:
             raise KeyError("a bad row")
         return F.mse_loss(output, target)
 
@@ -465,8 +465,6 @@ def body_raised() -> None:
         example=(rows,),
     )
     first = trainable.step(rows, rows).loss
-    with pytest.raises(KeyError):  # on all ranks, so that they may go on
-        trainable.step(rows, rows)
     assert trainable.step(rows, rows).loss < first
     with pytest.raises((KeyError, CommunicationError)):
         trainable.step(rows, rows)

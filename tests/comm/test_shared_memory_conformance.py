@@ -447,7 +447,7 @@ def _outcomes(ranks: Ranks, backend: str, size: int) -> list[dict[str, str]]:
     return ranks(size, _run, backend, connected=False)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_case(ranks: Ranks, name: str, size: int) -> None:
     backends = ["cpu:meshwright"]
