@@ -19,7 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.compiler import aot_backend, compile_module, compiled_autograd, counters
-from meshwright.data_parallel import DistributedDataParallel, GradBucket, replicate
+from meshwright.data_parallel import (
+    DistributedDataParallel,
+    GradBucket,
+    MixedPrecision,
+    replicate,
+)
 from meshwright.data_parallel.comm_hooks import bf16_compress_hook
 from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.testing import Ranks, RanksFailed
@@ -259,6 +264,35 @@ def leave_to_hooks() -> None:
 @pytest.mark.slow
 def test_another_hook_is_left_outside_or_refused(ranks: Ranks) -> None:
     ranks(2, leave_to_hooks)
+
+
+class Tokens(nn.Module):
+    """Takes no floating-point input that a cast would show in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(x))
+
+
+def compute_narrow() -> None:
+    outputs: list[torch.Tensor] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        precision = MixedPrecision(param_dtype=torch.bfloat16)
+        model = DistributedDataParallel(Tokens(), mixed_precision=precision)
+        output = (compiled(model) if compiles else model)(torch.arange(5))
+        output.sum().backward()
+        outputs += [output, model.module.table.weight.grad]
+    assert outputs[0].dtype is outputs[2].dtype is torch.bfloat16
+    torch.testing.assert_close(outputs[2:], outputs[:2])
+
+
+@pytest.mark.slow
+def test_parameters_that_are_cast_are_left_to_the_hooks(ranks: Ranks) -> None:
+    ranks(2, compute_narrow)
 
 
 def without_the_pass() -> list[str]:

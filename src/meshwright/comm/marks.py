@@ -96,7 +96,8 @@ def _grad_reduce(
 
 
 @torch.library.register_fake("meshwright::grad_reduce")
-def _fake_grad_reduce(gradient: torch.Tensor, *_: object) -> torch.Tensor:
+@torch.library.register_fake("meshwright::with_kept")
+def _alike(gradient: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(gradient)
 
 
@@ -106,29 +107,20 @@ def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
     return gradient.clone() if kept is None else gradient + kept
 
 
-@torch.library.register_fake("meshwright::with_kept")
-def _fake_with_kept(gradient: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(gradient)
-
-
 @torch.library.impl("meshwright::deliver", "CompositeExplicitAutograd")
 def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
     _find(model).deliver(index, gradient.clone())
 
 
 @torch.library.register_fake("meshwright::deliver")
-def _fake_deliver(token: torch.Tensor, *_: object) -> None:
+@torch.library.register_fake("meshwright::agree")
+def _nothing(*_: object) -> None:
     return None
 
 
 @torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
 def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) -> None:
     _find(model).agree(indices, plan)
-
-
-@torch.library.register_fake("meshwright::agree")
-def _fake_agree(anchor: torch.Tensor, *_: object) -> None:
-    return None
 
 
 GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default

@@ -67,7 +67,12 @@ class Replica:
             replace(options.reduction, sparse=sparse),
             local_parameters(module),
         )
-        self.marking = self.reducer.marking = Marking(module, self.reducer, communicator)
+        self.marking = self.reducer.marking = Marking(
+            module,
+            self.reducer,
+            communicator,
+            swaps_parameters=options.mixed_precision is not None,
+        )
 
     @property
     def is_driven(self) -> bool:

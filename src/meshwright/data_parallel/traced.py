@@ -63,11 +63,18 @@ class Marking:
     """How the gradients of one replica are marked."""
 
     def __init__(
-        self, module: nn.Module, reducer: GradientReducer, communicator: Communicator
+        self,
+        module: nn.Module,
+        reducer: GradientReducer,
+        communicator: Communicator,
+        *,
+        swaps_parameters: bool = False,
     ) -> None:
+        """``swaps_parameters``: hooks of the modules compute with casts of the parameters."""
         self._module = weakref.ref(module)
         self._reducer = reducer
         self._communicator = communicator
+        self._swaps_parameters = swaps_parameters
         self.name = f"{communicator.name}/{communicator.number('marked models')}"
         """Equal on all ranks; marks carry it."""
         self.keeps = False
@@ -127,7 +134,8 @@ class Marking:
             "param_to_hook_all_reduce sets an order of its own": bool(settings.delayed),
             "skip_all_reduce_unused_params=True looks at the first pass": settings.skips_unused,
             'unused_gradient="zeros" is decided after the reduction': settings.zeros_for_unused,
-            "mixed_precision swaps the parameters": settings.reduce_dtype is not None,
+            "mixed_precision swaps the parameters": self._swaps_parameters,
+            "gradients are reduced in another dtype": settings.reduce_dtype is not None,
             "values that are not finite are looked for": settings.is_watched,
             "gradients are scaled by a factor of the step": reducer.is_scaled,
             "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
