@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright import comm, parallelize_module
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensor import local_leaf
+from meshwright.comm.leaves import local_leaf
 from meshwright.errors import LayoutError
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.tensor_parallel import (
@@ -22,6 +22,7 @@ from meshwright.tensor_parallel import (
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     verify_replicated,
 )
 from meshwright.testing import Ranks
@@ -187,6 +188,21 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
             on(layer, columns)()
             on(layer, columns)()
 
+        def hooked() -> None:
+            layer = nn.Linear(4, 4)
+            layer.weight.register_post_accumulate_grad_hook(print)
+            on(layer, columns)()
+
+        def assigned() -> None:
+            state = nn.LayerNorm(4).state_dict()
+            layer = on(nn.Sequential(nn.LayerNorm(4)), {"0": SequenceParallel()})()
+            layer.load_state_dict({f"0.{key}": value for key, value in state.items()}, assign=True)
+
+        def replaced() -> None:
+            table = on(nn.Embedding(4, 4), RowwiseParallel(input_layouts=Replicate()))()
+            table.weight = nn.Parameter(torch.ones(4, 4))
+            table(torch.tensor([1, 3]))
+
         only = "Parallel currently only support nn.Linear and nn.Embedding!"
         length = "should have same length!"
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
@@ -231,6 +247,13 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
                 on(nn.Embedding(4, 4, max_norm=1.0), columns),
             ),
             (ValueError, "weight is a DTensor already", twice),
+            (ValueError, "weight has hooks for its gradient, which the DTensor", hooked),
+            (ValueError, r"0.weight is a DTensor, and .* a plain tensor of shape \(4,\)", assigned),
+            (
+                ValueError,
+                r"weight: expected 2 of 4 rows on rank . of axis tensor, found 4",
+                replaced,
+            ),
             (
                 ValueError,
                 "head.weight and embed.weight are one tied parameter, which cannot be placed",

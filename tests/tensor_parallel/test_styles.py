@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshwright import parallelize_module
+from meshwright import comm, parallelize_module
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel import (
     ColwiseParallel,
@@ -105,6 +105,12 @@ def test_linear_layers(ranks: Ranks, size: int) -> None:
                     )
                     layer = nn.Linear(wide, out, bias=has_bias)
                     check(layer, chosen, x, (source, target), local=local)
+        x = torch.randn(2, LENGTH, 6, dtype=torch.complex128)
+        comm.communicator().broadcast(x).wait()
+        for style in (ColwiseParallel, RowwiseParallel):
+            chosen = style(input_layouts=Replicate(), output_layouts=Replicate())
+            layer = nn.Linear(6, 5, dtype=torch.complex128)
+            check(layer, chosen, x, (Replicate(), Replicate()), local=(True, True))
 
     ranks(size, body, timeout=120)
 

@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from meshwright import comm, parallelize_module
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensor import deliver, local_leaf
+from meshwright.comm.leaves import deliver, local_leaf
 from meshwright.comm.partial_gradients import PartialGradient
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
+    SequenceParallel,
     cross_entropy_of_parts,
 )
 from meshwright.testing import Ranks
@@ -215,6 +216,17 @@ def test_leaves_follow_their_parameters(ranks: Ranks) -> None:
             loss.backward()
         with pytest.raises(RuntimeError, match="create_graph=True"):
             many(ids).square().mean().backward(create_graph=True)
+
+        # An operator on the DTensor itself leaves a part of a sum, or a whole gradient.
+        one, many = alike(nn.LayerNorm(6))
+        parallelize_module(many, tensor_mesh(), SequenceParallel())
+        x = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        (one(x) * one.weight).square().sum().backward()
+        one.weight.square().sum().backward()
+        found = many(x.chunk(2, 1)[comm.communicator().rank]) * many.weight
+        found.square().sum().full_tensor().backward()
+        many.weight.square().sum().full_tensor().backward()
+        check_alike(one, many)
 
         # A penalty on the gradient of the input.
         layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.dtensor import deliver
+from meshwright.comm.leaves import deliver
 
 __all__ = ["PartialGradient", "forget_unsummed"]
 
@@ -26,7 +26,7 @@ class _Waiting(NamedTuple):
 
 
 class PartialGradient:
-    """Sums the gradient of one parameter over ``communicator``, for `comm.dtensor.sum_partial`.
+    """Sums the gradient of one parameter over ``communicator``, for `comm.leaves.sum_partial`.
 
     Made by all ranks in the same order, which is the order within the sum.
     """

@@ -29,11 +29,10 @@ from meshwright.comm.dtensor import (
     is_replicated,
     known_at_rest,
     local_gradient,
-    local_leaf,
     local_of,
     mesh_communicators,
-    take_over,
 )
+from meshwright.comm.leaves import add_to_gradient, local_leaf, take_over
 from meshwright.comm.spread import refuse_spread, spread_over
 from meshwright.comm.untraced import constant
 
@@ -223,10 +222,7 @@ class _Lent:
         if self.local.partial is not None:
             self.local.partial(parameter, gradient)
             return
-        if parameter.grad is None:
-            parameter.grad = dtensor_like(gradient, parameter)
-        else:
-            local_of(parameter.grad).add_(gradient)
+        add_to_gradient(parameter, gradient)
         if self.local.is_local:
             for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)

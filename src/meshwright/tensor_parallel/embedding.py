@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from meshwright.comm.dtensor import local_leaf
+from meshwright.comm.leaves import local_leaf
 from meshwright.layout import Partial, Replicate, Shard, chunk
 from meshwright.tensor_parallel.layouts import Arrival, Site, untraced
 from meshwright.tensor_parallel.linear import Settings
@@ -72,6 +72,12 @@ class RowEmbedding(nn.Embedding):
         self._check_ids(ids, site)
         weight = _weight(self)
         start, rows = chunk(self.num_embeddings, site.axis.size, site.axis.rank)
+        if len(weight) != rows:
+            raise ValueError(
+                f"{site.labels.name}.weight: expected {rows} of {self.num_embeddings} rows on rank "
+                f"{site.axis.rank} of axis {site.axis.axis}, found {len(weight)}: a DTensor was "
+                "replaced by a plain tensor"
+            )
         padding = -1 if self.padding_idx is None else self.padding_idx - start
         if not 0 <= padding < rows:
             padding = -1

@@ -26,7 +26,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import is_dtensor, local_leaf, sum_partial
+from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.leaves import local_leaf, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.comm.whole import side_by_side
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
@@ -251,7 +252,7 @@ def _autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As autocast would convert them before a linear layer; autograd converts gradients back."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or x.is_complex():
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -287,8 +288,8 @@ class _Columns(torch.autograd.Function):
         finish: Callable[[], torch.Tensor] | None = None
         if needs[0]:
             passage.saved.check()
-            finish = _start_sum(rows.mm(weight).view(whole.shape), passage)
-        of_weight = rows.t().mm(_matrix(whole)) if needs[1] else None
+            finish = _start_sum(rows.mm(weight.conj()).view(whole.shape), passage)
+        of_weight = rows.t().mm(_matrix(whole).conj()) if needs[1] else None
         of_bias = rows.sum(0) if needs[2] else None
         return None if finish is None else finish(), of_weight, of_bias, None
 
@@ -330,8 +331,8 @@ class _Rows(torch.autograd.Function):
         of_input = None
         if needs[0]:
             passage.saved.check()
-            of_input = rows.mm(weight).view(x.shape)
-        of_weight = rows.t().mm(_matrix(x)) if needs[1] else None
+            of_input = rows.mm(weight.conj()).view(x.shape)
+        of_weight = rows.t().mm(_matrix(x).conj()) if needs[1] else None
         return of_input, of_weight, of_bias, None
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.comm.dtensor import is_dtensor, sum_partial
+from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.leaves import sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.layout import Shard
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced

@@ -20,7 +20,7 @@ from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.linear import ColumnLinear, RowLinear, Settings
 from meshwright.tensor_parallel.sequence import Sequence, SequencePart
 from meshwright.tensor_parallel.transposed import ColumnConv1D, RowConv1D, is_conv1d
-from meshwright.tensor_parallel.weights import distribute
+from meshwright.tensor_parallel.weights import distribute, guard_loading
 
 __all__ = [
     "ColwiseParallel",
@@ -99,6 +99,7 @@ class _Layered(ParallelStyle):
             is_partial = key == "bias" and settings.partial_bias is not None
             site, source = settings.site, self.src_data_rank
             distribute(module, key, placement, site, source, is_partial=is_partial)
+        guard_loading(module)
         vars(module)["_tensor_parallel"] = settings
         own = type(module)
         # A subclass's own forward runs, and its super().forward() is the one that communicates.
@@ -256,6 +257,7 @@ class SequenceParallel(ParallelStyle):
             for key in keys:
                 distribute(owner, key, Replicate(), site, self.src_data_rank, is_partial=True)
             parameters += [(path, key, add) for _, key, add in own]
+            guard_loading(owner)
             # Data parallelism may be asked for a module inside alone.
             vars(owner)["_tensor_parallel"] = Sequence(
                 site, self.sequence_dim, self.use_local_output, own

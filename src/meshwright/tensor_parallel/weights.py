@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensor import (
     AnyPlacement,
     dtensor_at_rest,
+    is_dtensor,
     is_replicated,
     known_at_rest,
     mesh_communicators,
@@ -25,7 +26,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 
-__all__ = ["check_ties", "distribute", "verify_replicated"]
+__all__ = ["check_ties", "distribute", "guard_loading", "verify_replicated"]
 
 _BECAME = "_meshwright_became"
 
@@ -67,8 +68,8 @@ def distribute(
     has where that is None. Parameters on the meta device stay there. None stays None.
     ``is_partial`` says that each rank computes a part of its gradient.
 
-    Raises ValueError for a parameter that is tied to one that is placed otherwise, or that has been
-    distributed before.
+    Raises ValueError for a parameter that is tied to one that is placed otherwise, that has been
+    distributed before, or that has hooks.
     """
     given = module._parameters[key]
     if given is None:
@@ -81,6 +82,7 @@ def distribute(
         )
     became = vars(given).get(_BECAME)
     if became is None:
+        _check_hooks(given, name)
         became = _Became(
             _distributed(given, name, placement, site, source),
             placement,
@@ -95,6 +97,11 @@ def distribute(
             "(RowwiseParallel on an embedding, ColwiseParallel on its output layer), or untie them"
         )
     module._parameters[key] = became.parameter
+
+
+def guard_loading(module: nn.Module) -> None:
+    """Let `load_state_dict(assign=True)` refuse whole tensors for DTensors of ``module`` itself."""
+    module.register_load_state_dict_pre_hook(_refuse_whole)
 
 
 def check_ties(root: nn.Module) -> None:
@@ -128,6 +135,36 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
                 by_axis.setdefault(axis, []).append((name, local))
     for axis, named in by_axis.items():
         _compare(axis, named)
+
+
+def _check_hooks(given: nn.Parameter, name: str) -> None:
+    """Raise ValueError for hooks: they would stay with an object that gets no gradient any more."""
+    if given._backward_hooks or given._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{name} has hooks for its gradient, which the DTensor that takes its place would not "
+            "have: register hooks after parallelize_module, and call it before replicate, "
+            "DistributedDataParallel or fully_shard"
+        )
+
+
+def _refuse_whole(
+    module: nn.Module,
+    state: Mapping[str, object],
+    prefix: str,
+    metadata: Mapping[str, object],
+    *rest: object,
+) -> None:
+    """A hook of loading: raise ValueError where whole tensors would become the parameters."""
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for key, parameter in module._parameters.items():
+        given = state.get(prefix + key)
+        if is_dtensor(parameter) and isinstance(given, torch.Tensor) and not is_dtensor(given):
+            raise ValueError(
+                f"{prefix}{key} is a DTensor, and load_state_dict(assign=True) was given a plain "
+                f"tensor of shape {tuple(given.shape)} to put in its place: load whole tensors "
+                "with set_model_state_dict and StateDictOptions(full_state_dict=True)"
+            )
 
 
 def _distributed(
