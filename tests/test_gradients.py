@@ -31,6 +31,7 @@ from meshwright.gradients import (
     clip_grad_norm_,
     cut_batch,
     global_norm,
+    group_by_spread,
     read_loss,
 )
 from meshwright.layout import Partial, Placement, Replicate, Shard
@@ -81,6 +82,18 @@ def test_narrow_gradients_are_measured_in_float32(dtype: torch.dtype) -> None:
     norm = clip_grad_norm_(weights, 1e9)
     assert norm.dtype is torch.float32
     torch.testing.assert_close(norm.item(), 200.0 * math.sqrt(100_007))
+
+
+def test_complex_gradients_are_clipped_as_torch_does() -> None:
+    weights = [nn.Parameter(torch.zeros(n, dtype=torch.complex64)) for n in (3, 4)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    expected = torch.linalg.vector_norm(torch.cat([w.grad for w in weights]))
+    spread = SpreadGradients(gradients=tuple(w.grad for w in weights))
+    for norm in (clip_grad_norm_(weights, 1e9), global_norm([spread])):
+        torch.testing.assert_close(norm, expected)
+    [group] = group_by_spread(weights)
+    assert group.dtype is torch.float32
 
 
 def test_nothing_to_clip() -> None:

@@ -93,6 +93,8 @@ class Communicator:
         """Partial gradients of the backward passes that are under way; see `partial_gradients`."""
         self.unions: dict[tuple[str, ...], Communicator] = {}
         """Those of the ranks of this axis and others, by the names of the others' groups."""
+        self.kept: dict[str, Any] = {}
+        """What other rooms keep for this axis, by name."""
         self._idle_waiters: list[Any] = []
 
     def __eq__(self, other: object) -> bool:

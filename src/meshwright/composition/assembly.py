@@ -51,7 +51,7 @@ from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.schedule.builders import stage_ranks
-from meshwright.tensor_parallel import parallelize_module
+from meshwright.tensor_parallel.apply import apply_plan
 
 __all__ = ["check_model", "parallelize"]
 
@@ -163,7 +163,7 @@ def _cut(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
     cut.set_widths(module)
     try:
         # All ranks have equal parameters by now, so each keeps its part of its own.
-        parallelize_module(module, mesh, styles, src_data_rank=None)
+        apply_plan(module, mesh, styles, src_data_rank=None)
     except ValueError as error:
         raise PlanError(f"[tensor] rules: {error}") from error
     axis = peers.tensor

@@ -53,6 +53,20 @@ class _Modes:
             module.training = mode
 
 
+@contextlib.contextmanager
+def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
+    """Let a run change copies of the buffers: what it counts is no part of the training."""
+    held = [(m._buffers, key, b) for m in model.modules() for key, b in m._buffers.items()]
+    copies = {id(b): b.clone() for *_, b in held if b is not None}
+    for buffers, key, buffer in held:
+        buffers[key] = None if buffer is None else copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for buffers, key, buffer in held:
+            buffers[key] = buffer
+
+
 class WholeRun:
     """What the whole model gives on ``example``; made before the model is cut in place."""
 
@@ -115,12 +129,13 @@ class WholeRun:
         return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
 
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
-        """The differentiable tensors that ``model`` returns."""
+        """The differentiable tensors that ``model`` returns; of a frozen one all it computes."""
         modes = _Modes.evaluating(model)
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
+                stack.enter_context(_on_copies_of_buffers(model))
                 if self._draws is not None and rows:
                     self._draws.begin_step(0)
                     stack.enter_context(self._draws.microbatch(0, range(rows[0])))
@@ -129,11 +144,12 @@ class WholeRun:
                 output = call_module(model, self._example)
         finally:
             modes.restore()
-        return [
+        found = [
             leaf
             for leaf in tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         ]
+        return [leaf for leaf in found if leaf.requires_grad] or found
 
     def _agree(self, problems: Iterable[str]) -> None:
         """Raise on all ranks what any has found."""
@@ -179,7 +195,9 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
 def _gradients(
     outputs: list[torch.Tensor], seeds: list[torch.Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    torch.autograd.backward(outputs, seeds)
+    pairs = [(out, seed) for out, seed in zip(outputs, seeds, strict=True) if out.requires_grad]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [seed for _, seed in pairs])
     found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
@@ -191,7 +209,8 @@ def _gradient_problems(
     expected: Mapping[str, torch.Tensor],
     parameters: Mapping[str, nn.Parameter],
 ) -> Iterator[str]:
-    floor = _FLOOR * max((float(g.detach().float().norm()) for g in expected.values()), default=0.0)
+    sizes = [float(g.detach().abs().float().norm()) for g in expected.values()]
+    floor = _FLOOR * max(sizes, default=0.0)
     for name, whole in expected.items():
         mine = found.get(name)
         if mine is None:
@@ -210,7 +229,8 @@ def _gradient_problems(
 
 def _distance(mine: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
     """Norm of the difference over that of ``whole``, 0 where that is rounding."""
-    a, b = mine.detach().double(), whole.detach().double()
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    a, b = mine.detach().to(wide), whole.detach().to(wide)
     difference, size = float((a - b).norm()), float(b.norm())
-    is_same = difference <= _TOLERANCE.get(whole.dtype, _COARSE) * (size + floor)
+    is_same = difference <= _TOLERANCE.get(whole.dtype.to_real(), _COARSE) * (size + floor)
     return 0.0 if is_same else difference / max(size, torch.finfo(torch.float64).tiny)

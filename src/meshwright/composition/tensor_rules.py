@@ -35,6 +35,18 @@ from meshwright.tensor_parallel import (
 
 __all__ = ["RULES", "STYLES", "WIDTHS", "ModelCut", "rule_problems"]
 
+
+class _Replicated(SequenceParallel):
+    """Parameters that every rank has, on local activations of which any dim is cut.
+
+    Which one does not matter: gradients of the parameters are partial sums in any case.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(use_local_output=True)
+        self.sequence_dim = None
+
+
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
     {
         "colwise": ColwiseParallel,
@@ -44,8 +56,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = MappingProxyType(
         "rowwise": RowwiseParallel,
         "rowwise_scattered": partial(RowwiseParallel, input_layouts=Replicate()),
         "embedding": partial(RowwiseParallel, input_layouts=Replicate()),
-        # What is cut does not matter: gradients of the weights are partial sums in any case.
-        "replicated": partial(SequenceParallel, use_local_output=True),
+        "replicated": _Replicated,
     }
 )
 """What a plan may call a style."""

@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator, phase
+from meshwright.comm.events import Event, EventCheck
 from meshwright.comm.whole import part_like, whole
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description
 from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.peers import Peers
 from meshwright.composition.tensor_traffic import TensorTraffic, add_traffic
-from meshwright.data_parallel.events import Event, EventCheck
 from meshwright.errors import PlanError
 from meshwright.gradients import (
     LossScale,

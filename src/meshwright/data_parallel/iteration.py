@@ -18,10 +18,10 @@ import torch
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.comm.events import Event, EventCheck
 from meshwright.comm.registry import go_on
 from meshwright.data_parallel.agreement import UnitStates, compare_units
 from meshwright.data_parallel.buffer import DataAxes
-from meshwright.data_parallel.events import Event, EventCheck
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN

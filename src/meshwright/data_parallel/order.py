@@ -29,9 +29,9 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from meshwright.comm import Communicator, Pending
+from meshwright.comm.events import wait_for_all
 from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
-from meshwright.data_parallel.events import wait_for_all
 from meshwright.data_parallel.order_record import (
     ACCUMULATES,
     END,

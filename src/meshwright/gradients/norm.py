@@ -134,7 +134,7 @@ def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]
         elif gradient is not None:
             group.append(local_part(gradient))
         known = dtypes.get(communicators, torch.float32)
-        dtypes[communicators] = torch.promote_types(known, parameter.dtype)
+        dtypes[communicators] = torch.promote_types(known, parameter.dtype.to_real())
     return [
         SpreadGradients(
             gradients=tuple(gradients), communicators=communicators, dtype=dtypes[communicators]

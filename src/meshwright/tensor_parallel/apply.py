@@ -13,10 +13,11 @@ from meshwright.comm.dtensor import current_mesh, is_dtensor
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.following import follow_first_forward
 from meshwright.tensor_parallel.layouts import Site, check_mesh
+from meshwright.tensor_parallel.passes import compare_passes
 from meshwright.tensor_parallel.styles import ParallelStyle
 from meshwright.tensor_parallel.weights import check_ties, verify_replicated
 
-__all__ = ["matches", "parallelize_module"]
+__all__ = ["apply_plan", "matches", "parallelize_module"]
 
 
 def parallelize_module(
@@ -36,7 +37,9 @@ def parallelize_module(
     on local tensors. Values come from rank ``src_data_rank`` of the axis; None takes those that
     are there, and then parameters that ranks share are compared. Ties are kept.
 
-    Layouts that do not meet are found in the first forward, before what they would send.
+    Layouts that do not meet are found in the first forward, before what they would send. A rank
+    that gave up a pass and begins another is stopped before it mixes the two up, unless the forward
+    is compiled as a whole.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
     of another type, ValueError for a mesh of several dims, for ties that the plan breaks, or for a
@@ -50,6 +53,19 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
+    module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
+    compare_passes(module, Site.of(mesh, "").axis)
+    return module
+
+
+def apply_plan(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    parallelize_plan: ParallelStyle | dict[str, ParallelStyle],
+    *,
+    src_data_rank: int | None,
+) -> nn.Module:
+    """As `parallelize_module`, for callers that compare the passes of ranks themselves."""
     plan = (
         {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     )
@@ -58,7 +74,7 @@ def parallelize_module(
     for pattern, style in plan.items():
         found = list(matches(module, pattern))
         if not found:
-            warnings.warn(_unmatched(module, pattern), stacklevel=2)
+            warnings.warn(_unmatched(module, pattern), stacklevel=3)
         for name, submodule in found:
             style.src_data_rank = src_data_rank
             style.module_name = name

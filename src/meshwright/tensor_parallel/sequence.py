@@ -28,7 +28,8 @@ class Sequence:
     """What the style says of one module. Copies of the module share it."""
 
     site: Site
-    dim: int
+    dim: int | None
+    """Which dim of the activations is cut; None for any one of local tensors."""
     is_local: bool
     partial: tuple[tuple[str, str, PartialGradient], ...]
     """Path of the owner, name, and what sums the gradient."""
@@ -43,11 +44,20 @@ class SequencePart(nn.Module):
     _tensor_parallel: Sequence
 
     @untraced
-    def forward(self, *inputs: object, **options: object) -> torch.Tensor:
+    def forward(self, *inputs: object, **options: object) -> object:
         """The module's own forward on local tensors; the first input is the sequence.
 
-        Raises ValueError when that is not a tensor, TypeError when the output is not.
+        Raises ValueError when that is not a tensor, TypeError when the output is not. Where any dim
+        may be cut, inputs and output are what the module takes and gives.
         """
+        if self._tensor_parallel.dim is None:
+            with self._on_leaves():
+                return super().forward(*inputs, **options)
+        return self._on_part(self._tensor_parallel.dim, inputs, options)
+
+    def _on_part(
+        self, dim: int, inputs: tuple[object, ...], options: dict[str, object]
+    ) -> torch.Tensor:
         settings = self._tensor_parallel
         site, name = settings.site, settings.site.labels.name
         first = inputs[0] if inputs else None
@@ -56,14 +66,14 @@ class SequencePart(nn.Module):
                 f"expecting input of {self} to be a torch.Tensor or DTensor, but got {first} "
                 f"({name}: the first positional input is the sequence)"
             )
-        placement = Shard(settings.dim)
+        placement = Shard(dim)
         given = site.move(site.arrive(first, placement), placement)
         with self._on_leaves():
             output = super().forward(given.local, *inputs[1:], **options)
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"{name}: expected one tensor as output, found {type(output).__name__}")
         shape = list(output.shape)
-        shape[settings.dim] = given.shape[settings.dim]
+        shape[dim] = given.shape[dim]
         found = Arrival(output, normal(placement, output.ndim), tuple(shape))
         return site.leave(found, placement, is_local=settings.is_local)
 

@@ -245,7 +245,7 @@ class SequenceParallel(ParallelStyle):
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_sharding = torch_placements([Shard(sequence_dim)])
-        self.sequence_dim = sequence_dim
+        self.sequence_dim: int | None = sequence_dim
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -76,10 +76,14 @@ class EventCheck:
         self._known: set[tuple[Event | None, ...]] = set()
         self._key = self._register()
 
+    def is_new(self, event: Event) -> bool:
+        """Whether ``event`` has not followed on the two events before it so far."""
+        return (*self._last, event) not in self._known
+
     def happens(self, event: Event, *, asks: bool = False, after: str = "") -> None:
         """``event`` is next; call it before its first collective.
 
-        ``after`` names the pass that raised on this rank just before, if one did.
+        ``after`` names the pass that raised on this rank just before, if one did or may have.
 
         Raises `CollectiveMismatchError` when another rank does something else, which is found out
         when it has not followed on the two events before it so far, or when it ``asks``; and when
