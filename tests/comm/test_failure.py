@@ -14,10 +14,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
 from meshwright import comm
 from meshwright.comm import registry
+from meshwright.comm.failure import FailureMonitor
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -209,6 +211,27 @@ def test_an_error_that_all_ranks_handle_does_not_stop_the_run(ranks: Ranks) -> N
         return value.item()
 
     assert ranks(2, body, connected=False) == [2.0, 2.0]
+
+
+def test_who_has_raised_the_same_is_not_told_of_it_in_the_next_attempt() -> None:
+    """Two ranks raise one after the other, the first has gone on by then."""
+    board = dist.HashStore()
+    sooner, later = (FailureMonitor(board, rank, 2, hang_after=60.0) for rank in range(2))
+    try:
+        for attempt in range(3):
+            sooner.publish(ValueError(f"a bad batch on rank 0, {attempt}"))
+            sooner.go_on()
+            later.publish(ValueError(f"a bad batch on rank 1, {attempt}"))
+            sooner.read()
+            sooner.check()
+            later.go_on()
+        later.publish(ValueError("a bad batch on rank 1 alone"))
+        sooner.read()
+        with pytest.raises(RankFailedError, match="rank 1 failed first.* alone"):
+            sooner.check()
+    finally:
+        sooner.stop()
+        later.stop()
 
 
 def raises_for(rank: int) -> None:

@@ -75,6 +75,13 @@ class Failure:
     operation: str
     error: str
     line: str
+    attempt: int = 0
+    """How often the rank that says so had gone on after it raised."""
+
+    @property
+    def what(self) -> tuple[str, str]:
+        """In which phase it was, and the type of the exception."""
+        return self.phase, self.error.partition(":")[0]
 
     def __str__(self) -> str:
         where = f" in {self.phase}" if self.phase else ""
@@ -124,6 +131,11 @@ class FailureMonitor:
         self._seen = 0
         self._reading = threading.Lock()
         self._posted = False
+        self._attempt = 0
+        self._gave_up: tuple[str, str] | None = None
+        """In which phase this rank has raised since it has gone on, and what, at first."""
+        self._left: tuple[str, str] | None = None
+        """Those of the attempt before."""
         self._standing: dict[int, Failure] = {}
         """Failures that were not taken back, by slot; the same on every rank."""
         self._raised: set[int] = set()
@@ -149,6 +161,7 @@ class FailureMonitor:
 
         An error of communication follows from another rank's, unless it ``is_cause`` itself.
         """
+        self._gave_up = self._gave_up or (_phase(), type(error).__name__)
         if isinstance(error, CommunicationError) and not is_cause:
             return
         failure = Failure(
@@ -158,6 +171,7 @@ class FailureMonitor:
             operation=_last_operation(),
             error=one_line(error),
             line=source_line(error),
+            attempt=self._attempt,
         )
         try:
             self._posted = self._post_first(failure, is_difference=is_cause) or self._posted
@@ -197,7 +211,11 @@ class FailureMonitor:
         """This rank begins anew: what it has published or raised for ends nothing any more.
 
         What others do not take back, because they have ended, shows when this rank waits for them.
+        A rank that raises the same a little later gives up what this one has given up before.
         """
+        if self._gave_up is not None:
+            self._attempt += 1
+            self._left, self._gave_up = self._gave_up, None
         if self._posted:
             self._posted = False
             self._post({"kind": "recovered", "rank": self.rank})
@@ -335,8 +353,10 @@ class FailureMonitor:
             failure = Failure(**{name: notice[name] for name in Failure.__slots__})
             if notice["is_final"]:
                 self._final.add(slot)
-            if notice["is_difference"] and failure.rank != self.rank:
+            elif notice["is_difference"] and failure.rank != self.rank:
                 self._due[slot] = failure
+            elif failure.attempt < self._attempt and self._left == failure.what:
+                self._past.add(slot)
             self._standing[slot] = failure
         elif kind == "recovered":
             for at, failure in list(self._standing.items()):
