@@ -351,3 +351,18 @@ def test_exact_collectives(ranks: Ranks) -> None:
 def test_a_wrong_group_argument_is_refused_without_ranks() -> None:
     with pytest.raises(TypeError, match="unexpected keyword"):
         partial(replicate, bucket_cap=3)(net())
+
+
+# ------------------------------------------------------------------------------- what comes first
+
+
+def evaluate_first() -> None:
+    one, replicated = net(), replicate(net())
+    with torch.inference_mode():
+        replicated(torch.ones(1, 2))
+    axis = communicator(None, "replicate")
+    compare_modules(one, replicated, axis.rank, axis.size)
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(ranks: Ranks) -> None:
+    ranks(2, evaluate_first)

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensor import dtensor_like, local_of
+from meshwright.comm.untraced import apart
 
 __all__ = [
     "add_to_gradient",
@@ -159,6 +160,7 @@ def _hook(parameter: nn.Parameter, held: _Held) -> None:
     outside = _disable_dynamo(hand_over)
 
     # A cycle, for the garbage collector: torch converts no parameter that has weak references.
+    @apart
     def accumulated(leaf: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             if not held.is_taken:

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
 
 from meshwright.comm.registry import PROCESS
+from meshwright.comm.untraced import untraced
 from meshwright.errors import InternalError
 
 __all__ = [
@@ -91,7 +92,7 @@ def _grad_reduce(
     mode: str,
     sizes: Sequence[int],
 ) -> torch.Tensor:
-    _find(model).unfused()
+    untraced(_find(model).unfused)
     return WAIT(ALL_REDUCE(gradient / ranks, "sum", group))
 
 
@@ -103,13 +104,13 @@ def _alike(gradient: torch.Tensor, *_: object) -> torch.Tensor:
 
 @torch.library.impl("meshwright::with_kept", "CompositeExplicitAutograd")
 def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
-    kept = _find(model).take_kept(index)
+    kept = untraced(_find(model).take_kept, index)
     return gradient.clone() if kept is None else gradient + kept
 
 
 @torch.library.impl("meshwright::deliver", "CompositeExplicitAutograd")
 def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
-    _find(model).deliver(index, gradient.clone())
+    untraced(_find(model).deliver, index, gradient.clone())
 
 
 @torch.library.register_fake("meshwright::deliver")
@@ -120,7 +121,7 @@ def _nothing(*_: object) -> None:
 
 @torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
 def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) -> None:
-    _find(model).agree(indices, plan)
+    untraced(_find(model).agree, indices, plan)
 
 
 GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default

@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.leaves import deliver
+from meshwright.comm.untraced import apart
 
 __all__ = ["PartialGradient", "forget_unsummed"]
 
@@ -50,6 +51,7 @@ class PartialGradient:
         waiting.append(given)
         if len(waiting) == 1:
 
+            @apart
             def end_backward() -> None:
                 _sum(communicator, communicator.unsummed.pop(task))
 

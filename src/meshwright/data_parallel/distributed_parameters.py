@@ -265,6 +265,8 @@ class ReducedLeaves:
             for index, parameter in enumerate(parameters)
         )
         """In the order given."""
+        self._given = tuple(parameters)
+        self._hooked: set[int] = set()
         self._is_lent = False
 
     @property
@@ -287,20 +289,33 @@ class ReducedLeaves:
                 lent = self._lent[index]
                 lent.leaf = found[index] = take_over(lent.parameter)
             self.parameters = tuple(found)
+            self._hooked -= changed
         return changed
 
-    def hook(
+    def hook_trainable(
         self,
-        index: int,
         arrived: Callable[[int, torch.Tensor], None],
         arrived_at_leaf: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Call one with ``index`` when that gradient is complete here: the second for DTensors."""
-        if index in self._lent:
-            self._lent[index].hook(partial(arrived_at_leaf, index))
-        else:
-            parameter = self.parameters[index]
-            parameter.register_post_accumulate_grad_hook(partial(arrived, index))
+        """Call one with its index when a gradient is complete here: the second for DTensors.
+
+        Parameters that do not require grad have no such hook yet.
+        """
+        for index, parameter in enumerate(self.parameters):
+            if not parameter.requires_grad or index in self._hooked:
+                continue
+            self._hooked.add(index)
+            if index in self._lent:
+                self._lent[index].hook(partial(arrived_at_leaf, index))
+            else:
+                parameter.register_post_accumulate_grad_hook(partial(arrived, index))
+
+    @property
+    def has_hooks_of_others(self) -> bool:
+        """Whether gradients pass hooks, beside ours, before they are reduced."""
+        found = sum([len(p._backward_hooks or ()) for p in self._given])
+        found += sum([len(p._post_accumulate_grad_hooks or ()) for p in self._given])
+        return found > len(self._hooked) - len(self._hooked & self._lent.keys())
 
     @torch.no_grad()
     def lend(self) -> None:

@@ -362,6 +362,7 @@ class Driver:
                 driver.unit.unshard()
         unit.wait_unshard()
 
+    @apart
     def after_backward(self, gradient: object = None) -> None:
         """The gradients of the inputs have come, so those of the parameters have too."""
         self._uses -= 1

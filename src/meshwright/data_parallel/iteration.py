@@ -20,6 +20,7 @@ from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.events import Event, EventCheck
 from meshwright.comm.registry import go_on
+from meshwright.comm.untraced import apart
 from meshwright.data_parallel.agreement import UnitStates, compare_units
 from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
@@ -269,6 +270,7 @@ class Iteration:
         self.in_flight.append(unit)
 
     @torch.no_grad()
+    @apart
     def end_backward(self) -> None:
         """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
 

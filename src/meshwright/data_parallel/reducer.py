@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.untraced import apart
 from meshwright.data_parallel.alignment import NOTES, Alignment
 from meshwright.data_parallel.buckets import Bucket, slot_of
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
@@ -90,7 +91,6 @@ class GradientReducer:
         self.alignment = Alignment([parameter for _, parameter in named])
         self.marking: Marking | None = None
         """How gradients are marked while a backward pass is traced."""
-        self._hooked: set[int] = set()
         self._next = 0
         self._factor: float | None = None
         self._trainable: list[bool] = []
@@ -157,16 +157,13 @@ class GradientReducer:
             self.abandon()
         self.is_synchronising = self.is_wanted
         if self.marking is not None and not self.is_wanted:
-            self.marking.keeps = True
+            self.marking.keep()
         self.alignment.begin_forward()
         self.follow_training()
 
     def follow_training(self) -> None:
         """Give parameters their places anew where other ones require grad than before."""
-        changed = self.leaves.follow() if self.leaves else ()
-        if changed:
-            self._hooked.difference_update(changed)
-            self._arrange()
+        self.follow_leaves()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             changes = zip(self.named, trainable, self._trainable, strict=True)
@@ -174,6 +171,12 @@ class GradientReducer:
             self._arrange_anew(f": {name} {'trains' if trains else 'is frozen'} now")
         elif self._kinds != self._kinds_now():
             self._arrange_anew(": the module was converted")
+
+    def follow_leaves(self) -> None:
+        """Find leaves of DTensors anew, and hook what trains now; not collective, as traces are."""
+        if self.leaves and self.leaves.follow():
+            self._arrange()
+        self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
 
     def _arrange_anew(self, reason: str) -> None:
         compare_parameters(self.communicator, self.named, self.settings.sparse, reason=reason)
@@ -289,11 +292,9 @@ class GradientReducer:
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.layout.slots):
                 self._homes[slot.index] = (bucket, place)
-        for slot in slots:
-            if slot.index not in self._hooked:
-                self._hooked.add(slot.index)
-                self.leaves.hook(slot.index, self._arrived, self._arrived_at_leaf)
+        self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
 
+    @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         """One gradient is complete on this rank. Called for every parameter: keep it short."""
         if torch.compiler.is_compiling():
@@ -302,6 +303,8 @@ class GradientReducer:
             return
         home = self._homes[index]
         if not self.is_synchronising:
+            if self.marking is not None:
+                self.marking.stays()
             return
         if home is None:
             self._refuse_skipped(index)
@@ -313,7 +316,7 @@ class GradientReducer:
             return
         if bucket.arrived[place]:
             if bucket.layout.index < self._next or bucket.is_taken(place):
-                self._refuse_late(bucket, place)
+                raise late_gradient(bucket, place, self.buckets, rank=self._rank)
             return
         if bucket.takes(place):
             self._take(bucket, place)
@@ -322,6 +325,7 @@ class GradientReducer:
         if bucket.missing == 0 and bucket.layout.index == self._next:
             self._launch_ready()
 
+    @apart
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
         """As `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
         if torch.compiler.is_compiling():
@@ -329,6 +333,8 @@ class GradientReducer:
                 self.marking.accumulated_at_leaf(index, leaf)
             return
         if not self.is_synchronising:
+            if self.marking is not None:
+                self.marking.stays()
             self.leaves.keep(index)
             return
         self.begin_backward()
@@ -388,6 +394,7 @@ class GradientReducer:
             self._launch_next()
 
     @torch.no_grad()
+    @apart
     def finish(self) -> None:
         """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
         self._launch_rest()
@@ -489,6 +496,3 @@ class GradientReducer:
     @property
     def _rank(self) -> int:
         return self.communicator.ranks[self.communicator.rank]
-
-    def _refuse_late(self, bucket: Reduction, place: int) -> None:
-        raise late_gradient(bucket, place, self.buckets, rank=self._rank)

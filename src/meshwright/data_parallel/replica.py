@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import known_at_rest
 from meshwright.comm.functional import broadcast_traced
+from meshwright.comm.untraced import apart
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
@@ -142,6 +143,7 @@ class Replica:
         tensors = [*(parameter for _, parameter in self.reducer.named), *self.buffers]
         broadcast_tensors(self.communicator, tensors, label="broadcast parameters", source=source)
 
+    @apart
     def _backward_begins(self, _: torch.Tensor) -> None:
         if not torch.compiler.is_compiling():
             self.reducer.begin_backward()

@@ -55,6 +55,8 @@ class ReplicateState:
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
         self._body: TracedForward | None = None
+        self._is_called = False
+        """Whether the module was called, and its forward pass comes next."""
         # A stage without anything to train may still have buffers to keep equal.
         self.residency = ReplicaResidency(lambda: self._set_up(may_be_frozen=True))
 
@@ -70,12 +72,13 @@ class ReplicateState:
                 raise RuntimeError("the replicated module is gone")
             options = self.options
             options = replace(options, ignored=_with_managed(module, options.ignored))
-            self._replica = Replica(
-                module,
-                communicator(options.process_group, options.axis),
-                options,
-                may_be_frozen=may_be_frozen,
-            )
+            with torch.inference_mode(False):  # an evaluation may come first
+                self._replica = Replica(
+                    module,
+                    communicator(options.process_group, options.axis),
+                    options,
+                    may_be_frozen=may_be_frozen,
+                )
             self._replica.reducer.is_wanted = self.is_synchronised
             if self._hook is not None:
                 self._replica.reducer.register_hook(*self._hook)
@@ -107,6 +110,7 @@ class ReplicateState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module's forward pre-hook."""
+        self._is_called = True
         if torch.compiler.is_compiling():
             if self._route() == "eager":
                 return untraced(self.before_forward, module, args, kwargs)
@@ -124,13 +128,30 @@ class ReplicateState:
     def forward(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401
-        """What ``run``, the forward of the module's own class, returns, while it is traced."""
-        module, body = self._module(), self._body
-        if not torch.compiler.is_compiling() or body is None or module is None:
+        """What ``run``, the forward of the module's own class, returns, compiled or not."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the replicated module is gone")
+        if self._is_called:
+            self._is_called = False
+            return self._compute(run, module, args, kwargs)
+        # The user has called `forward` itself, and so no hook of the module.
+        args, kwargs = self.before_forward(module, args, kwargs) or (args, kwargs)
+        self._is_called = False
+        output = self._compute(run, module, args, kwargs)
+        self.after_forward(module, args, output)
+        return output
+
+    def _compute(
+        self,
+        run: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # noqa: ANN401
+        if not torch.compiler.is_compiling() or self._route() != "forward" or self._body is None:
             return run(module, *args, **kwargs)
-        if self._route() != "forward":
-            return run(module, *args, **kwargs)
-        return self.replica.marking.call(body, (run, *args), kwargs)
+        return self.replica.marking.call(self._body, (run, *args), kwargs)
 
     def _route(self) -> Route:
         return self.replica.marking.route() if self._is_traceable() else "eager"
@@ -316,12 +337,10 @@ def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> N
 
 
 def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, whose parameters are marked while it is traced."""
+    """``forward``, as `ReplicateState.forward` runs it."""
 
     @functools.wraps(forward)
     def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if not torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
         return replicate.state(self).forward(forward, args, kwargs)
 
     return traceable

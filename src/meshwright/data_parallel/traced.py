@@ -21,6 +21,8 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,8 +31,9 @@ from torch.func import functional_call
 
 import meshwright
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_of
 from meshwright.comm.marks import announce, deliver, grad_reduce, with_kept
-from meshwright.comm.untraced import constant
+from meshwright.comm.untraced import apart, constant
 from meshwright.data_parallel.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
@@ -79,6 +82,14 @@ class Marking:
         """Equal on all ranks; marks carry it."""
         self.keeps = False
         """Whether ``.grad`` may hold what a pass without a reduction has left."""
+        self.is_open = False
+        """Whether such a pass has begun, and its gradients have not come."""
+        self.renewals = 0
+        """How often all graphs have become void."""
+        self._running = -1
+        """The backward pass of the graph that ran last, as autograd numbers it."""
+        self._takes = False
+        """Whether the graph that runs reduces what was left, too."""
         self.is_driven = False
         """Whether a pipeline's schedule says when gradients are reduced."""
         self.has_begun = False
@@ -106,18 +117,23 @@ class Marking:
             return "eager"
         # Read while tracing, so that a trace is made anew when they change.
         is_scaled = reducer.on_reduction is not None or reducer.is_scaled
-        return self._choose(is_scaled, reducer.registered_hook is not None)
+        route = self._choose(is_scaled, reducer.registered_hook is not None, self.renewals)
+        # One backward may bring both gradients, and a graph marks its own alone.
+        return "eager" if route == "forward" and reducer.is_wanted and self.is_open else route
 
     @constant
-    def _choose(self, is_scaled: bool, is_hooked: bool) -> Route:
-        self._reducer.follow_training()
+    def _choose(self, is_scaled: bool, is_hooked: bool, renewals: int) -> Route:
+        self._reducer.follow_leaves()
         obstacle = self.obstacle()
-        if obstacle:
-            if obstacle != self._told:
-                self._told = obstacle
-                _log.info("gradients are reduced outside of the compiled graph: %s", obstacle)
-            return "eager"
-        return self._prepare()
+        route = "eager" if obstacle else self._prepare()
+        if route == "forward" and self._reducer.leaves.has_hooks_of_others:
+            obstacle = "hooks of parameters come before the reduction"
+        if not obstacle:
+            return route
+        if obstacle != self._told:
+            self._told = obstacle
+            _log.info("gradients are reduced outside of the compiled graph: %s", obstacle)
+        return "eager"
 
     def _prepare(self) -> Route:
         route, self._mode = _marking().route(self._module())
@@ -155,7 +171,11 @@ class Marking:
         reducer.is_synchronising = reducer.is_wanted
         self.has_begun = True
         if not reducer.is_wanted:
-            self.keeps = True
+            self.keep()
+
+    def keep(self) -> None:
+        """A forward pass begins whose gradients stay on this rank."""
+        self.keeps = self.is_open = True
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the module's own
         """What ``module`` computes with copies of its parameters whose gradients are marked.
@@ -234,8 +254,14 @@ class Marking:
 
     # ------------------------------------------------------------------ while a graph runs
 
+    def stays(self) -> None:
+        """A gradient has come that hooks do not reduce: a graph has, or it is to stay here."""
+        if self.is_open and torch._C._current_graph_task_id() != self._running:
+            self.is_open = False
+
     def take_kept(self, index: int) -> torch.Tensor | None:
         """What passes without a reduction have left of parameter ``index``; ``.grad`` gives it."""
+        self._takes = True
         return self._reducer.leaves.take(index, self._reducer.named[index][1])
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
@@ -245,11 +271,13 @@ class Marking:
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Compare with the other ranks what this backward pass is and what it will reduce.
 
-        A rank that still compiles is waited for. Raises CollectiveMismatchError on every rank.
+        A rank that still compiles is waited for. Raises CollectiveMismatchError on every rank,
+        RuntimeError when a hook of a parameter has come after the graph.
         """
-        self.keeps = False
+        self._running = torch._C._current_graph_task_id()
+        self._refuse_hooks()
         number = self._agreed.get(plan)
-        if number is not None and self._communicator.device.type != "cpu":
+        if number is not None and self._communicator.device.type != "cpu" and not self.keeps:
             return  # to ask would stop the host until the device has caught up
         is_new = number is None
         if number is None:
@@ -258,18 +286,65 @@ class Marking:
         alignment = self._reducer.alignment
         alignment.begin_forward()
         alignment.begin_backward()
-        mine = (number, *(float(mark) for mark in alignment.marks()))
+        mine = (number, self._rest(indices), *(float(mark) for mark in alignment.marks()))
         label = "agree on the gradients of a compiled graph"
         rows = self._communicator.gather_numbers(mine, label=label)
         if len({row[0] for row in rows}) > 1:
             self._refuse(indices, plan)
-        if len(set(rows)) > 1:
+        if len({row[2:] for row in rows}) > 1:
             error = alignment.refuse(self._communicator)
             if error is not None:
                 raise error
+        at_end = torch.autograd.Variable._execution_engine.queue_callback
+        match max(row[1] for row in rows):
+            case _Rest.LATER:
+                at_end(partial(self._reduce_rest, ()))
+            case _Rest.NOW:
+                self._reduce_rest(indices)
         if is_new and not self._reducer.is_synchronising:
-            torch.autograd.Variable._execution_engine.queue_callback(self._verify)
+            at_end(self._verify)
         _marking().ran(plan)
+
+    def _rest(self, indices: Sequence[int]) -> _Rest:
+        """Where this graph leaves gradients of passes without a reduction as they are."""
+        in_hooks = self._reducer.is_synchronising
+        takes, self._takes = self._takes or in_hooks, False
+        kept, self.is_open = self.keeps, self.is_open and not in_hooks
+        self.keeps = self.is_open
+        if kept and (self.is_open or not takes):
+            return _Rest.LATER
+        return _Rest.NOW if kept and self._beside(indices) else _Rest.NONE
+
+    def _beside(self, indices: Sequence[int]) -> list[int]:
+        """The parameters, but for ``indices``, that have a gradient."""
+        rows = enumerate(self._reducer.named)
+        return [n for n, (_, p) in rows if p.grad is not None and n not in indices]
+
+    @torch.no_grad()
+    @apart
+    def _reduce_rest(self, indices: Sequence[int]) -> None:
+        """Let all gradients be means but those of ``indices``; what is equal stays as it is."""
+        payload = json.dumps(self._beside(indices)).encode()
+        rows = self._communicator.gather_bytes(payload, label="which gradients are left")
+        for index in sorted({index for row in rows for index in json.loads(row)}):
+            name, parameter = self._reducer.named[index]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_of(parameter.grad)
+            mean = gradient.div(self._ranks).contiguous()
+            self._communicator.all_reduce(mean, label=f"reduce {name}, which was left").wait()
+            gradient.copy_(mean)
+
+    def _refuse_hooks(self) -> None:
+        reducer = self._reducer
+        if reducer.is_synchronising or not reducer.leaves.has_hooks_of_others:
+            return
+        self.renewals += 1
+        raise RuntimeError(
+            "a parameter has got a hook after its model was compiled, and would be given gradients "
+            "that are reduced already. Register hooks before the first forward pass, or run this "
+            "step once more: it is compiled anew"
+        )
 
     def _refuse(self, indices: Sequence[int], plan: str) -> None:
         """Name the parameters that some ranks are about to reduce and others are not."""
@@ -289,6 +364,7 @@ class Marking:
             "the same path on every rank, or leave the model uncompiled"
         )
 
+    @apart
     def _verify(self) -> None:
         """Compare the gradients after the first pass of a graph; collective.
 
@@ -318,6 +394,16 @@ class Marking:
         _marking().is_unfused(self.name)
 
 
+class _Rest(IntEnum):
+    """When to reduce what a graph does not, of passes that have left gradients on their rank."""
+
+    NONE = 0
+    NOW = 1
+    """They are of parameters that the graph has no gradient of."""
+    LATER = 2
+    """The backward pass may yet bring some; it reduces all at its end."""
+
+
 class _Marked(torch.autograd.Function):
     """A copy of a parameter; its gradient is marked on the way back."""
 
@@ -330,7 +416,7 @@ class _Marked(torch.autograd.Function):
         index: int,
     ) -> torch.Tensor:
         ctx.marking, ctx.index, ctx.keeps = marking, index, marking.keeps
-        return parameter.view_as(parameter)
+        return parameter.detach()  # no view, so that a forward may write to it
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
