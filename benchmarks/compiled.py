@@ -5,8 +5,9 @@
     python benchmarks/compiled.py --first-step
 
 The peers are torch's DDP, eager at its best setting and compiled as `torch.compile` does by itself.
-Torch's arms always run on Gloo. Arms take turns in short rounds; a ratio is taken within a round;
-printed is the median of the rounds, and their quartiles.
+`own entry` is `meshwright.compiler.compile_module`. Torch's arms always run on Gloo. Arms take
+turns in short rounds; a ratio is taken within a round; printed is the median of the rounds, and
+their quartiles.
 
 First step: each arm in processes of its own, with caches switched off; the arms take turns.
 """
@@ -26,17 +27,37 @@ from torch import nn
 
 from data_parallel import enter, show_times, spend, spread, train
 from meshwright import comm
+from meshwright.compiler import compile_module
 
 __all__ = ["main"]
 
 EAGER = ("plain", "ddp", "ddp view", "replicate")
 COMPILED = {"plain compiled": "plain", "ddp compiled": "ddp", "replicate compiled": "replicate"}
+OWN_ENTRY = "replicate, own entry"
 PEERS = ("ddp", "ddp view", "ddp compiled")
-FIRST = ("ddp compiled", "replicate compiled")
+FIRST = ("ddp compiled", "replicate compiled", OWN_ENTRY)
+
+
+class Model(nn.Module):
+    """``body``, run by a frame that is not torch's.
+
+    `torch.compile` skips the frames of torch.nn: under torch's DDP, whose own frame it cannot
+    compile, a bare `nn.Sequential` would run eagerly.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(batch)
+        return found
 
 
 def build(name: str, arm: str, model: nn.Module, group: object) -> Callable[..., torch.Tensor]:
     """A copy of ``model`` under ``arm``."""
+    if arm == OWN_ENTRY:
+        return compile_module(make(name, "replicate", model, group))
     if arm in ARMS:
         return make(name, arm, model, group)
     return torch.compile(make(name, COMPILED[arm], model, group))
@@ -49,8 +70,8 @@ def measure_steady(rank: int, options: argparse.Namespace) -> None:
     for name in options.models:
         work = WORKLOADS[name]
         torch.manual_seed(0)
-        model = work.build()
-        arms = [a for a in (*EAGER, *COMPILED) if not options.arms or a in options.arms]
+        model = Model(work.build())
+        arms = [a for a in (*EAGER, *COMPILED, OWN_ENTRY) if not options.arms or a in options.arms]
         models = {arm: build(name, arm, model, group) for arm in arms}
         optimizers = {arm: torch.optim.SGD(m.parameters(), 1e-4) for arm, m in models.items()}
         spent: dict[str, list[tuple[float, ...]]] = {arm: [] for arm in arms}
@@ -74,7 +95,7 @@ def measure_first(rank: int, options: argparse.Namespace, name: str, arm: str, p
     world = comm.communicator()
     torch.manual_seed(0)
     work = WORKLOADS[name]
-    model = build(name, arm, work.build(), group)
+    model = build(name, arm, Model(work.build()), group)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     world.barrier()
     cpu, wall = time.process_time(), time.perf_counter()

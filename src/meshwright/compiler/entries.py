@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._dynamo import compiled_autograd as torch_compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -25,11 +26,19 @@ CompilerFunction = Callable[[fx.GraphModule], Callable[..., Any]]
 def compile_module(module: M, *, fullgraph: bool = False, dynamic: bool | None = None) -> M:
     """Compile ``module`` in place, with the gradient reductions inside of its graphs.
 
-    As ``module.compile()``, but the settings that this needs hold for its graphs alone. Names and
-    state dict stay as they are. ``fullgraph`` and ``dynamic`` are those of `torch.compile`.
+    As ``module.compile()``, but the settings that this needs hold for its graphs alone, and views
+    are computed anew in the backward pass: what they look at is kept, and serves what else is
+    computed from it. Names and state dict stay as they are. ``fullgraph`` and ``dynamic`` are those
+    of `torch.compile`.
     """
     MARKING.scoped.update(module.modules())
-    module.compile(backend=_inductor, fullgraph=fullgraph, dynamic=dynamic)
+    if module.forward.__module__.startswith("torch."):
+        call = torch.compile(
+            MARKING.frame(module), backend=_inductor, fullgraph=fullgraph, dynamic=dynamic
+        )
+        module._compiled_call_impl = call
+    else:
+        module.compile(backend=_inductor, fullgraph=fullgraph, dynamic=dynamic)
     return module
 
 
@@ -57,7 +66,10 @@ def compiled_autograd(
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    compiled = inductor(graph, inputs, options=dict(MARKING.settings()))
+    # Where a view of an activation is kept for a product, its sign is kept beside it: one byte an
+    # element, which generated code of the CPU writes eight times slower than a float.
+    with functorch_config.patch(recompute_views=True):
+        compiled = inductor(graph, inputs, options=dict(MARKING.settings()))
     return cast("Callable[..., Any]", compiled)
 
 

@@ -7,8 +7,8 @@ import inspect
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -64,6 +64,7 @@ class _Marking:
         """``ddp_buckets``: of the graph that ran last. ``passes``: graphs whose marks were fused.
         ``bytes``: of all fused buckets. ``unfused``: marks that were reduced alone, because the
         backend does not run the pass."""
+        self._frames: dict[str, CodeType] = {}
         self._depth = 0
         self._warned: set[str] = set()
 
@@ -89,6 +90,20 @@ class _Marking:
                 "reorder_for_peak_memory": False,
             }
         )
+
+    def frame(self, module: nn.Module) -> Callable[..., Any]:
+        """A call of ``module`` in a frame that `torch.compile` takes, which torch's own are not.
+
+        Graphs belong to the code of a frame, and there are only so many to one. Modules of equal
+        build share theirs, others do not.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> object:
+            return module._call_impl(*args, **kwargs)
+
+        code = call.__code__
+        call.__code__ = self._frames.setdefault(repr(module), code.replace(co_name=code.co_name))
+        return call
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
