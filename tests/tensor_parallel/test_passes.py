@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from meshwright import comm, parallelize_module
-from meshwright.errors import CollectiveMismatchError, RankFailedError
-from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
+from meshwright.errors import CollectiveMismatchError, LayoutError, RankFailedError
+from meshwright.mesh import DeviceMesh
+from meshwright.tensor_parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from meshwright.testing import Ranks
 from tensor_parallel.samples import alike, check_alike, tensor_mesh
 
@@ -84,5 +85,39 @@ def test_ranks_that_do_the_same_go_on(ranks: Ranks) -> None:
                 for _ in range(1 + step % 2):
                     model(X).square().sum().backward()
         check_alike(one, many)
+
+    ranks(2, body)
+
+
+class Own(ParallelStyle):
+    """Leaves to each rank what it has."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+def test_what_a_first_step_would_train_apart_or_not_at_all_is_refused(ranks: Ranks) -> None:
+    def body() -> None:
+        rank, mesh = comm.communicator().rank, tensor_mesh()
+        plan: dict[str, ParallelStyle] = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+
+        def layers() -> nn.Module:
+            torch.manual_seed(rank)  # a seed for each rank, which is forgotten where there is none
+            return nn.Sequential(*(nn.Linear(4, 4).double() for _ in range(3)))
+
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallelize_module(model, mesh, plan)
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="expected 0.weight to be equal .* has no style"):
+                model(X)
+        for parameter in model[0].parameters():
+            comm.communicator().broadcast(parameter.detach()).wait()
+        model(X).sum().backward()
+        with pytest.raises(RuntimeError, match="4 parameters of a SGD, 1.weight first, .* before"):
+            optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        own = parallelize_module(layers(), mesh, {**plan, "0": Own()})
+        own(X)
 
     ranks(2, body)

@@ -4,8 +4,9 @@ Parameters are DTensors at rest; forward and backward run on local tensors and c
 where a style says so. Bottom-up: `functions` (communication that autograd understands), `following`
 (layouts from style to style), `layouts` (from one layout to another), `weights` (parameters that
 become DTensors), `linear`, `transposed`, `embedding` and `sequence` (the modules that compute),
-`styles` and `prepare`, `passes` (whether ranks begin the same ones), `apply`
-(`parallelize_module`), `loss` and `loss_context` (cross entropy of logits that are cut by classes).
+`styles` and `prepare`, `optimizers` (built too early), `passes` (whether ranks begin the same
+ones), `apply` (`parallelize_module`), `loss` and `loss_context` (cross entropy of logits that are
+cut by classes).
 """
 
 from __future__ import annotations

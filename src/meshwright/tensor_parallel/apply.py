@@ -13,11 +13,14 @@ from meshwright.comm.dtensor import current_mesh, is_dtensor
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.following import follow_first_forward
 from meshwright.tensor_parallel.layouts import Site, check_mesh
+from meshwright.tensor_parallel.optimizers import watch_optimizers
 from meshwright.tensor_parallel.passes import compare_passes
 from meshwright.tensor_parallel.styles import ParallelStyle
-from meshwright.tensor_parallel.weights import check_ties, verify_replicated
+from meshwright.tensor_parallel.weights import became, check_ties, verify_replicated
 
 __all__ = ["apply_plan", "matches", "parallelize_module"]
+
+_THEIRS = "_meshwright_styled_by_user"
 
 
 def parallelize_module(
@@ -54,7 +57,9 @@ def parallelize_module(
         )
         return module
     module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
-    compare_passes(module, Site.of(mesh, "").axis)
+    axis = Site.of(mesh, "").axis
+    compare_passes(module, axis, list(_plain(module)))
+    watch_optimizers(axis, became)
     return module
 
 
@@ -79,6 +84,9 @@ def apply_plan(
             style.src_data_rank = src_data_rank
             style.module_name = name
             changed = style._apply(submodule, mesh)
+            if not type(style).__module__.startswith("meshwright."):
+                for parameter in changed.parameters():
+                    vars(parameter)[_THEIRS] = True
             module = _put(module, name, submodule, changed)
     check_ties(module)
     _call_what_was_cut(module)
@@ -86,6 +94,13 @@ def apply_plan(
     if src_data_rank is None:
         verify_replicated(module, Site.of(mesh, "").axis)
     return module
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that no style has made DTensors, but for those that a user's style knows."""
+    for name, parameter in module.named_parameters():
+        if not is_dtensor(parameter) and _THEIRS not in vars(parameter):
+            yield name, parameter
 
 
 def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

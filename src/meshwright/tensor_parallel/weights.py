@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -26,7 +26,14 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 
-__all__ = ["check_ties", "distribute", "guard_loading", "verify_replicated"]
+__all__ = [
+    "became",
+    "check_ties",
+    "distribute",
+    "guard_loading",
+    "verify_plain",
+    "verify_replicated",
+]
 
 _BECAME = "_meshwright_became"
 
@@ -104,6 +111,12 @@ def guard_loading(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(_refuse_whole)
 
 
+def became(tensor: torch.Tensor) -> str:
+    """The name of the DTensor that a plain parameter has become; "" for any other tensor."""
+    found = vars(tensor).get(_BECAME)
+    return "" if found is None else found.name
+
+
 def check_ties(root: nn.Module) -> None:
     """Raise ValueError where a module still holds a plain parameter that is a DTensor elsewhere."""
     for path, module in root.named_modules(remove_duplicate=False):
@@ -134,7 +147,7 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
             if axis.size > 1 and local.device.type != "meta":
                 by_axis.setdefault(axis, []).append((name, local))
     for axis, named in by_axis.items():
-        _compare(axis, named)
+        _compare(axis, named, "Seed all ranks alike, or parallelise with src_data_rank=0")
 
 
 def _check_hooks(given: nn.Parameter, name: str) -> None:
@@ -165,6 +178,19 @@ def _refuse_whole(
                 f"tensor of shape {tuple(given.shape)} to put in its place: load whole tensors "
                 "with set_model_state_dict and StateDictOptions(full_state_dict=True)"
             )
+
+
+@torch.no_grad()
+def verify_plain(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check that parameters without a style are equal on the ranks of ``axis``, bit by bit.
+
+    All ranks call it together; one exchange of digests. Raises `LayoutError` on all of them.
+    """
+    hint = (
+        "it has no style, so each rank keeps its own. Seed all ranks alike, or load the same state "
+        "on all; where ranks are to differ, give its module a ParallelStyle of your own"
+    )
+    _compare(axis, named, hint)
 
 
 def _distributed(
@@ -198,7 +224,7 @@ def _replicated(
             yield axis, rest.local.detach()
 
 
-def _compare(axis: Communicator, named: list[tuple[str, torch.Tensor]]) -> None:
+def _compare(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], hint: str) -> None:
     rows = [[name, _digest(tensor)] for name, tensor in named]
     text = json.dumps(rows).encode()
     mine = hashlib.sha256(text).digest()
@@ -215,7 +241,7 @@ def _compare(axis: Communicator, named: list[tuple[str, torch.Tensor]]) -> None:
             raise LayoutError(
                 f"axis {axis.axis}: expected {lists[0][position][0]} to be equal on the ranks "
                 f"{list(axis.ranks)}, which replicate it; ranks {differing} "
-                "hold different values. Seed all ranks alike, or parallelise with src_data_rank=0"
+                f"hold different values. {hint}"
             )
     raise LayoutError(f"axis {axis.axis}: the ranks {list(axis.ranks)} replicate other parameters")
 
