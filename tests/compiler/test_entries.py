@@ -13,8 +13,9 @@ import torch._inductor.config
 from torch import fx, nn
 from torch._dynamo.utils import counters as torch_counters
 
+from meshwright.comm.dtensor import local_of
 from meshwright.compiler import compile_module, compiled_autograd, counters
-from meshwright.data_parallel import replicate
+from meshwright.data_parallel import fully_shard, replicate
 from meshwright.testing import Ranks
 
 CONFIGS = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
@@ -36,7 +37,8 @@ def same_gradients(eager: nn.Module, inner: nn.Module) -> None:
     for each in (eager, inner):
         each(torch.randn(2, 3, 64, generator=torch.manual_seed(1))).square().mean().backward()
     for one, other in zip(eager.parameters(), inner.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad)
+        mine, theirs = (local_of(each.grad) for each in (other, one) if each.grad is not None)
+        torch.testing.assert_close(mine, theirs)
 
 
 def compile_in_scope() -> None:
@@ -95,3 +97,24 @@ def test_modules_of_torch_itself_are_compiled() -> None:
     limit = torch._dynamo.config.recompile_limit
     assert graphs_of([block(2) for _ in range(limit + 1)]) == 1
     assert graphs_of([block(layers) for layers in range(3, limit + 4)]) == limit + 1
+
+
+def compile_units() -> int:
+    eager, inner = (fully_shard_blocks() for _ in range(2))
+    before = torch_counters["stats"]["unique_graphs"]
+    for block in inner:
+        compile_module(block)
+    same_gradients(eager, inner)
+    return torch_counters["stats"]["unique_graphs"] - before
+
+
+def fully_shard_blocks() -> nn.Module:
+    root = nn.Sequential(*(layers() for _ in range(3)))
+    for part in (*root, root):
+        fully_shard(part)
+    return root
+
+
+@pytest.mark.slow
+def test_units_that_are_modules_of_torch_itself_are_compiled(ranks: Ranks) -> None:
+    assert ranks(2, compile_units, timeout=280) == [2, 2]

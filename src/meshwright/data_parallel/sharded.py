@@ -7,6 +7,7 @@ own that adds the methods of `FSDPModule`.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -349,7 +350,22 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """
     bases = (FSDPModule, cls)
     made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
-    return next(made, None) or type(f"FSDP{cls.__name__}", bases, {})
+    return next(made, None) or type(f"FSDP{cls.__name__}", bases, _framed(cls))
+
+
+def _framed(cls: type[nn.Module]) -> dict[str, object]:
+    """The forward of torch's own classes in a frame of ours: compilers begin no graph in theirs."""
+    theirs = cls.forward
+    if not theirs.__module__.startswith("torch."):
+        return {}
+
+    @functools.wraps(theirs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        return theirs(self, *args, **kwargs)
+
+    # Graphs belong to the code of a frame, and there are only so many to one.
+    forward.__code__ = forward.__code__.replace(co_name=theirs.__qualname__)
+    return {"forward": forward}
 
 
 def _put_away(driver: Driver, *_: object) -> None:
