@@ -12,6 +12,7 @@ from compiler.replicas import Heads, batch, compiled, heads, in_one_process, sam
 from meshwright.comm import Recorder, observe
 from meshwright.compiler import aot_backend, compiled_autograd
 from meshwright.data_parallel import replicate
+from meshwright.errors import CollectiveMismatchError
 from meshwright.testing import Ranks
 
 # ------------------------------------------------------- passes that reduce, and passes that do not
@@ -155,6 +156,30 @@ def hook_late() -> None:
 @pytest.mark.slow
 def test_a_hook_that_comes_after_the_graph_is_refused_once(ranks: Ranks) -> None:
     ranks(2, hook_late)
+
+
+def use_outside(model: Any, replica: Heads, step: int) -> None:
+    """From the third pass on, of which the fourth is compared."""
+    loss = squared(model, step)
+    if step > 1:
+        loss = loss + (batch(step) @ replica.first.weight).square().mean()
+    loss.backward()
+
+
+def use_outside_later() -> str:
+    replica = replicate(heads())
+    model = compiled(replica)
+    for step in range(3):
+        use_outside(model, replica, step)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        use_outside(model, replica, 3)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_use_beside_the_marked_copy_is_named(ranks: Ranks) -> None:
+    for text in ranks(2, use_outside_later):
+        assert "the gradient of 'first.weight' is not the same on every rank" in text
 
 
 # ------------------------------------------------------------------------------- what users write

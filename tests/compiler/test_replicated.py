@@ -336,21 +336,6 @@ def test_a_path_that_one_rank_takes_is_named_on_all(ranks: Ranks) -> None:
         assert "rank 0 has gradients of no more than the others" in text
 
 
-def use_outside() -> str:
-    inner = replicate(mixed())
-    x = batch(0)
-    loss = compiled(inner)(x).square().mean()
-    with pytest.raises(CollectiveMismatchError) as caught:
-        (loss + (x @ inner.wide.weight.float()).square().mean()).backward()
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_use_beside_the_marked_copy_is_named(ranks: Ranks) -> None:
-    for text in ranks(2, use_outside):
-        assert "the gradient of 'wide.weight' is not the same on every rank" in text
-
-
 def step_apart() -> str:
     rank, _ = rank_and_size()
     inner = replicate(mixed())

@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
@@ -104,6 +105,8 @@ class Marking:
         self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
         self._agreed: dict[str, float] = {}
         """Plans that this rank has run, with a number for each."""
+        self._passes: Counter[str] = Counter()
+        """How often it has run each."""
         self._told = ""
         self._token = torch.zeros((), device=communicator.device)
         announce(self.name, self)
@@ -276,10 +279,12 @@ class Marking:
         """
         self._running = torch._C._current_graph_task_id()
         self._refuse_hooks()
+        self._passes[plan] = count = self._passes[plan] + 1
+        is_verified = count.bit_count() == 1 and not self._reducer.is_synchronising
         number = self._agreed.get(plan)
-        if number is not None and self._communicator.device.type != "cpu" and not self.keeps:
+        on_device = self._communicator.device.type != "cpu"
+        if on_device and number is not None and not self.keeps and not is_verified:
             return  # to ask would stop the host until the device has caught up
-        is_new = number is None
         if number is None:
             digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
             number = self._agreed[plan] = float(int.from_bytes(digest, "little"))
@@ -301,7 +306,7 @@ class Marking:
                 at_end(partial(self._reduce_rest, ()))
             case _Rest.NOW:
                 self._reduce_rest(indices)
-        if is_new and not self._reducer.is_synchronising:
+        if is_verified:
             at_end(self._verify)
         _marking().ran(plan)
 
@@ -366,7 +371,7 @@ class Marking:
 
     @apart
     def _verify(self) -> None:
-        """Compare the gradients after the first pass of a graph; collective.
+        """Compare the gradients, after passes 1, 2, 4, 8 and so on with a plan; collective.
 
         What reaches a parameter beside the marked copy, as from a use of the parameter outside of
         the module, would be different on every rank.
@@ -381,7 +386,7 @@ class Marking:
         found = [json.loads(row) for row in rows]
         place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
         raise CollectiveMismatchError(
-            f"axis {self._communicator.axis}: after the first backward pass of a compiled graph "
+            f"axis {self._communicator.axis}: after the backward pass of a compiled graph "
             f"the gradient of {self._reducer.named[place][0]!r} is not the same on every rank. "
             "Is the parameter used outside of the replicated module's forward, or was its "
             "gradient changed? Use it inside, or run backward in "
