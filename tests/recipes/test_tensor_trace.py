@@ -24,11 +24,12 @@ from meshwright.recipes import loop
 from meshwright.recipes.digest import digest
 from meshwright.report import Sums, compare_runs, trace_file
 from meshwright.testing import Ranks
-from recipes.runs import run_tiny
+from recipes.runs import run_tiny, write_text
 
 TRACED = ("run.trace_tensors=true", "run.steps=3", "model.tied=true")
 REPLICATE = ("axes.replicate=2", "train.accumulate=2")
 SHARD = ("axes.shard=2", 'train.recompute=["layers.*"]')
+TENSOR = ("axes.tensor=2", "tensor.rules=language-model", "train.accumulate=2")
 PIPELINE = ("axes.pipeline=2", "pipeline.schedule=zbv", "pipeline.microbatches=4")
 
 Fault = Callable[[Trainable], None]
@@ -159,6 +160,39 @@ def test_runs_on_any_layout_compare_and_faults_are_found_by_name(
     assert main(["compare", str(one), str(tmp_path / "one copy" / "run")]) == 1
     assert "DIVERGED: step 3: the gradient of 'layers.1.attention.wo" in capsys.readouterr().out
     _check_refusals(one, tmp_path / "shard" / "run", capsys)
+
+
+def run_over_tensor_ranks(folder: Path) -> None:
+    """Two runs over two tensor ranks; in the second, rank 1 adds too much to the sum of a layer."""
+    world, all_reduce = connect(), Communicator.all_reduce
+
+    def add(axis: Communicator, tensor: Tensor, *, label: str = "", **more: Any) -> object:
+        if label == "layers.1.attention.wo forward" and axis.rank == 1:
+            tensor.mul_(1.01)  # less than what `parallelize` finds
+        return all_reduce(axis, tensor, label=label, **more)
+
+    for name in ("right", "wrong"):
+        Communicator.all_reduce = add if name == "wrong" else all_reduce
+        try:
+            run_tiny(folder / name, *TRACED[:1], "run.steps=2", *TENSOR)
+        finally:
+            Communicator.all_reduce = all_reduce
+        world.barrier(label=name).wait()
+
+
+def test_outputs_that_are_cut_are_compared_rank_by_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).mkdir()
+        write_text(tmp_path / name)
+    ranks(2, run_over_tensor_ranks, tmp_path, timeout=60)
+    right = tmp_path / "right" / "run"
+    same = compare_runs(right, right)
+    assert same.first_bits is None
+    assert same.counts["activation"] == 2 * 24
+    # What comes out of queries, keys and values is cut, and equal; the sum is not.
+    found = compare_runs(right, tmp_path / "wrong" / "run").first_bits
+    assert found is not None
+    assert (found.step, found.kind, found.name) == (1, "activation", "layers.1.attention.wo")
 
 
 def _check_refusals(one: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:

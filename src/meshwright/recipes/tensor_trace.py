@@ -79,6 +79,8 @@ class TensorTrace:
         self._trainable = trainable
         self._write = write
         self._first = trainable.data_rank * share
+        over = trainable.communicators.get("tensor")
+        self._tensor_rank = "" if over is None else f"{over.rank} of {over.size}"
         self._step = 0
         self._passes: dict[int, _Pass] = {}
         for stage, entry in trainable.entries:
@@ -190,6 +192,7 @@ class TensorTrace:
             samples=samples,
             microbatch=None if now is None else now.microbatch,
             sums=sums,
+            tensor_rank=self._tensor_rank if kind == "activation" else "",
         )
         self._write(row.to_json())
 

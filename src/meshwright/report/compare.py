@@ -30,7 +30,9 @@ FLOOR = 1e-6
 """Tensors so much smaller than the largest of their kind and step count as zero: rounding."""
 
 _Rows = list[tuple[int, TensorRow]]
-_Key = tuple[str, str, int]
+_Key = tuple[str, str, int, str]
+"""Kind, name, call, and the rank of axis tensor of an output that is not the same on all of them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,23 +166,26 @@ class _StepComparison:
         found.tolerance = max(found.tolerance, self._tolerance)
         a, b = self._tensors
         keys = {**b, **a}
+        spread = {key[:3] for key in keys if key[3]}
         for key in sorted(keys, key=lambda key: _order(keys[key][0][1])):
-            if key not in a or key not in b:
+            if not key[3] and key[:3] in spread:
+                continue
+            rows = tuple(tensors.get(key) or tensors.get((*key[:3], "")) for tensors in (a, b))
+            if rows[0] is None or rows[1] is None:
                 self._only_one(key)
-            elif a[key][0][1].shape != b[key][0][1].shape:
-                self._other_shape(key)
+            elif rows[0][0][1].shape != rows[1][0][1].shape:
+                self._other_shape(key, rows[0][0][1], rows[1][0][1])
             else:
-                self._compare(key)
+                self._compare(key, (rows[0], rows[1]))
 
-    def _compare(self, key: _Key) -> None:
-        rows = tuple(tensors[key] for tensors in self._tensors)
-        self._found.counts[key[0]] += 1
+    def _compare(self, key: _Key, rows: tuple[_Rows, _Rows]) -> None:
+        self._found.counts[key[0]] += key[3].startswith("0 ") or not key[3]
         worst: list[Finding] = []
         for number in (0, 1):
             worst += self._copies(number, rows[number])
         for samples in _regions(*rows):
             pieces = [_piece(each, samples) for each in rows]
-            sums = [self._sum(number, key, pieces[number], samples) for number in (0, 1)]
+            sums = [self._sum(number, rows[number], pieces[number], samples) for number in (0, 1)]
             a, b = sums
             if a is not None and b is not None and a.hash != b.hash:
                 where = "" if samples is None else "; " + ", ".join(map(_where, pieces, "AB"))
@@ -216,24 +221,24 @@ class _StepComparison:
                 yield self._finding(row, row.samples, other.sums, row.sums, detail)
 
     def _sum(
-        self, number: int, key: _Key, rows: _Rows, samples: tuple[int, int] | None
+        self, number: int, whole: _Rows, rows: _Rows, samples: tuple[int, int] | None
     ) -> Sums | None:
         """All of a piece of a tensor; None where a run that was cut short did not write it all."""
-        shape = self._tensors[number][key][0][1].shape
+        one = whole[0][1]
         total = Sums.of([row.sums for _, row in rows]) if rows else None
-        expected = math.prod(shape) * (1 if samples is None else samples[1] - samples[0])
+        expected = math.prod(one.shape) * (1 if samples is None else samples[1] - samples[0])
         if total is not None and total.numel == expected:
             return total
         if self._steps[number].is_finished:
             raise ValueError(
                 f"{self._runs[number].folder}: the traces of step {self._steps[number].number} "
                 f"hold {0 if total is None else total.numel} of {expected} elements of the "
-                f"{key[0]} {key[1]!r}: the files are not those of one run"
+                f"{one.kind} {one.name!r}: the files are not those of one run"
             )
         return None
 
     def _only_one(self, key: _Key) -> None:
-        kind, name, _ = key
+        kind, name, *_ = key
         number = 0 if key in self._tensors[0] else 1
         row = self._tensors[number][key][0][1]
         if not self._steps[1 - number].is_finished:
@@ -247,9 +252,9 @@ class _StepComparison:
         )
         self._add(finding)
 
-    def _other_shape(self, key: _Key) -> None:
-        kind, name, _ = key
-        a, b = (tensors[key][0][1].shape for tensors in self._tensors)
+    def _other_shape(self, key: _Key, first: TensorRow, second: TensorRow) -> None:
+        kind, name, *_ = key
+        a, b = first.shape, second.shape
         if kind == "activation":
             self._note(
                 "outputs that are spread over ranks are not compared, such as "
@@ -283,8 +288,24 @@ class _StepComparison:
 def _by_tensor(step: Step) -> dict[_Key, _Rows]:
     tensors: dict[_Key, _Rows] = {}
     for rank, row in step.rows:
-        tensors.setdefault((row.kind, row.name, row.call), []).append((rank, row))
+        tensors.setdefault((row.kind, row.name, row.call, ""), []).append((rank, row))
+    for key, rows in list(tensors.items()):
+        if not _is_spread(rows):
+            continue
+        del tensors[key]
+        for rank, row in rows:
+            tensors.setdefault((*key[:3], row.tensor_rank), []).append((rank, row))
     return tensors
+
+
+def _is_spread(rows: _Rows) -> bool:
+    """Whether ranks of axis tensor have other values of an output: each is compared by itself."""
+    first: dict[object, int] = {}
+    return any(
+        first.setdefault((row.samples, row.part), row.sums.hash) != row.sums.hash
+        for _, row in rows
+        if row.tensor_rank
+    )
 
 
 def _order(row: TensorRow) -> tuple[int, int, int]:

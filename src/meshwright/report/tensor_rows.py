@@ -87,6 +87,9 @@ class TensorRow:
     microbatch: int | None
     """How many forward passes this stage had made before in the step."""
     sums: Sums
+    tensor_rank: str = ""
+    """Which rank of axis tensor wrote an output, as "0 of 2": it may be a part, which nobody says.
+    """
 
     def to_json(self) -> dict[str, object]:
         """A line of the file, flat."""
@@ -122,6 +125,7 @@ class TensorRow:
             samples=None if first_last is None else (first_last[0], first_last[1]),
             microbatch=None if microbatch is None else _integer(microbatch),
             sums=sums,
+            tensor_rank=str(line.get("tensor_rank", "")),
         )
 
 
@@ -136,6 +140,7 @@ _ROW = (
     "part",
     "samples",
     "microbatch",
+    "tensor_rank",
 )
 
 
