@@ -210,6 +210,14 @@ def test_what_is_refused_when_called(ranks: Ranks) -> None:
         table = apply(nn.Embedding(5, 4), RowwiseParallel(input_layouts=WHOLE))
         refused(IndexError, "expected ids from 0 to 4, found 0 to 5", table, torch.tensor([0, 5]))
 
+        # A DTensor and a plain tensor, by the names of parameters.
+        text = (
+            r"linear in Sequential: .* DTensors \(a tensor of shape .* \[Shard\(dim=2\)\]\) mixed"
+        )
+        mixed = nn.Sequential(linear(), linear())
+        parallelize_module(mixed, mesh, {"0": ColwiseParallel(use_local_output=False)})
+        refused(RuntimeError, f"{text} .* \\(parameter '1.weight' and parameter '1.bias'", mixed, x)
+
         # An exception in a forward leaves DTensors behind, and the next forward works.
         normed = apply(norm(), SEQUENCE)
         text = "expecting input of LayerNorm.* to be a torch.Tensor or DTensor, but got"

@@ -8,21 +8,24 @@ before it sends anything::
     norm (Shard(1)) ──> dropout ──> up (expects Replicate)    found
     norm (Shard(1)) ──> matmul  ──> up (expects Replicate)    not found: a product may be anything
 
-Later forwards are not followed and cost nothing.
+A DTensor that meets a plain tensor is named with its parameter, too. Later forwards are not
+followed and cost nothing.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import AnyPlacement
+from meshwright.comm.dtensor import AnyPlacement, known_at_rest
 from meshwright.layout import Partial, Placement, Replicate, Shard
 
 __all__ = ["check_mark", "follow_first_forward", "mark"]
@@ -81,6 +84,10 @@ class _Mark(NamedTuple):
 
 
 class _Following(TorchFunctionMode):
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._root = weakref.ref(root)  # whose hooks hold this mode
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -88,7 +95,13 @@ class _Following(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what any function returns
-        found = func(*args, **(kwargs or {}))
+        try:
+            found = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            root = self._root()
+            if root is None or "got mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(_mixed(root, func, (args, kwargs))) from error
         name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
         name = name.removeprefix("r") if name in ("radd", "rmul", "rtruediv") else name
         if name.replace("truediv", "div") in _PASSING and isinstance(found, torch.Tensor):
@@ -103,9 +116,28 @@ class _Following(TorchFunctionMode):
         return found
 
 
+def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
+    """Which tensors ``func`` was given that do not go together."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    sides: tuple[list[str], list[str]] = ([], [])
+    for tensor in tree_leaves(given):
+        if isinstance(tensor, torch.Tensor):
+            rest = known_at_rest(tensor)
+            name = names.get(id(tensor), "")
+            what = f"parameter {name!r}" if name else f"a tensor of shape {tuple(tensor.shape)}"
+            sides[rest is None].append(what if rest is None else f"{what} {list(rest.placements)}")
+    dtensors, plain = map(" and ".join, sides)
+    return (
+        f"{getattr(func, '__name__', func)} in {type(root).__name__}: expected local tensors alone "
+        f"or DTensors alone, found DTensors ({dtensors}) mixed with plain tensors ({plain}). Give "
+        "the module that computes a style, let the one before return local tensors "
+        "(use_local_output=True), or use to_local() or full_tensor() of the parameter"
+    )
+
+
 def follow_first_forward(module: nn.Module) -> None:
     """Follow layouts through the next eager forward of ``module``, and not after it."""
-    mode = _Following()
+    mode = _Following(module)
 
     def begin(module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
