@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import pytest
@@ -9,12 +10,24 @@ import torch
 from torch import fx
 
 from compiler.graphs import chain, mark, traced
-from meshwright.comm.marks import AGREE, ALL_REDUCE, ALL_REDUCE_COALESCED, GRAD_REDUCE, WAIT
+from meshwright.comm.marks import (
+    AGREE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_REDUCE_IN_PLACE,
+    DIVIDED,
+    GRAD_REDUCE,
+    WAIT,
+)
 from meshwright.compiler.bucket_pass import fuse_marks
+from meshwright.compiler.bucket_plan import ALONE_BYTES
 from meshwright.compiler.guarantees import check_buckets, peak_bytes
 from meshwright.errors import InternalError
 
 MM = torch.ops.aten.mm.default
+REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE)
+ALONE_SIZE = math.isqrt(ALONE_BYTES // 4)
+"""Square matrices of this size are large."""
 
 
 def fused(graph: fx.Graph) -> list[fx.Node]:
@@ -46,6 +59,15 @@ def test_reductions_start_early_and_are_awaited_late() -> None:
         last = max(positions[gradient] for gradient in gradients)
         between = nodes[last + 1 : positions[reduction]]
         assert not [node for node in between if node.target is MM]
+
+
+def test_large_gradients_are_reduced_in_memory_that_the_model_keeps() -> None:
+    nodes = fused(chain(2, size=ALONE_SIZE))
+    targets = (DIVIDED, AGREE, *REDUCTIONS, WAIT)
+    rounds = [DIVIDED, AGREE, ALL_REDUCE_IN_PLACE, DIVIDED, ALL_REDUCE_IN_PLACE]
+    assert kinds(nodes, *targets) == [*rounds, WAIT, WAIT]
+    smaller = fused(chain(2, size=ALONE_SIZE - 1))
+    assert DIVIDED not in kinds(smaller, *targets)
 
 
 def test_concat_sends_one_line_for_each_bucket() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from compiler.replicas import Heads, batch, compiled, heads, in_one_process, same_as, squared
-from meshwright.comm import Recorder, observe
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.compiler import aot_backend, compiled_autograd
 from meshwright.data_parallel import replicate
 from meshwright.errors import CollectiveMismatchError
@@ -279,3 +281,44 @@ def call_forward_itself() -> None:
 
 def test_forward_itself_may_be_called(ranks: Ranks) -> None:
     ranks(2, call_forward_itself)
+
+
+# ------------------------------------------------------------------------- large gradients
+
+
+LARGE = 370
+"""In double precision a weight of this width and height is more than 1 MiB."""
+
+
+def wide(model: Any, step: int, rank: int | None = None) -> torch.Tensor:
+    rank = communicator(None, "replicate").rank if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(3, LARGE, generator=generator, dtype=torch.float64)
+    return model(x).square().mean()
+
+
+def keep_large() -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(LARGE, LARGE).double()
+    inner = replicate(deepcopy(expected))
+    model = compiled(inner)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step, kind in enumerate(("drop", "drop", "hold", "hold", "drop", "add")):
+        if kind != "add":
+            expected.zero_grad()
+            inner.zero_grad()
+        in_one_process(expected, lambda one, rank, step=step: wide(one, step, rank))
+        wide(model, step).backward()
+        same_as(expected, inner)
+        for one, copy in held:
+            assert torch.equal(one, copy)
+        gradient = inner.weight.grad
+        if kind == "hold" and gradient is not None:
+            held.append((gradient, gradient.clone()))
+        del gradient
+    assert len(held) == 2
+
+
+@pytest.mark.slow
+def test_a_large_gradient_that_somebody_holds_stays_as_it_is(ranks: Ranks) -> None:
+    ranks(2, keep_large)

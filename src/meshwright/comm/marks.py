@@ -5,6 +5,7 @@
                     bucket's plan depends on, so equal graphs have equal plans, also from caches
 ``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
 ``deliver``         gives a gradient to a parameter that is a DTensor, in a compiled backward
+``divided``         a large gradient over the number of ranks, in memory that the model keeps
 ``agree``           asks all ranks, before a graph's first reduction, whether theirs are the same
 ==================  ==============================================================================
 
@@ -29,6 +30,8 @@ __all__ = [
     "AGREE",
     "ALL_REDUCE",
     "ALL_REDUCE_COALESCED",
+    "ALL_REDUCE_IN_PLACE",
+    "DIVIDED",
     "GRAD_REDUCE",
     "WAIT",
     "MarkedModel",
@@ -48,6 +51,10 @@ class MarkedModel(Protocol):
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """Add this rank's part of a gradient to ``.grad`` of parameter ``index``, a DTensor."""
+        ...
+
+    def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+        """A new contiguous tensor with ``gradient``, of parameter ``index``, over ``ranks``."""
         ...
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
@@ -73,6 +80,9 @@ torch.library.define(
     " -> Tensor",
 )
 torch.library.define("meshwright::with_kept", "(Tensor gradient, int index, str model) -> Tensor")
+torch.library.define(
+    "meshwright::divided", "(Tensor gradient, int index, int ranks, str model) -> Tensor"
+)
 # Nothing is written to the token: an operator without a result is kept where it seems to write.
 torch.library.define(
     "meshwright::deliver", "(Tensor(a!) token, Tensor gradient, int index, str model) -> ()"
@@ -119,6 +129,17 @@ def _nothing(*_: object) -> None:
     return None
 
 
+@torch.library.impl("meshwright::divided", "CompositeExplicitAutograd")
+def _divided(gradient: torch.Tensor, index: int, ranks: int, model: str) -> torch.Tensor:
+    found: torch.Tensor = untraced(_find(model).divided, index, gradient, ranks)
+    return found
+
+
+@torch.library.register_fake("meshwright::divided")
+def _contiguous(gradient: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
 @torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
 def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) -> None:
     untraced(_find(model).agree, indices, plan)
@@ -126,9 +147,11 @@ def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) 
 
 GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default
 AGREE = torch.ops.meshwright.agree.default
+DIVIDED = torch.ops.meshwright.divided.default
 
 # What the compiler's passes emit and look for: c10d's operators that graphs may hold.
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 ALL_REDUCE_COALESCED = torch.ops._c10d_functional.all_reduce_coalesced.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -22,7 +22,14 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from meshwright.comm.marks import AGREE, ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
+from meshwright.comm.marks import (
+    AGREE,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_REDUCE_IN_PLACE,
+    DIVIDED,
+    WAIT,
+)
 from meshwright.compiler.bucket_plan import (
     ALONE_BYTES,
     BucketPlan,
@@ -36,7 +43,7 @@ from meshwright.errors import InternalError
 __all__ = ["fuse_marks"]
 
 _ATEN = torch.ops.aten
-_REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_COALESCED)
+_REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED)
 
 
 @dataclass(slots=True)
@@ -105,11 +112,11 @@ class _Writer:
         means: dict[Mark, fx.Node] = {}
         for part in bucket.plan.parts:
             group = part[0].group
-            divided = [self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks) for mark in part]
             if len(part) == 1 and part[0].bytes >= ALONE_BYTES:
-                items = [self.call(ALL_REDUCE, divided[0], "sum", group)]
-                bucket.send += [*divided, *items]
+                items = [self._alone(part[0])]
+                bucket.send += [*items[0].all_input_nodes, *items]
             else:
+                divided = [self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks) for mark in part]
                 reduced = self.call(ALL_REDUCE_COALESCED, divided, "sum", group)
                 bucket.send += [*divided, reduced]
                 places = range(len(divided))
@@ -119,6 +126,13 @@ class _Writer:
                 means[mark] = self.call(WAIT, item)
                 bucket.receive.append(means[mark])
         bucket.results = [means[mark] for mark in bucket.plan.marks]
+
+    def _alone(self, mark: Mark) -> fx.Node:
+        if mark.value.device.type != "cpu":  # where memory is no dearer than what it lies in
+            divided = self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks)
+            return self.call(ALL_REDUCE, divided, "sum", mark.group)
+        divided = self.call(DIVIDED, mark.gradient, mark.index, mark.ranks, mark.model)
+        return self.call(ALL_REDUCE_IN_PLACE, divided, "sum", mark.group)
 
     def _concat(self, bucket: _Emitted) -> None:
         marks = bucket.plan.marks

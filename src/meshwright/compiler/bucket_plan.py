@@ -22,7 +22,7 @@ __all__ = ["ALONE_BYTES", "BucketPlan", "Mark", "describe", "marks_of", "plan_ma
 
 
 ALONE_BYTES = 2**20
-"""A gradient of this size or more is reduced in its own memory."""
+"""A gradient of this size or more is reduced in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm.marks import ALL_REDUCE, ALL_REDUCE_COALESCED, WAIT
+from meshwright.comm.marks import ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE, WAIT
 from meshwright.compiler.bucket_plan import BucketPlan
 from meshwright.errors import InternalError
 
 __all__ = ["check_buckets", "peak_bytes"]
 
-_REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_COALESCED)
+_REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED)
 _IN_PLACE = (*_REDUCTIONS, WAIT, operator.getitem)
 
 

@@ -1,9 +1,7 @@
 """One large gradient, reduced in its own memory: neither copied into a bucket nor out of it.
 
 A ``.grad`` that a backward pass began with stays the tensor that it is. One that the pass has made
-is scaled into memory that is kept from pass to pass, and that becomes ``.grad``: fresh memory of
-this size costs more than the copy. Memory that somebody still holds from a pass before is left to
-them, so nobody can tell it from a new tensor.
+is scaled into memory that is kept from pass to pass, and that becomes ``.grad``.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.kept_memory import KeptMemory
 from meshwright.data_parallel.slots import BucketLayout, lost_gradient, sparse_gradient
 from meshwright.errors import InternalError
 
@@ -44,16 +43,10 @@ class InPlaceGradient:
         self.missing = 1
         self._tensor: torch.Tensor | None = None
         self._pending: Pending | None = None
-        self._allocate = allocate
-        self._kept: torch.UntypedStorage | None = None
-        """The memory that is kept."""
-        self._offset = 0
-        """The element of it at which the gradient begins."""
+        self._memory = KeptMemory(layout.numel, layout.dtype, allocate)
         self._began_without = False
         self._taken = False
         self._references = _fewest_references()
-        # Now and not in the first backward pass, where it would lie among what autograd frees.
-        self._renew()
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -82,24 +75,12 @@ class InPlaceGradient:
             return
         if _references(parameter) > self._references + 1:  # the name in this function
             return
-        kept = self._free_memory()
-        if kept is None:
+        tensor = self._memory.tensor(parameter.shape, parameter.stride(), parameter.device)
+        if tensor is None:
             return
-        tensor = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        # Not a view of another tensor: the user may detach it in place.
-        tensor.set_(kept, self._offset, parameter.shape, parameter.stride())
         self._tensor = torch.mul(gradient, scale, out=tensor)
         parameter.grad = tensor
         self._taken = True
-
-    def _free_memory(self) -> torch.UntypedStorage | None:
-        if not _is_ours_alone(self._kept):
-            self._renew()
-        return self._kept if _is_ours_alone(self._kept) else None
-
-    def _renew(self) -> None:
-        base = self._allocate(self.layout.numel, self.layout.dtype)
-        self._kept, self._offset = base.untyped_storage(), int(base.storage_offset())
 
     def fill(self, scale: float) -> None:
         """Scale this rank's gradient, or stand in with zeros."""
@@ -205,11 +186,3 @@ def _fewest_references() -> int:
     probe = torch.empty(0, requires_grad=True)
     probe.grad = torch.empty(0)
     return _references(probe)
-
-
-def _is_ours_alone(storage: torch.UntypedStorage | None) -> bool:
-    """Whether no tensor and no other name uses ``storage``; not so when there is none."""
-    if storage is None:
-        return False
-    # References: the attribute, the name here, the argument of the call.
-    return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= 3

@@ -36,6 +36,7 @@ from meshwright.comm.dtensor import local_of
 from meshwright.comm.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.comm.untraced import apart, constant
 from meshwright.data_parallel.gradient_bucket import compressed_dtype
+from meshwright.data_parallel.kept_memory import KeptMemory
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
 
@@ -107,6 +108,8 @@ class Marking:
         """Plans that this rank has run, with a number for each."""
         self._passes: Counter[str] = Counter()
         """How often it has run each."""
+        self._memory: dict[tuple[int, torch.dtype], KeptMemory] = {}
+        """Of large gradients, by index."""
         self._told = ""
         self._token = torch.zeros((), device=communicator.device)
         announce(self.name, self)
@@ -270,6 +273,17 @@ class Marking:
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """Add this rank's part of a gradient to that of parameter ``index``, a DTensor."""
         self._reducer.leaves.deliver(index, gradient)
+
+    @torch.no_grad()
+    def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+        """``gradient`` over ``ranks``, where possible in memory that ranks of one host share."""
+        key = index, gradient.dtype
+        if key not in self._memory:
+            allocate = self._communicator.empty_shared
+            self._memory[key] = KeptMemory(gradient.numel(), gradient.dtype, allocate)
+        form = torch.empty(gradient.shape, device="meta")
+        kept = self._memory[key].tensor(form.shape, form.stride(), gradient.device)
+        return torch.div(gradient, ranks, out=kept)
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Compare with the other ranks what this backward pass is and what it will reduce.
