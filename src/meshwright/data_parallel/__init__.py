@@ -1,7 +1,7 @@
 """Training the same parameters on different batches.
 
 Bottom-up: `options` (what users ask for), `starting_state` (what ranks must hold alike), `slots`
-(which gradients go together), `buckets` (gradients in one buffer), `in_place` (a large one alone),
+(which gradients go together), `buckets` (gradients in one buffer), `kept_memory` and `in_place` (a large one alone),
 `sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees), `static_graph` (the same
 parameters each time), `distributed_parameters` (DTensors of tensor parallelism), `reducer` (hooks
 and order of the reductions), `low_precision` (computing in another dtype), `step_watch` and

@@ -142,6 +142,7 @@ class ReplicateState:
         self.after_forward(module, args, output)
         return output
 
+    @inlined
     def _compute(
         self,
         run: Callable[..., Any],
