@@ -1,8 +1,8 @@
 """Training the same parameters on different batches.
 
 Bottom-up: `options` (what users ask for), `starting_state` (what ranks must hold alike), `slots`
-(which gradients go together), `buckets` (gradients in one buffer), `kept_memory` and `in_place` (a large one alone),
-`sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees), `static_graph` (the same
+(which gradients go together), `buckets` (gradients in one buffer), `kept_memory` and `in_place` (a
+large one alone), `sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees), `static_graph` (the same
 parameters each time), `distributed_parameters` (DTensors of tensor parallelism), `reducer` (hooks
 and order of the reductions), `low_precision` (computing in another dtype), `step_watch` and
 `alignment` (the same steps and passes on every rank), `replica` (a module that is kept equal),
