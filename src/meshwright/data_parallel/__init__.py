@@ -4,11 +4,11 @@ Bottom-up: `options` (what users ask for), `starting_state` (what ranks must hol
 (which gradients go together), `buckets` (gradients in one buffer), `kept_memory` and `in_place` (a
 large one alone), `sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees),
 `static_graph` (the same parameters each time), `distributed_parameters` (DTensors of tensor
-parallelism), `reducer` (hooks and order of the reductions), `low_precision` (computing in another dtype), `step_watch` and
-`alignment` (the same steps and passes on every rank), `replica` (a module that is kept equal),
-`join` (uneven inputs), `replicated` and `distributed` (the function and the class that users call),
-`comm_hooks`, `power_sgd` and `local_steps` (other ways to reduce), `batch_norm` (statistics of all
-ranks).
+parallelism), `reducer` (hooks and order of the reductions), `low_precision` (computing in another
+dtype), `step_watch` and `alignment` (the same steps and passes on every rank), `replica` (a module
+that is kept equal), `join` (uneven inputs), `replicated` and `distributed` (the function and the
+class that users call), `comm_hooks`, `power_sgd` and `local_steps` (other ways to reduce),
+`batch_norm` (statistics of all ranks).
 
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
 (one line of elements and its moves), `policies`, `placement` (where a parameter goes),
