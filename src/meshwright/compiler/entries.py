@@ -32,7 +32,7 @@ def compile_module(module: M, *, fullgraph: bool = False, dynamic: bool | None =
     of `torch.compile`.
     """
     MARKING.scoped.update(module.modules())
-    if module.forward.__module__.startswith("torch."):
+    if (module.forward.__module__ or "").startswith("torch."):  # None for what torch.fx has written
         call = torch.compile(
             MARKING.frame(module), backend=_inductor, fullgraph=fullgraph, dynamic=dynamic
         )
