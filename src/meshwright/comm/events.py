@@ -92,15 +92,39 @@ class EventCheck:
         monitor = PROCESS.monitor
         if monitor is None or self._communicator.size == 1:
             return
-        self._number += 1
-        issued = self._issued()
-        here = (self._number, event.text, event.state, issued)
-        self._tail = (*self._tail[1 - REMEMBERED :], here)
+        self._count(event)
         turn = (*self._last, event)
         self._last = (self._last[1], event)
         if asks or after or turn not in self._known:
             self._ask(monitor, event, after)
             self._known.add(turn)
+
+    def exchange(self, event: Event, said: str) -> list[str]:
+        """What each rank says at ``event``, which is next, in rank order.
+
+        For a few words now and then. It goes through the board, beside the collectives; a
+        collective where no run is watched. ``event`` is no part of what follows on what.
+
+        Raises `CollectiveMismatchError` when another rank does something else.
+        """
+        monitor, ranks = PROCESS.monitor, self._communicator.ranks
+        if monitor is None or self._communicator.size == 1:
+            rows = self._communicator.gather_bytes(said.encode(), label=event.text)
+            return [row.decode() for row in rows]
+        self._count(event)
+        keys = [f"{self._key}/{self._number}/said/{rank}" for rank in ranks]
+        monitor.board.set(keys[self._communicator.rank], said)
+        self._ask(monitor, event, "")
+        if not monitor.board.check(keys):
+            monitor.check()
+            missing = [
+                r for r, key in zip(ranks, keys, strict=True) if not monitor.board.check([key])
+            ]
+            raise CollectiveMismatchError(
+                f"ranks {missing} left, or did not come in time, to {event.text} of {self._root}, "
+                f"where rank {self._rank} is. {REMEDY}"
+            )
+        return [monitor.board.get(key).decode() for key in keys]
 
     def describe(self) -> Mapping[str, Any]:
         """Where this rank is, for peers that ask; called from the monitor's thread."""
@@ -116,6 +140,11 @@ class EventCheck:
         key = f"events/{self._communicator.name}/{number}"
         monitor.describers[key] = self
         return key
+
+    def _count(self, event: Event) -> None:
+        self._number += 1
+        here = (self._number, event.text, event.state, self._issued())
+        self._tail = (*self._tail[1 - REMEMBERED :], here)
 
     def _issued(self) -> list[int]:
         """How many collectives this rank has issued on each axis."""

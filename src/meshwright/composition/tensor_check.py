@@ -12,7 +12,6 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,31 +24,23 @@ from meshwright.composition.stages import Inputs
 from meshwright.composition.tensor_traffic import PARTIAL, TensorTraffic
 from meshwright.errors import PlanError
 from meshwright.gradients import call_module
-from meshwright.randomness import Draws, Dropout
+from meshwright.randomness import Draws, Dropout, RandomOperators
+from meshwright.tensor_parallel.equality import beyond_rounding, rounding_floor
 
 __all__ = ["WholeRun"]
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Norm of a difference over the norm of what is expected; half precision has `_COARSE`."""
-_COARSE = 5e-2
-_FLOOR = 1e-3
-"""Of the largest gradient: smaller ones may be nothing but rounding, as those of key biases are."""
 
-
-@dataclass(slots=True)
-class _Modes:
-    """Whether each module trains; what depends on that is off while the two runs are made."""
-
-    modes: dict[nn.Module, bool]
-
-    @classmethod
-    def evaluating(cls, model: nn.Module) -> _Modes:
-        found = cls({module: module.training for module in model.modules()})
-        model.eval()
-        return found
-
-    def restore(self) -> None:
-        for module, mode in self.modes.items():
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
+    """Nothing in ``model`` trains, but its dropout where it ``drops``."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    for module in modes:
+        module.training = drops and isinstance(module, Dropout)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
             module.training = mode
 
 
@@ -77,12 +68,19 @@ class WholeRun:
         axis: Communicator,
         draws: Draws | None,
     ) -> None:
-        """With ``draws`` masks of dropout are compared too; else nothing is dropped."""
+        """With ``draws`` masks of dropout are compared too.
+
+        The model trains in the runs, unless it draws random numbers of its own then, or computes on
+        larger batches only, as batch norm does: it evaluates, and without ``draws`` drops nothing.
+        """
         self._example = example
         self._axis = axis
         self._draws = draws
         self._parameters = dict(model.named_parameters())
-        self._outputs = self._forward(model)
+        self._trains = True
+        found = self._trained(model)
+        self._trains = found is not None
+        self._outputs = self._forward(model) if found is None else found
 
     def compare(self, model: nn.Module) -> None:
         """Run ``model`` as it is cut now. All ranks of the axis call it together.
@@ -128,22 +126,27 @@ class WholeRun:
         ]
         return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
 
+    def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
+        """What ``model`` returns when it trains; None where that cannot be compared."""
+        try:
+            with RandomOperators(model, self._draws or Draws(0)):
+                return self._forward(model)
+        except (ValueError, RuntimeError):
+            return None  # what evaluation raises, too, the run that follows raises again
+
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
         """The differentiable tensors that ``model`` returns; of a frozen one all it computes."""
-        modes = _Modes.evaluating(model)
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(_on_copies_of_buffers(model))
-                if self._draws is not None and rows:
-                    self._draws.begin_step(0)
-                    stack.enter_context(self._draws.microbatch(0, range(rows[0])))
-                    for module in model.modules():
-                        module.training = isinstance(module, Dropout)
-                output = call_module(model, self._example)
-        finally:
-            modes.restore()
+        drops = self._draws is not None and bool(rows)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_on_copies_of_buffers(model))
+            if self._draws is not None and rows:
+                self._draws.begin_step(0)
+                stack.enter_context(self._draws.microbatch(0, range(rows[0])))
+            if not self._trains:
+                stack.enter_context(_evaluating(model, drops=drops))
+            output = call_module(model, self._example)
         found = [
             leaf
             for leaf in tree_leaves(output)
@@ -177,7 +180,7 @@ def _output_problems(
         )
         return
     for mine, whole in alike:
-        if error := _distance(mine, whole, 0.0):
+        if error := beyond_rounding(mine, whole, 0.0):
             yield (
                 f"an output of shape {tuple(whole.shape)} of the model cut on axis tensor differs "
                 f"from the whole model's by {error:.3g} of its norm on the example: the styles of "
@@ -209,14 +212,13 @@ def _gradient_problems(
     expected: Mapping[str, torch.Tensor],
     parameters: Mapping[str, nn.Parameter],
 ) -> Iterator[str]:
-    sizes = [float(g.detach().abs().float().norm()) for g in expected.values()]
-    floor = _FLOOR * max(sizes, default=0.0)
+    floor = rounding_floor(expected.values())
     for name, whole in expected.items():
         mine = found.get(name)
         if mine is None:
             yield f"the gradient of {name!r} is missing when the model is cut on axis tensor"
             continue
-        error = _distance(local_of(mine), local_of(part_like(whole, parameters[name])), floor)
+        error = beyond_rounding(local_of(mine), local_of(part_like(whole, parameters[name])), floor)
         if error:
             yield (
                 f"the gradient of {name!r} of the model cut on axis tensor differs from the whole "
@@ -225,12 +227,3 @@ def _gradient_problems(
             )
     for name in found.keys() - expected.keys():
         yield f"{name!r} has a gradient only when the model is cut on axis tensor"
-
-
-def _distance(mine: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
-    """Norm of the difference over that of ``whole``, 0 where that is rounding."""
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    a, b = mine.detach().to(wide), whole.detach().to(wide)
-    difference, size = float((a - b).norm()), float(b.norm())
-    is_same = difference <= _TOLERANCE.get(whole.dtype.to_real(), _COARSE) * (size + floor)
-    return 0.0 if is_same else difference / max(size, torch.finfo(torch.float64).tiny)

@@ -46,6 +46,7 @@ from meshwright.gradients import (
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
+from meshwright.tensor_parallel.equality import is_due, verify_gradients
 
 __all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "autocast_of", "tensors_in"]
 
@@ -111,10 +112,11 @@ class Trainable:
         self._peers = peers
         self._loss = loss
         self._window = LossWindow(peers.losses)
-        self._is_compared = False
+        self._calls = 0
+        """How often `forward_backward` was called."""
         self._draws = draws
         self._traffic = traffic
-        self._passes = EventCheck(peers.tensor, "the model", dict, (peers.tensor,))
+        self._passes = EventCheck(peers.alike, "the model", dict, (peers.tensor,))
         self._raised_in = ""
         """What raised on this rank since the last pass: its collectives may not be those of all."""
         self._numbered = 0
@@ -169,13 +171,14 @@ class Trainable:
                 "forward_backward was called after the gradients of this step had been reduced: "
                 "pass is_last=False to all calls but the last, and call optimizer_step after it"
             )
-        if not self._is_compared:
+        self._calls += 1
+        if self._calls == 1:
             self._compare_plans()
-            self._compare_batches(batch, target)
-            self._is_compared = True
         if self.plan.axes.size("pipeline") == 1:  # else its schedule compares steps
             after, self._raised_in = self._raised_in, ""
             self._passes.happens(Event("a pass"), after=after)
+        if is_due(self._calls):
+            self._compare_batches(batch, target)
         parts = cut_batch(batch, target, self.plan.train.accumulate)
         first = self._number_samples(sum(size for *_, size in parts))
         try:
@@ -208,6 +211,8 @@ class Trainable:
                 is_finite = math.isfinite(loss.item()) and math.isfinite(norm.item())
                 self._judge(loss, norm, is_finite)
                 if is_finite:
+                    if is_due(self.steps + 1):
+                        self._compare_gradients()
                     if self.plan.train.clip_norm is not None:
                         self._scale_to(self.plan.train.clip_norm, norm, spread)
                     optimizer.step()
@@ -416,7 +421,8 @@ class Trainable:
             content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
             content.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
         with phase("compare batches", step=self.steps):
-            digests = alike.gather_bytes(content.digest(), label="batch of one model")
+            event = Event(f"batch {self._calls}")
+            digests = self._passes.exchange(event, content.hexdigest())
         others = [r for r, d in zip(alike.ranks, digests, strict=True) if d != digests[0]]
         if others:
             raise ValueError(
@@ -424,6 +430,20 @@ class Trainable:
                 "that differ only on the axes tensor and pipeline get the same share, that of "
                 "their data_rank"
             )
+
+    def _compare_gradients(self) -> None:
+        """Check that what tensor ranks hold whole will stay equal. Raises LayoutError on all."""
+        tensor = self._peers.tensor
+        if tensor.size == 1:
+            return
+        ranks = self._peers.alike.ranks
+
+        def exchange(said: str) -> list[str]:
+            everyone = self._passes.exchange(Event(f"gradients of step {self.steps}"), said)
+            return [s for rank, s in zip(ranks, everyone, strict=True) if rank in tensor.ranks]
+
+        with phase("compare gradients", step=self.steps):
+            verify_gradients(tensor, list(self.named_parameters().items()), exchange)
 
 
 def autocast_of(

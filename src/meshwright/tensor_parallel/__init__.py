@@ -3,15 +3,16 @@
 Parameters are DTensors at rest; forward and backward run on local tensors and communicate only
 where a style says so. Bottom-up: `functions` (communication that autograd understands), `following`
 (layouts from style to style), `layouts` (from one layout to another), `weights` (parameters that
-become DTensors), `linear`, `transposed`, `embedding` and `sequence` (the modules that compute),
-`styles` and `prepare`, `optimizers` (built too early), `passes` (whether ranks begin the same
-ones), `apply` (`parallelize_module`), `loss` and `loss_context` (cross entropy of logits that are
-cut by classes).
+become DTensors), `equality` (what each rank holds whole is equal), `linear`, `transposed`,
+`embedding` and `sequence` (the modules that compute), `styles` and `prepare`, `optimizers` (what
+they hold), `passes` (whether ranks do the same, with the same values), `apply`
+(`parallelize_module`), `loss` and `loss_context` (cross entropy of logits that are cut by classes).
 """
 
 from __future__ import annotations
 
 from meshwright.tensor_parallel.apply import parallelize_module
+from meshwright.tensor_parallel.equality import verify_replicated
 from meshwright.tensor_parallel.loss import cross_entropy_of_parts
 from meshwright.tensor_parallel.loss_context import loss_parallel
 from meshwright.tensor_parallel.prepare import (
@@ -26,7 +27,6 @@ from meshwright.tensor_parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from meshwright.tensor_parallel.weights import verify_replicated
 
 __all__ = [
     "ColwiseParallel",

@@ -11,12 +11,13 @@ from torch import nn
 
 from meshwright.comm.dtensor import current_mesh, is_dtensor
 from meshwright.mesh import DeviceMesh
+from meshwright.tensor_parallel.equality import verify_replicated
 from meshwright.tensor_parallel.following import follow_first_forward
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.optimizers import watch_optimizers
-from meshwright.tensor_parallel.passes import compare_passes
+from meshwright.tensor_parallel.passes import Passes
 from meshwright.tensor_parallel.styles import ParallelStyle
-from meshwright.tensor_parallel.weights import became, check_ties, verify_replicated
+from meshwright.tensor_parallel.weights import became, check_ties
 
 __all__ = ["apply_plan", "matches", "parallelize_module"]
 
@@ -42,7 +43,9 @@ def parallelize_module(
 
     Layouts that do not meet are found in the first forward, before what they would send. A rank
     that gave up a pass and begins another is stopped before it mixes the two up, unless the forward
-    is compiled as a whole.
+    is compiled as a whole. In the first, second, fourth pass and so on ranks that were given the
+    same input are compared, ValueError; in such steps of an optimizer the gradients of what
+    each rank holds whole, `LayoutError`.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
     of another type, ValueError for a mesh of several dims, for ties that the plan breaks, or for a
@@ -58,8 +61,9 @@ def parallelize_module(
         return module
     module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
     axis = Site.of(mesh, "").axis
-    compare_passes(module, axis, list(_plain(module)))
-    watch_optimizers(axis, became)
+    passes = Passes.on(axis)
+    passes.compare(module, list(_plain(module)))
+    watch_optimizers(axis, became, passes.step)
     return module
 
 

@@ -1,5 +1,6 @@
-"""Optimizers that were built before their parameters became DTensors: a step would change nothing.
+"""What optimizers hold is looked at before their steps.
 
+Of those that were built before their parameters became DTensors a step would change nothing.
 Parameters that have become DTensors say so themselves. Each optimizer is looked at in its first
 step, and when it has got more parameters.
 """
@@ -20,19 +21,28 @@ __all__ = ["watch_optimizers"]
 _KEPT = "optimizers"
 
 
-def watch_optimizers(axis: Communicator, became: Callable[[torch.Tensor], str]) -> None:
-    """Refuse steps of optimizers that hold what has become a DTensor.
+def watch_optimizers(
+    axis: Communicator,
+    became: Callable[[torch.Tensor], str],
+    steps: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    """Refuse steps of optimizers that hold what has become a DTensor, and tell ``steps`` of others.
 
     ``became`` is the name of what a parameter has become, "" for any other. The watch lasts as
     long as ``axis``.
     """
     if _KEPT not in axis.kept:
-        axis.kept[_KEPT] = _Watch(became)
+        axis.kept[_KEPT] = _Watch(became, steps)
 
 
 class _Watch:
-    def __init__(self, became: Callable[[torch.Tensor], str]) -> None:
+    def __init__(
+        self,
+        became: Callable[[torch.Tensor], str],
+        steps: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
         self._became = became
+        self.steps = steps
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -64,3 +74,4 @@ class _Hook:
         watch = self._watch()
         if watch is not None and not torch.compiler.is_compiling():
             watch.look(optimizer)
+            watch.steps(optimizer)

@@ -55,6 +55,19 @@ class SequencePart(nn.Module):
                 return super().forward(*inputs, **options)
         return self._on_part(self._tensor_parallel.dim, inputs, options)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Assign a parameter. Raises ValueError for a plain one: nothing would sum its gradient."""
+        settings = self._tensor_parallel
+        is_summed = any(not path and key == name for path, key, _ in settings.partial)
+        if is_summed and param is not None and not is_dtensor(param):
+            raise ValueError(
+                f"{settings.site.labels.name}.{name} is a DTensor, whose gradient SequenceParallel "
+                "sums over the ranks, and cannot become a plain parameter: write the values into "
+                "the one that is there (with torch.no_grad(): parameter.copy_(...)), or assign it "
+                "before parallelize_module"
+            )
+        super().register_parameter(name, param)
+
     def _on_part(
         self, dim: int, inputs: tuple[object, ...], options: dict[str, object]
     ) -> torch.Tensor:

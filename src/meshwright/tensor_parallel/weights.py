@@ -1,28 +1,22 @@
-"""Parameters of a module that become DTensors: their values, their ties, their equality.
+"""Parameters of a module that become DTensors: their values and their ties.
 
 A tied parameter becomes one DTensor. Whoever still holds the plain one finds on it what it became.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from meshwright.comm import Communicator
 from meshwright.comm.dtensor import (
     AnyPlacement,
     dtensor_at_rest,
     is_dtensor,
-    is_replicated,
     known_at_rest,
-    mesh_communicators,
 )
 from meshwright.comm.whole import part
-from meshwright.errors import LayoutError
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 
@@ -31,8 +25,6 @@ __all__ = [
     "check_ties",
     "distribute",
     "guard_loading",
-    "verify_plain",
-    "verify_replicated",
 ]
 
 _BECAME = "_meshwright_became"
@@ -130,26 +122,6 @@ def check_ties(root: nn.Module) -> None:
                 )
 
 
-@torch.no_grad()
-def verify_replicated(module: nn.Module, communicator: Communicator | None = None) -> None:
-    """Check that what is replicated over ranks of an axis is equal there, bit by bit.
-
-    Parameters that are DTensors are compared over each axis of their mesh that replicates them,
-    plain ones over ``communicator`` if there is one. All ranks call it together; one exchange of
-    digests for each axis. Parameters on the meta device are left out.
-
-    Raises `LayoutError` on all ranks of the axis, naming the first parameter that differs and the
-    ranks on both sides.
-    """
-    by_axis: dict[Communicator, list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in module.named_parameters():
-        for axis, local in _replicated(parameter, communicator):
-            if axis.size > 1 and local.device.type != "meta":
-                by_axis.setdefault(axis, []).append((name, local))
-    for axis, named in by_axis.items():
-        _compare(axis, named, "Seed all ranks alike, or parallelise with src_data_rank=0")
-
-
 def _check_hooks(given: nn.Parameter, name: str) -> None:
     """Raise ValueError for hooks: they would stay with an object that gets no gradient any more."""
     if given._backward_hooks or given._post_accumulate_grad_hooks:
@@ -180,19 +152,6 @@ def _refuse_whole(
             )
 
 
-@torch.no_grad()
-def verify_plain(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that parameters without a style are equal on the ranks of ``axis``, bit by bit.
-
-    All ranks call it together; one exchange of digests. Raises `LayoutError` on all of them.
-    """
-    hint = (
-        "it has no style, so each rank keeps its own. Seed all ranks alike, or load the same state "
-        "on all; where ranks are to differ, give its module a ParallelStyle of your own"
-    )
-    _compare(axis, named, hint)
-
-
 def _distributed(
     given: nn.Parameter, name: str, placement: AnyPlacement, site: Site, source: int | None
 ) -> nn.Parameter:
@@ -207,46 +166,3 @@ def _distributed(
     else:
         whole = part(data, site.mesh, [placement], strides)
     return nn.Parameter(whole, requires_grad=given.requires_grad)
-
-
-def _replicated(
-    parameter: nn.Parameter, communicator: Communicator | None
-) -> Iterator[tuple[Communicator, torch.Tensor]]:
-    """The axes that replicate ``parameter``, each with what is to be equal there."""
-    rest = known_at_rest(parameter)
-    if rest is None:
-        if communicator is not None:
-            yield communicator, parameter.detach()
-        return
-    axes = mesh_communicators(rest.mesh, "tensor")
-    for axis, placement in zip(axes, rest.placements, strict=True):
-        if is_replicated(placement):
-            yield axis, rest.local.detach()
-
-
-def _compare(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], hint: str) -> None:
-    rows = [[name, _digest(tensor)] for name, tensor in named]
-    text = json.dumps(rows).encode()
-    mine = hashlib.sha256(text).digest()
-    if len(set(axis.gather_bytes(mine, label="digest of replicated parameters"))) == 1:
-        return
-    everyone = axis.gather_bytes(text, label="replicated parameters that differ")
-    lists = [json.loads(found) for found in everyone]
-    for position in range(min(map(len, lists))):
-        sides: dict[str, list[int]] = {}
-        for rank, found in zip(axis.ranks, lists, strict=True):
-            sides.setdefault(found[position][1], []).append(rank)
-        if len(sides) > 1:
-            differing = " and ".join(map(str, sides.values()))
-            raise LayoutError(
-                f"axis {axis.axis}: expected {lists[0][position][0]} to be equal on the ranks "
-                f"{list(axis.ranks)}, which replicate it; ranks {differing} "
-                f"hold different values. {hint}"
-            )
-    raise LayoutError(f"axis {axis.axis}: the ranks {list(axis.ranks)} replicate other parameters")
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    shape = f"{tuple(tensor.shape)} {tensor.dtype} "
-    return hashlib.sha256(shape.encode() + data.numpy().tobytes()).hexdigest()

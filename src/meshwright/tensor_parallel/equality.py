@@ -1,0 +1,271 @@
+"""What each rank of an axis holds whole is equal there: parameters, their gradients, and inputs.
+
+Digests are compared first, in one exchange. Parameters have to be equal bit by bit. What was
+computed may differ by the rounding of operators that add in no fixed order, as some do on a GPU:
+where digests of it differ, the values of the axis' first rank decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensor import is_replicated, known_at_rest, local_of, mesh_communicators
+from meshwright.errors import LayoutError
+
+__all__ = [
+    "Difference",
+    "Exchange",
+    "are_equal",
+    "beyond_rounding",
+    "first_difference",
+    "held_whole",
+    "is_due",
+    "rounding_floor",
+    "verify_gradients",
+    "verify_plain",
+    "verify_replicated",
+]
+
+Exchange = Callable[[str], list[str]]
+"""Gives what each rank of an axis says, in rank order."""
+
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Norm of a difference over the norm of what is expected; half precision has `_COARSE`."""
+_COARSE = 5e-2
+_FLOOR = 1e-3
+"""Of the largest: smaller ones may be nothing but rounding, as gradients of key biases are."""
+
+
+def is_due(number: int) -> bool:
+    """Whether what comes for the ``number``-th time is compared: the first, second, fourth, ..."""
+    return number & (number - 1) == 0
+
+
+@torch.no_grad()
+def verify_replicated(module: nn.Module, communicator: Communicator | None = None) -> None:
+    """Check that what is replicated over ranks of an axis is equal there, bit by bit.
+
+    Parameters that are DTensors are compared over each axis of their mesh that replicates them,
+    plain ones over ``communicator`` if there is one. All ranks call it together; one exchange of
+    digests for each axis. Parameters on the meta device are left out.
+
+    Raises `LayoutError` on all ranks of the axis, naming the first parameter that differs and the
+    ranks on both sides.
+    """
+    by_axis: dict[Communicator, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in module.named_parameters():
+        for axis, local in _replicated(parameter, communicator):
+            if axis.size > 1 and local.device.type != "meta":
+                by_axis.setdefault(axis, []).append((name, local))
+    for axis, named in by_axis.items():
+        _verify(axis, named, "Seed all ranks alike, or parallelise with src_data_rank=0")
+
+
+@torch.no_grad()
+def verify_plain(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check that parameters without a style are equal on the ranks of ``axis``, bit by bit.
+
+    All ranks call it together; one exchange of digests. Raises `LayoutError` on all of them.
+    """
+    hint = (
+        "it has no style, so each rank keeps its own. Seed all ranks alike, or load the same state "
+        "on all; where ranks are to differ, give its module a ParallelStyle of your own"
+    )
+    _verify(axis, named, hint)
+
+
+@torch.no_grad()
+def verify_gradients(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], exchange: Exchange
+) -> None:
+    """Check that gradients of parameters that the ranks of ``axis`` hold whole are equal there.
+
+    All ranks call it together, before the update, with the same parameters in the same order.
+    Raises `LayoutError` on all of them: a step would train copies of one parameter apart.
+    """
+    gradients = [(name, held_whole(p, axis, p.grad)) for name, p in named]
+    found = first_difference(axis, gradients, exchange)
+    if found is not None:
+        raise LayoutError(
+            f"axis {axis.axis}: each of the ranks {list(axis.ranks)} holds {found.name} whole, and "
+            f"its gradient {found.text}: a step would train the copies apart. Either each rank "
+            "computed a share of the gradient, and the module needs a style that sums them "
+            '(SequenceParallel, or "replicated" in [tensor] rules), or the ranks took different '
+            "branches or were given different batches"
+        )
+
+
+def held_whole(
+    parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """This rank's part of ``value``, which lies as ``parameter`` does; None if ``axis`` cuts it."""
+    if value is None:
+        return None
+    rest = known_at_rest(parameter)
+    if rest is not None:
+        over = mesh_communicators(rest.mesh, "tensor")
+        for each, placement in zip(over, rest.placements, strict=True):
+            if each.ranks == axis.ranks and not is_replicated(placement):
+                return None
+    return local_of(value).detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first of several tensors that ranks do not hold alike."""
+
+    name: str
+    text: str
+    """In what it differs, after "it"."""
+
+
+def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange) -> bool:
+    """Whether all ranks hold the same bits; one ``exchange``."""
+    return len(set(exchange(hashlib.sha256(_digests(named)).hexdigest()))) == 1
+
+
+@torch.no_grad()
+def first_difference(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange
+) -> Difference | None:
+    """What differs between ranks by more than rounding, the same on all of them; None if nothing.
+
+    All ranks of ``axis`` call it together. Nothing but one ``exchange`` where all bits are equal.
+    """
+    if are_equal(named, exchange):
+        return None
+    lists = _everyones(axis, named)
+    names = [[name for name, *_ in rows] for rows in lists]
+    for rank, other in zip(axis.ranks, names, strict=True):
+        if other != names[0]:
+            return Difference(
+                "other tensors", f"is compared on rank {rank} than on rank {axis.ranks[0]}"
+            )
+    floor = rounding_floor([t for _, t in named if t is not None and _is_real(t)])
+    for position, (name, mine) in enumerate(named):
+        kinds = [rows[position][1] for rows in lists]
+        if len(set(kinds)) > 1:
+            sides = _sides(axis, kinds)
+            told = ", ".join(f"{kind} on ranks {ranks}" for kind, ranks in sides.items())
+            return Difference(name, f"is {told}")
+        sides = _sides(axis, [rows[position][2] for rows in lists])
+        if mine is None or len(sides) == 1:
+            continue
+        if not _is_real(mine):
+            told = " and ".join(map(str, sides.values()))
+            return Difference(name, f"differs between ranks {told}")
+        errors = _distances(axis, name, mine, floor)
+        if any(errors):
+            others = [r for r, e in zip(axis.ranks, errors, strict=True) if e]
+            return Difference(
+                name,
+                f"differs on ranks {others} from that on rank {axis.ranks[0]}, by up to "
+                f"{max(errors):.3g} of its norm",
+            )
+    return None
+
+
+def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) -> list[float]:
+    """By rank, how far its values are from those of the first one, see `beyond_rounding`."""
+    first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
+    values = first.clone()
+    axis.broadcast(first, label=f"values of {name}, which differ").wait()
+    error = beyond_rounding(values, first, floor)
+    return [e for (e,) in axis.gather_numbers([error], label=f"differences of {name}")]
+
+
+def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
+    """What norm a tensor may have from rounding alone, beside others that it was computed with."""
+    return _FLOOR * max((float(t.detach().abs().float().norm()) for t in tensors), default=0.0)
+
+
+def beyond_rounding(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """Norm of the difference over that of ``expected``; 0 where that is rounding.
+
+    A norm of ``floor`` may come from rounding.
+    """
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = found.detach().to(wide), expected.detach().to(wide)
+    difference, size = float((a - b).norm()), float(b.norm())
+    tolerance = _ROUNDING.get(expected.dtype.to_real(), _COARSE)
+    if difference <= tolerance * (size + floor):
+        return 0.0
+    return difference / max(size, torch.finfo(torch.float64).tiny)
+
+
+def _replicated(
+    parameter: nn.Parameter, communicator: Communicator | None
+) -> Iterator[tuple[Communicator, torch.Tensor]]:
+    """The axes that replicate ``parameter``, each with what is to be equal there."""
+    rest = known_at_rest(parameter)
+    if rest is None:
+        if communicator is not None:
+            yield communicator, parameter.detach()
+        return
+    axes = mesh_communicators(rest.mesh, "tensor")
+    for axis, placement in zip(axes, rest.placements, strict=True):
+        if is_replicated(placement):
+            yield axis, rest.local.detach()
+
+
+def _verify(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], hint: str) -> None:
+    label = "digest of what ranks hold whole"
+    if are_equal(named, lambda said: _text(axis.gather_bytes(said.encode(), label=label))):
+        return
+    lists = _everyones(axis, named)
+    for position in range(min(map(len, lists))):
+        sides = _sides(axis, [tuple(rows[position][1:]) for rows in lists])
+        if len(sides) > 1:
+            differing = " and ".join(map(str, sides.values()))
+            raise LayoutError(
+                f"axis {axis.axis}: expected {lists[0][position][0]} to be equal on the ranks "
+                f"{list(axis.ranks)}, which replicate it; ranks {differing} "
+                f"hold different values. {hint}"
+            )
+    raise LayoutError(f"axis {axis.axis}: the ranks {list(axis.ranks)} replicate other parameters")
+
+
+def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> bytes:
+    return json.dumps([[name, *_digest(tensor)] for name, tensor in named]).encode()
+
+
+def _everyones(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
+) -> list[list[list[str]]]:
+    """Each rank's names, kinds and digests."""
+    rows = axis.gather_bytes(_digests(named), label="what ranks hold whole, and differs")
+    return [json.loads(row) for row in rows]
+
+
+def _text(rows: Sequence[bytes]) -> list[str]:
+    return [row.decode() for row in rows]
+
+
+def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
+    """What ``tensor`` is, and a digest of its values."""
+    if tensor is None:
+        return "missing", ""
+    rows = tensor.coalesce().values() if tensor.is_sparse else tensor
+    data = rows.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    kind = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    return kind, hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _sides(axis: Communicator, found: Sequence[object]) -> dict[object, list[int]]:
+    """The ranks by what was found on them."""
+    sides: dict[object, list[int]] = {}
+    for rank, value in zip(axis.ranks, found, strict=True):
+        sides.setdefault(value, []).append(rank)
+    return sides
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether rounding is to be expected in it."""
+    return tensor.is_floating_point() or tensor.is_complex()
