@@ -61,13 +61,13 @@ def test_reductions_start_early_and_are_awaited_late() -> None:
         assert not [node for node in between if node.target is MM]
 
 
-def test_large_gradients_are_reduced_in_memory_that_the_model_keeps() -> None:
-    nodes = fused(chain(2, size=ALONE_SIZE))
+def test_large_gradients_are_reduced_in_memory_that_ranks_share() -> None:
+    nodes = fused(chain(2, size=ALONE_SIZE, mode="shared"))
     targets = (DIVIDED, AGREE, *REDUCTIONS, WAIT)
     rounds = [DIVIDED, AGREE, ALL_REDUCE_IN_PLACE, DIVIDED, ALL_REDUCE_IN_PLACE]
     assert kinds(nodes, *targets) == [*rounds, WAIT, WAIT]
-    smaller = fused(chain(2, size=ALONE_SIZE - 1))
-    assert DIVIDED not in kinds(smaller, *targets)
+    for graph in (chain(2, size=ALONE_SIZE - 1, mode="shared"), chain(2, size=ALONE_SIZE)):
+        assert DIVIDED not in kinds(fused(graph), *targets)
 
 
 def test_concat_sends_one_line_for_each_bucket() -> None:

@@ -169,8 +169,9 @@ def grad_reduce(
     """The mean of ``gradient`` over ``ranks`` ranks of ``group``, same shape and dtype.
 
     ``index`` counts the parameters of ``model``; buckets hold descending ones. ``mode`` is
-    ``"coalesced"`` or ``"concat"``; ``sizes`` are the bytes that close the buckets one by one, the
-    last for all that follow.
+    ``"coalesced"``, ``"shared"`` (as that, and large gradients lie in memory that ranks of a host
+    share) or ``"concat"``; ``sizes`` are the bytes that close the buckets one by one, the last for
+    all that follow.
     """
     return GRAD_REDUCE(gradient, index, ranks, group, model, mode, sizes)
 

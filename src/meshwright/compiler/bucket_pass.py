@@ -128,7 +128,7 @@ class _Writer:
         bucket.results = [means[mark] for mark in bucket.plan.marks]
 
     def _alone(self, mark: Mark) -> fx.Node:
-        if mark.value.device.type != "cpu":  # where memory is no dearer than what it lies in
+        if mark.mode != "shared":  # else generated code divides where the gradient lies
             divided = self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks)
             return self.call(ALL_REDUCE, divided, "sum", mark.group)
         divided = self.call(DIVIDED, mark.gradient, mark.index, mark.ranks, mark.model)

@@ -142,7 +142,9 @@ class Marking:
         return "eager"
 
     def _prepare(self) -> Route:
-        route, self._mode = _marking().route(self._module())
+        route, mode = _marking().route(self._module())
+        shares = self._communicator.backend == "meshwright"
+        self._mode = "shared" if mode == "coalesced" and shares else mode
         self._narrow = self._narrowed()
         return route
 
@@ -276,7 +278,7 @@ class Marking:
 
     @torch.no_grad()
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-        """``gradient`` over ``ranks``, where possible in memory that ranks of one host share."""
+        """``gradient`` over ``ranks``, in memory that ranks of one host share."""
         key = index, gradient.dtype
         if key not in self._memory:
             allocate = self._communicator.empty_shared
