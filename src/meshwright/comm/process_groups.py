@@ -33,6 +33,7 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.failure import FailureMonitor, one_line
 from meshwright.comm.launch import record_failure
 from meshwright.comm.registry import PROCESS
+from meshwright.comm.waiting import blame
 from meshwright.errors import CommunicationError, LayoutError
 
 __all__ = [
@@ -473,7 +474,11 @@ class _ExceptionHook:
         trace: TracebackType | None,
     ) -> None:
         if PROCESS.monitor is not None:
-            PROCESS.monitor.publish(error)
+            first = blame(PROCESS.monitor, error)
+            if first:
+                error.add_note(first)
+            else:
+                PROCESS.monitor.publish(error)
         record_failure(error)
         self.before(kind, error, trace)
 

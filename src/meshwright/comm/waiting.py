@@ -3,10 +3,14 @@
 Every slice looks at the board of `failure`. After ``hang_after`` seconds the missing ranks are
 named on every rank, once; at the bound the wait gives up, unless a missing rank is compiling or in
 a phase with a longer limit of its own.
+
+Compiled graphs wait in operators of torch: what a transport raises there is explained when it ends
+the process.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +26,7 @@ from meshwright.errors import (
 if TYPE_CHECKING:
     from meshwright.comm.pending import Pending
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "blame"]
 
 Answers = Mapping[int, Mapping[str, Any]]
 
@@ -31,6 +35,45 @@ MISMATCH_AFTER = 3.0
 
 GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
+
+_OF_A_TRANSPORT = re.compile(r"gloo/|\[Gloo\]|Connection (closed|reset) by peer", re.IGNORECASE)
+"""What Gloo raises when it has lost a peer."""
+
+
+def blame(monitor: FailureMonitor, error: BaseException) -> str:
+    """Which rank failed first, where ``error`` came of it outside of our waits; "" if unknown.
+
+    A rank that is lost without a word is put on the board.
+    """
+    is_raw = type(error) is RuntimeError and _OF_A_TRANSPORT.search(str(error)) is not None
+    if not is_raw and not isinstance(error, RankFailedError):
+        return ""
+    try:
+        _look_for_the_first(monitor, error if is_raw else None)
+    except RuntimeError:  # the run's store is gone, which `FailureMonitor.publish` says
+        return ""
+    first = "" if monitor.failure is None else str(monitor.failure)
+    return "" if first in str(error) else first
+
+
+def _look_for_the_first(monitor: FailureMonitor, error: BaseException | None) -> None:
+    """Wait until a failure stands on the board; put a lost rank there where ``error`` is raw."""
+    until = time.monotonic() + GRACE
+    while monitor.failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+        monitor.read()
+    if monitor.failure is not None or error is None:
+        return
+    answers = monitor.roll_call(PATIENCE / 2)
+    lost = [rank for rank in range(monitor.world_size) if rank not in answers]
+    if lost:
+        text = (
+            f"it does not answer (killed, or cut off from the network); rank {monitor.rank} found "
+            f"out in a compiled graph: {one_line(error)}"
+        )
+        monitor.post_failure(
+            Failure(rank=lost[0], by=monitor.rank, phase="", operation="", error=text, line="")
+        )
 
 
 class Watch:

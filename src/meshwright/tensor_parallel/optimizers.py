@@ -46,7 +46,8 @@ class _Watch:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
-        register_optimizer_step_pre_hook(_Hook(weakref.ref(self)))
+        handle = register_optimizer_step_pre_hook(_Hook(weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where a step would leave the module's parameters as they are."""
