@@ -63,6 +63,32 @@ def train(one: nn.Module, many: nn.Module, flats: list[nn.Parameter], share: sli
         assert left == [None] * len(flats) if step != 2 else not any(g.any() for g in left)
 
 
+def test_long_parameters_stand_alone_and_keep_their_gradients() -> None:
+    """Whatever the order of their elements in memory is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 600, 40), nn.Linear(2, 3))
+    model = model.to(memory_format=torch.channels_last)
+    one = copy.deepcopy(model)
+    large, small = flats = flat_groups(model)
+    weight = model[1].weight
+    assert (large.numel(), small.numel()) == (weight.numel(), 3 * 4 * 9 + 4 + 600 + 6 + 3)
+    each, flat = (torch.optim.AdamW(p, lr=0.1) for p in (one.parameters(), flats))
+    for _ in range(2):
+        for found in (model, one):
+            generator = torch.Generator().manual_seed(1)
+            found.zero_grad()
+            for parameter in found.parameters():
+                values = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.empty_like(parameter).copy_(values)
+        memory = weight.grad.data_ptr() if weight.grad is not None else 0
+        flat.step()
+        each.step()
+        assert weight.grad is not None and large.grad is not None
+        assert weight.grad.data_ptr() == large.grad.data_ptr() == memory
+    for expected, found in zip(one.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_plain_parameters_of_one_process() -> None:
     one = Net()
     many = copy.deepcopy(one)

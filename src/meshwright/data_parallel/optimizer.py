@@ -23,8 +23,9 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
 
     One for each unit of `fully_shard` and dtype; and of the parameters that no unit manages, plain
     ones and DTensors of `parallelize_module`, one for each dtype, device and set of axes over which
-    their elements lie spread. The parameters are views of them, and their gradients are too, from
-    when ``.grad`` of a flat one is read; of those outside units a second gradient is kept for it.
+    their elements lie spread, on a CPU in pieces of a few MiB. The parameters are views of them,
+    and their gradients are too, from when ``.grad`` of a flat one is read; of those outside units a
+    second gradient is kept for it, but for long ones that stand alone.
 
     A parameter without a gradient (in a unit: on any rank) counts as zeros, unless none of a flat
     one has any. Zero the gradients through the optimizer or the model, and give these to
