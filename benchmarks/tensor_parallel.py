@@ -7,11 +7,12 @@
 A step is forward, backward and optimizer of MLPs (dim, 4 dim, dim) by columns and rows. ``small``:
 four of dim 64 with 64 tokens; ``large``: two of dim 1024 with 128 tokens. ``torch`` is
 `torch.distributed.tensor.parallel` on Gloo, ``bare`` plain parameters with an all-reduce each way
-on Gloo, written by hand; ``ours`` is `parallelize_module`, on Gloo and on shared memory.
+on Gloo, written by hand; ``ours`` is `parallelize_module`, on Gloo and on shared memory, and
+``flat`` the same with the optimizer on `flat_groups`.
 
 The arms take turns in short rounds, so that a busy machine slows all of them alike; a ratio is
 taken within a round. Printed are medians and quartiles of the rounds. The optimizers step through
-DTensors in torch's arm and in ours alike; the ratios without them are printed beside. With
+DTensors in torch's arm and in ``ours`` alike; the ratios without them are printed beside. With
 ``--stepping`` the optimizer is AdamW behind clipping, and what both take alone on `flat_groups` is
 compared with what they take on the plain parameters of ``bare``.
 """
@@ -108,10 +109,12 @@ class _Sum(torch.autograd.Function):
 class Arm:
     """One model and its optimizer."""
 
-    def __init__(self, model: nn.Module, work: Workload, optimizer: str) -> None:
+    def __init__(self, model: nn.Module, work: Workload, optimizer: str, *, is_flat: bool) -> None:
         self.model = model
         self.work = work
-        self.optimizer = OPTIMIZERS[optimizer](model.parameters())
+        self.optimizer = OPTIMIZERS[optimizer](
+            flat_groups(model) if is_flat else model.parameters()
+        )
         self.x = torch.randn(work.tokens, work.dim, requires_grad=True)
 
     def spend(self) -> tuple[float, float, float]:
@@ -152,6 +155,8 @@ def models(work: Workload, gloo: dist.ProcessGroup) -> dict[str, nn.Module]:
         "bare": nn.Sequential(*(Bare(mlp, gloo) for mlp in mlps)),
         "ours gloo": cut(tensor_parallel, model, slow),
         "ours shm": cut(tensor_parallel, model, fast),
+        "flat gloo": cut(tensor_parallel, model, slow),
+        "flat shm": cut(tensor_parallel, model, fast),
     }
     x = torch.randn(work.tokens, work.dim)
     expected = model(x)
@@ -164,7 +169,10 @@ def models(work: Workload, gloo: dist.ProcessGroup) -> dict[str, nn.Module]:
 
 def arms(work: Workload, optimizer: str, gloo: dist.ProcessGroup) -> dict[str, Arm]:
     made = models(work, gloo)
-    return {name: Arm(found, work, optimizer) for name, found in made.items()}
+    return {
+        name: Arm(found, work, optimizer, is_flat=name.startswith("flat"))
+        for name, found in made.items()
+    }
 
 
 class Stepping:
@@ -198,7 +206,7 @@ def measure_stepping(options: argparse.Namespace, gloo: dist.ProcessGroup) -> No
         shown = {
             "plain": Stepping(made["bare"], WORKS[name], is_flat=False),
             "DTensors": Stepping(made["ours gloo"], WORKS[name], is_flat=False),
-            "flat": Stepping(made["ours shm"], WORKS[name], is_flat=True),
+            "flat": Stepping(made["flat gloo"], WORKS[name], is_flat=True),
         }
         spent: dict[str, list[float]] = {arm: [] for arm in shown}
         for number in range(options.rounds + 2):
