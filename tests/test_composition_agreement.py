@@ -93,6 +93,19 @@ def test_a_rank_that_leaves_out_a_batch_is_stopped(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+class Counting(Scaled):
+    """Gives other outputs in each pass of its training, by what no tensor counts."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        assert not self.training or len(x) > 1
+        return super().forward(x) * (self.passes if self.training else 1)
+
+
 class Normed(Scaled):
     """Computes on batches of more than one sample only while it trains."""
 
@@ -108,6 +121,8 @@ def test_what_cannot_be_compared_while_it_trains_is_compared_in_evaluation(ranks
     def body() -> None:
         noisy = laid_out(Noisy())
         assert noisy.module.training
+        laid_out(Counting())
+        laid_out(Counting(), rows=1)
         laid_out(Normed(), rows=1).step(ROWS, ROWS)
 
     ranks(2, body)

@@ -34,7 +34,9 @@ def body(victim: int, is_killed: bool) -> None:
 
 
 @pytest.mark.backends("gloo", "shm")
-@pytest.mark.parametrize(("victim", "is_killed"), [(0, False), (1, True)])
+@pytest.mark.parametrize(
+    ("victim", "is_killed"), [pytest.param(0, False, marks=pytest.mark.slow), (1, True)]
+)
 def test_a_rank_lost_inside_of_a_graph_is_named(ranks: Ranks, victim: int, is_killed: bool) -> None:
     with pytest.raises(RanksFailed) as caught:
         ranks(2, body, victim, is_killed, grace=8.0)

@@ -21,9 +21,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from meshwright.comm import Communicator
-from meshwright.comm.failure import FailureMonitor
+from meshwright.comm.failure import Failure, FailureMonitor
 from meshwright.comm.registry import PROCESS
-from meshwright.errors import CollectiveMismatchError
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankFailedError,
+)
 
 __all__ = ["Event", "EventCheck", "wait_for_all"]
 
@@ -74,6 +79,8 @@ class EventCheck:
         self._tail: tuple[tuple[int, str, int, list[int]], ...] = ()
         self._last: tuple[Event | None, Event | None] = (None, None)
         self._known: set[tuple[Event | None, ...]] = set()
+        self._said = ""
+        """The key of what this rank has said last."""
         self._key = self._register()
 
     def is_new(self, event: Event) -> bool:
@@ -105,7 +112,8 @@ class EventCheck:
         For a few words now and then. It goes through the board, beside the collectives; a
         collective where no run is watched. ``event`` is no part of what follows on what.
 
-        Raises `CollectiveMismatchError` when another rank does something else.
+        Raises `CollectiveMismatchError` when another rank does something else or has left,
+        `RankFailedError` and `CollectiveTimeoutError` as a collective does.
         """
         monitor, ranks = PROCESS.monitor, self._communicator.ranks
         if monitor is None or self._communicator.size == 1:
@@ -113,18 +121,14 @@ class EventCheck:
             return [row.decode() for row in rows]
         self._count(event)
         keys = [f"{self._key}/{self._number}/said/{rank}" for rank in ranks]
-        monitor.board.set(keys[self._communicator.rank], said)
-        self._ask(monitor, event, "")
-        if not monitor.board.check(keys):
-            monitor.check()
-            missing = [
-                r for r, key in zip(ranks, keys, strict=True) if not monitor.board.check([key])
-            ]
-            raise CollectiveMismatchError(
-                f"ranks {missing} left, or did not come in time, to {event.text} of {self._root}, "
-                f"where rank {self._rank} is. {REMEDY}"
-            )
-        return [monitor.board.get(key).decode() for key in keys]
+        mine = keys[self._communicator.rank]
+        monitor.board.set(mine, said)
+        self._wait_until_said(monitor, event, keys)
+        rows = [monitor.board.get(key).decode() for key in keys]
+        if self._said:  # who is here has read what was said before
+            monitor.board.delete_key(self._said)
+        self._said = mine
+        return rows
 
     def describe(self) -> Mapping[str, Any]:
         """Where this rank is, for peers that ask; called from the monitor's thread."""
@@ -157,13 +161,72 @@ class EventCheck:
             votes += f"/{self._tail[-1][-1]}"
 
         def have_come() -> bool:
-            return self._have_come(monitor, number, event, after)
+            return self._have_come(monitor, number, event, after, monitor.roll_call())
 
         wait_for_all(monitor, self._communicator, votes, have_come)
 
-    def _have_come(self, monitor: FailureMonitor, number: int, event: Event, after: str) -> bool:
+    def _wait_until_said(self, monitor: FailureMonitor, event: Event, keys: list[str]) -> None:
+        """Wait for ``keys`` as long as for a collective: ranks may compile, or take their time."""
+        number, pause, bound = self._number, 0.0002, self._communicator.timeout
+        now = time.monotonic()
+        next_roll_call, give_up = now + FIRST_ROLL_CALL, now + bound
+        while not monitor.board.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+            monitor.check()
+            now = time.monotonic()
+            if now < min(next_roll_call, give_up):
+                continue
+            answers = monitor.roll_call()
+            self._have_come(monitor, number, event, "", answers)
+            missing = [
+                r
+                for r, key in zip(self._communicator.ranks, keys, strict=True)
+                if not monitor.board.check([key])
+            ]
+            states = [answers.get(rank, {}) for rank in missing]
+            gone = [r for r in missing if r not in answers and monitor.has_ended(r)]
+            left = [r for r, s in zip(missing, states, strict=True) if s.get("leaving")]
+            if any(state.get("compiling") or state.get("excused") for state in states):
+                give_up = time.monotonic() + bound
+            if missing and (gone or left or time.monotonic() > give_up):
+                self._give_up(monitor, event, gone, left, missing)
+            next_roll_call = time.monotonic() + NEXT_ROLL_CALL
+
+    def _give_up(
+        self,
+        monitor: FailureMonitor,
+        event: Event,
+        gone: list[int],
+        left: list[int],
+        missing: list[int],
+    ) -> NoReturn:
+        where = f"where rank {self._rank} is at {event.text} of {self._root}"
+        if gone:
+            text = f"its process has ended, {where}"
+            monitor.post_failure(
+                Failure(rank=gone[0], by=self._rank, phase="", operation="", error=text, line="")
+            )
+            raise RankFailedError(f"rank {gone[0]} failed first: {text}", gone[0])
+        error: CommunicationError
+        if left:
+            error = CollectiveMismatchError(f"ranks {left} leave the run, {where}. {REMEDY}")
+        else:
+            error = CollectiveTimeoutError(
+                f"ranks {missing} have not come within {self._communicator.timeout:.0f} s, {where}"
+            )
+        monitor.publish(error, is_cause=True)
+        raise error
+
+    def _have_come(
+        self,
+        monitor: FailureMonitor,
+        number: int,
+        event: Event,
+        after: str,
+        answers: Mapping[int, Mapping[str, Any]],
+    ) -> bool:
         """Whether there is nobody left to wait for. Raises when a rank does something else."""
-        answers = monitor.roll_call()
         is_complete = True
         for rank in self._communicator.ranks:
             if rank == self._rank:

@@ -263,12 +263,21 @@ class FailureMonitor:
 
         Only a stopped process: one that is merely slow to answer may still end by itself.
         """
-        if not self.board.check([f"who/{rank}"]):
-            return
-        who = json.loads(self.board.get(f"who/{rank}"))
-        if who["host"] == socket.gethostname() and _is_stopped(who["pid"]):
+        pid = self._process_here(rank)
+        if pid and _state_of(pid) in ("T", "t"):
             _log.warning("rank %d kills rank %d, a stopped process", self.rank, rank)
-            os.kill(who["pid"], signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether ``rank`` is known to have been a process of this host that is gone."""
+        pid = self._process_here(rank) if _state_of(os.getpid()) else 0
+        return pid > 0 and _state_of(pid) in ("", "Z", "X")
+
+    def _process_here(self, rank: int) -> int:
+        """The process of ``rank``; 0 on another host."""
+        key = f"who/{rank}"
+        who = json.loads(self.board.get(key)) if self.board.check([key]) else {}
+        return int(who["pid"]) if who.get("host") == socket.gethostname() else 0
 
     def report(self, topic: str, text: str) -> None:
         """Let every rank log ``text``, once for each ``topic``."""
@@ -294,8 +303,7 @@ class FailureMonitor:
         with self._reading:
             while self._reader.check([f"slot/{self._seen + 1}"]):
                 self._seen += 1
-                notice = json.loads(self._reader.get(f"slot/{self._seen}"))
-                self._attend(self._seen, notice)
+                self._attend(self._seen, json.loads(self._reader.get(f"slot/{self._seen}")))
 
     def own_answer(self) -> dict[str, Any]:
         """`own_state`, with what the describers add."""
@@ -400,12 +408,13 @@ def _values(failure: Failure) -> dict[str, Any]:
     return {"kind": "failed", **{name: getattr(failure, name) for name in Failure.__slots__}}
 
 
-def _is_stopped(pid: int) -> bool:
+def _state_of(pid: int) -> str:
+    """The letter that Linux gives the state of a process; "" for none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:  # no such process, or no /proc
-        return False
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def own_state() -> dict[str, Any]:

@@ -23,10 +23,12 @@ from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 
 __all__ = [
+    "ManyInOne",
     "check_meshes",
     "is_distributed",
     "local_part",
     "refuse_spread",
+    "singles_of",
     "spread_of",
     "spread_over",
 ]
@@ -47,6 +49,14 @@ class _Marker:
 
     def __reduce__(self) -> tuple[type[_Marker], tuple[()]]:
         return _Marker, ()
+
+
+class ManyInOne(torch.nn.Parameter):
+    """Several parameters as one; what looks at each of them finds them here."""
+
+    def singles(self) -> tuple[torch.Tensor, ...]:
+        """The parameters."""
+        raise NotImplementedError
 
 
 class _Placement(Protocol):
@@ -107,6 +117,11 @@ def spread_over(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> 
 def refuse_spread(tensor: torch.Tensor, why: str) -> None:
     """Let `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
     vars(tensor)["_meshwright_spread"] = _Marker(refusal=why)
+
+
+def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parameters that ``tensor`` is the memory of, itself where it is no `ManyInOne`."""
+    return tensor.singles() if isinstance(tensor, ManyInOne) else (tensor,)
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:

@@ -36,8 +36,8 @@ MISMATCH_AFTER = 3.0
 GRACE = 1.0
 """Seconds in which a rank that closed its connections may still say why."""
 
-_OF_A_TRANSPORT = re.compile(r"gloo/|\[Gloo\]|Connection (closed|reset) by peer", re.IGNORECASE)
-"""What Gloo raises when it has lost a peer."""
+_OF_A_TRANSPORT = re.compile(r"gloo/|\[Gloo\]", re.IGNORECASE)
+"""What Gloo says of itself when it has lost a peer."""
 
 
 def blame(monitor: FailureMonitor, error: BaseException) -> str:
@@ -69,7 +69,7 @@ def _look_for_the_first(monitor: FailureMonitor, error: BaseException | None) ->
     if lost:
         text = (
             f"it does not answer (killed, or cut off from the network); rank {monitor.rank} found "
-            f"out in a compiled graph: {one_line(error)}"
+            f"out outside of a wait of its own: {one_line(error)}"
         )
         monitor.post_failure(
             Failure(rank=lost[0], by=monitor.rank, phase="", operation="", error=text, line="")

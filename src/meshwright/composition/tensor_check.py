@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -45,6 +46,16 @@ def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Python's random numbers are the same in each run, and leave no trace."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextlib.contextmanager
 def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
     """Let a run change copies of the buffers: what it counts is no part of the training."""
     held = [(m._buffers, key, b) for m in model.modules() for key, b in m._buffers.items()]
@@ -70,8 +81,9 @@ class WholeRun:
     ) -> None:
         """With ``draws`` masks of dropout are compared too.
 
-        The model trains in the runs, unless it draws random numbers of its own then, or computes on
-        larger batches only, as batch norm does: it evaluates, and without ``draws`` drops nothing.
+        The model trains in the runs, unless it draws random numbers of its own then, gives other
+        outputs each time, or fails, as batch norm does on one sample: it evaluates then, and
+        without ``draws`` drops nothing.
         """
         self._example = example
         self._axis = axis
@@ -130,15 +142,20 @@ class WholeRun:
         """What ``model`` returns when it trains; None where that cannot be compared."""
         try:
             with RandomOperators(model, self._draws or Draws(0)):
-                return self._forward(model)
-        except (ValueError, RuntimeError):
-            return None  # what evaluation raises, too, the run that follows raises again
+                found, again = self._forward(model), self._forward(model)
+        except Exception:  # what is no matter of training is raised by the run that follows
+            return None
+        pairs = list(zip(found, again, strict=False))
+        if len(found) != len(again) or any(one.shape != two.shape for one, two in pairs):
+            return None
+        return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
 
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
         """The differentiable tensors that ``model`` returns; of a frozen one all it computes."""
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
         drops = self._draws is not None and bool(rows)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_same_numbers())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_on_copies_of_buffers(model))
             if self._draws is not None and rows:

@@ -16,6 +16,7 @@ its gradient is that of the flat one.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from meshwright.comm.dtensor import (
     local_gradient,
     local_of,
 )
-from meshwright.comm.spread import spread_of, spread_over
+from meshwright.comm.spread import ManyInOne, spread_of, spread_over
 from meshwright.data_parallel.in_place import is_dense
 
 __all__ = ["FlatParameter", "flat_parameters"]
@@ -114,7 +115,7 @@ class _Place:
         return type(None), ()
 
 
-class FlatParameter(nn.Parameter):
+class FlatParameter(ManyInOne):
     """Several parameters, or this rank's parts of them, as one of 1 dim over the same memory."""
 
     members: tuple[_Member, ...]
@@ -153,6 +154,10 @@ class FlatParameter(nn.Parameter):
         """The parameters, and for each its part of ``line``, a DTensor where it is one."""
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
+    def singles(self) -> tuple[nn.Parameter, ...]:
+        """The parameters."""
+        return tuple(member.parameter for member in self.members)
+
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it consists of just these."""
         mine = [id(member.parameter) for member in self.members if member.is_in_place]
@@ -162,11 +167,16 @@ class FlatParameter(nn.Parameter):
         """The gradient of the one member there is, where it lies as its parameter does."""
         if len(found) > 1 or found[0] is None:
             return None
-        member, gradient = self.members[0], self.members[0].given(found[0])
-        local = local_of(member.parameter)
-        if gradient.dtype != local.dtype or gradient.stride() != local.stride():
+        parameter, gradient = self.members[0].parameter, found[0]
+        lies, is_at = known_at_rest(gradient), known_at_rest(parameter)
+        if lies is not None and (is_at is None or lies.placements != is_at.placements):
             return None
-        return gradient.detach().as_strided((local.numel(),), (1,)) if is_dense(local) else None
+        local, mine = local_of(parameter), local_of(gradient)
+        if mine.layout is not torch.strided or mine.dtype != local.dtype or not is_dense(local):
+            return None
+        if mine.stride() != local.stride():
+            return None
+        return mine.detach().as_strided((local.numel(),), (1,))
 
     @torch.no_grad()
     def _gathered(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -215,9 +225,9 @@ def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameter]:
-    """For each dtype, device and set of axes over which parts lie spread, in order of names.
+    """One for each dtype, device and set of axes over which parts lie spread, in order of names.
 
-    One each; on a CPU several, see `PIECE_BYTES`. The memory of the parameters becomes theirs.
+    On a CPU several, see `PIECE_BYTES`. The memory of the parameters becomes theirs.
     Those of an earlier call are returned again where they consist of the same parameters. Raises
     ValueError for one on the meta device, `LayoutError` for a partial sum.
     """
@@ -238,8 +248,7 @@ def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[st
     piece: list[tuple[str, nn.Parameter]] = []
     filled = 0
     for name, parameter in named:
-        local = local_of(parameter)
-        size = local.numel() * local.element_size() if parameter.device.type == "cpu" else 0
+        size = _bytes_on_any_rank(parameter) if parameter.device.type == "cpu" else 0
         if size >= PIECE_BYTES:
             yield [(name, parameter)]
             continue
@@ -251,6 +260,12 @@ def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[st
         filled += size
     if piece:
         yield piece
+
+
+def _bytes_on_any_rank(parameter: nn.Parameter) -> int:
+    """What a rank has of it at most: all ranks must find the same pieces, the last ones too."""
+    ranks = math.prod(axis.size for axis in spread_of(parameter))
+    return -(-parameter.numel() // ranks) * parameter.element_size()
 
 
 def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:

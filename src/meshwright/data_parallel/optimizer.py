@@ -33,6 +33,9 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     another one on flat tensors. Call it again, and build the optimizer again, when the model was
     converted or other parameters train.
 
+    How many there are may differ with the device and the layout: save an optimizer by the names of
+    the parameters, as `meshwright.checkpoint` does.
+
     Raises ValueError when nothing of ``model`` trains but what `FullyShardedDataParallel` manages,
     which is flat as it is, or when a parameter is on the meta device.
 

@@ -62,7 +62,7 @@ def parallelize_module(
     module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
     axis = Site.of(mesh, "").axis
     passes = Passes.on(axis)
-    passes.compare(module, list(_plain(module)))
+    passes.compare(module, list(_plain(module)), is_layer=_is_for_itself(parallelize_plan))
     watch_optimizers(axis, became, passes.step)
     return module
 
@@ -98,6 +98,11 @@ def apply_plan(
     if src_data_rank is None:
         verify_replicated(module, Site.of(mesh, "").axis)
     return module
+
+
+def _is_for_itself(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> bool:
+    """Whether the root has a style of its own, which may take parts."""
+    return isinstance(plan, ParallelStyle) or "" in plan
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

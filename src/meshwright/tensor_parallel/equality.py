@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ __all__ = [
     "Exchange",
     "are_equal",
     "beyond_rounding",
+    "digest_of",
     "first_difference",
     "held_whole",
     "is_due",
@@ -91,7 +93,7 @@ def verify_gradients(
     Raises `LayoutError` on all of them: a step would train copies of one parameter apart.
     """
     gradients = [(name, held_whole(p, axis, p.grad)) for name, p in named]
-    found = first_difference(axis, gradients, exchange)
+    found = None if are_equal(gradients, exchange) else first_difference(axis, gradients)
     if found is not None:
         raise LayoutError(
             f"axis {axis.axis}: each of the ranks {list(axis.ranks)} holds {found.name} whole, and "
@@ -105,16 +107,25 @@ def verify_gradients(
 def held_whole(
     parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """This rank's part of ``value``, which lies as ``parameter`` does; None if ``axis`` cuts it."""
-    if value is None:
+    """This rank's part of ``value``, which lies as ``parameter`` does; None if ``axis`` cuts it.
+
+    None, too, for a partial sum, and for kinds of tensors whose bits cannot be read.
+    """
+    if value is None or _is_cut(parameter, axis) or _is_cut(value, axis):
         return None
-    rest = known_at_rest(parameter)
-    if rest is not None:
-        over = mesh_communicators(rest.mesh, "tensor")
-        for each, placement in zip(over, rest.placements, strict=True):
-            if each.ranks == axis.ranks and not is_replicated(placement):
-                return None
-    return local_of(value).detach()
+    local = local_of(value).detach()
+    is_known = type(local) in (torch.Tensor, nn.Parameter) and local.device.type != "meta"
+    readable = local.layout in (torch.strided, torch.sparse_coo) and not local.is_nested
+    return local if is_known and readable and not local.is_quantized else None
+
+
+def _is_cut(tensor: torch.Tensor, axis: Communicator) -> bool:
+    """Whether the ranks of ``axis`` hold different parts of a DTensor, or summands."""
+    rest = known_at_rest(tensor)
+    if rest is None:
+        return False
+    over = zip(mesh_communicators(rest.mesh, "tensor"), rest.placements, strict=True)
+    return any(each.ranks == axis.ranks and not is_replicated(placed) for each, placed in over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +142,23 @@ def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchan
     return len(set(exchange(hashlib.sha256(_digests(named)).hexdigest()))) == 1
 
 
+def digest_of(tensor: torch.Tensor) -> str:
+    """What ``tensor`` is and holds; "" of one number alone, or none, which says little."""
+    if not tensor.is_sparse:
+        elements = _bytes_of(tensor).view(tensor.numel(), tensor.element_size())
+        if not tensor.numel() or bool((elements == elements[0]).all()):
+            return ""
+    return " ".join(_digest(tensor))
+
+
 @torch.no_grad()
 def first_difference(
-    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
 ) -> Difference | None:
     """What differs between ranks by more than rounding, the same on all of them; None if nothing.
 
-    All ranks of ``axis`` call it together. Nothing but one ``exchange`` where all bits are equal.
+    All ranks of ``axis`` call it together, where they know that bits differ.
     """
-    if are_equal(named, exchange):
-        return None
     lists = _everyones(axis, named)
     names = [[name for name, *_ in rows] for rows in lists]
     for rank, other in zip(axis.ranks, names, strict=True):
@@ -183,16 +201,21 @@ def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) 
 
 def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
     """What norm a tensor may have from rounding alone, beside others that it was computed with."""
-    return _FLOOR * max((float(t.detach().abs().float().norm()) for t in tensors), default=0.0)
+    norms = [float(local_of(t).detach().abs().float().norm()) for t in tensors]
+    return _FLOOR * max(filter(math.isfinite, norms), default=0.0)
 
 
 def beyond_rounding(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
     """Norm of the difference over that of ``expected``; 0 where that is rounding.
 
-    A norm of ``floor`` may come from rounding.
+    A norm of ``floor`` may come from rounding. What is not finite has to be so in both.
     """
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b = found.detach().to(wide), expected.detach().to(wide)
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return float("inf")
+    a, b = a.where(finite, 0.0), b.where(finite, 0.0)
     difference, size = float((a - b).norm()), float(b.norm())
     tolerance = _ROUNDING.get(expected.dtype.to_real(), _COARSE)
     if difference <= tolerance * (size + floor):
@@ -252,10 +275,19 @@ def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
     """What ``tensor`` is, and a digest of its values."""
     if tensor is None:
         return "missing", ""
-    rows = tensor.coalesce().values() if tensor.is_sparse else tensor
-    data = rows.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    parts = [tensor.detach()]
+    if tensor.is_sparse:
+        parts = [tensor.detach().coalesce().indices(), tensor.detach().coalesce().values()]
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(_bytes_of(part).numpy().tobytes())
     kind = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
-    return kind, hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    return kind, content.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return plain.view(-1).view(torch.uint8)
 
 
 def _sides(axis: Communicator, found: Sequence[object]) -> dict[object, list[int]]:
