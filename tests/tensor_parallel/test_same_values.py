@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import comm, flat_groups, parallelize_module
 from meshwright.comm import phase
+from meshwright.comm.spread import singles_of
 from meshwright.errors import LayoutError
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.tensor_parallel.equality import beyond_rounding, digest_of, is_due
@@ -145,7 +146,7 @@ def test_all_ranks_cut_flat_parameters_alike(ranks: Ranks) -> None:
         model = nn.Sequential(nn.Linear(1024, 2047), nn.Linear(2047, 1))
         parallelize_module(model, tensor_mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel()})
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return [[names[id(p)] for p in flat.singles()] for flat in flat_groups(model)]
+        return [[names[id(p)] for p in singles_of(flat)] for flat in flat_groups(model)]
 
     one, other = ranks(2, body)
     assert one == other == [["0.weight"], ["0.bias", "1.weight"], ["1.bias"]]

@@ -52,11 +52,10 @@ class _Marker:
 
 
 class ManyInOne(torch.nn.Parameter):
-    """Several parameters as one; what looks at each of them finds them here."""
+    """Several parameters as one."""
 
-    def singles(self) -> tuple[torch.Tensor, ...]:
-        """The parameters."""
-        raise NotImplementedError
+    singles: tuple[torch.Tensor, ...]
+    """The parameters, for whoever looks at each of them."""
 
 
 class _Placement(Protocol):
@@ -121,7 +120,7 @@ def refuse_spread(tensor: torch.Tensor, why: str) -> None:
 
 def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The parameters that ``tensor`` is the memory of, itself where it is no `ManyInOne`."""
-    return tensor.singles() if isinstance(tensor, ManyInOne) else (tensor,)
+    return tensor.singles if isinstance(tensor, ManyInOne) else (tensor,)
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:

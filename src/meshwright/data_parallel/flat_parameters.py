@@ -154,10 +154,6 @@ class FlatParameter(ManyInOne):
         """The parameters, and for each its part of ``line``, a DTensor where it is one."""
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
-    def singles(self) -> tuple[nn.Parameter, ...]:
-        """The parameters."""
-        return tuple(member.parameter for member in self.members)
-
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it consists of just these."""
         mine = [id(member.parameter) for member in self.members if member.is_in_place]
@@ -283,6 +279,7 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
         start += size
     flat = FlatParameter(line)
     flat.members = tuple(members)
+    flat.singles = tuple(parameter for _, parameter in named)
     flat._gradient = None
     spread_over(flat, axes)
     for _, parameter in named:
