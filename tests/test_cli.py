@@ -237,7 +237,9 @@ def test_train_prints_parity_baseline_checkpoint_and_trace(config: Path, tmp_pat
     wait_until_gone(config)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_saves_and_the_run_can_go_on(
     config: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -400,6 +400,7 @@ def body_joined() -> None:
         schedule.step(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_details_of_sharded_stages(ranks: Ranks) -> None:
     ranks(4, body_joined)
     ranks(4, body_few_at_a_time)
