@@ -37,9 +37,10 @@ trace_steps = 2
 
 def write_text(folder: Path) -> Path:
     """A text of 20 kB that a tiny model can begin to learn."""
-    path = folder / "text.txt"
-    path.write_bytes(b"".join(b"%d + %d = %d\n" % (n, n % 7, n + n % 7) for n in range(1200)))
-    return path
+    # Ranks write it at the same time, and none may read what another has only begun.
+    part = folder / f"text.{os.getpid()}"
+    part.write_bytes(b"".join(b"%d + %d = %d\n" % (n, n % 7, n + n % 7) for n in range(1200)))
+    return part.replace(folder / "text.txt")
 
 
 def read_run(folder: Path, *overrides: str) -> TrainConfig:
