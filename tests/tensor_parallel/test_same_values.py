@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -13,10 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright import comm, flat_groups, parallelize_module
 from meshwright.comm import phase
 from meshwright.comm.spread import singles_of
-from meshwright.errors import LayoutError
+from meshwright.errors import CollectiveMismatchError, LayoutError, RankFailedError
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.tensor_parallel.equality import beyond_rounding, digest_of, is_due
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 from tensor_parallel.samples import tensor_mesh
 
 LAYERS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -119,6 +121,31 @@ def test_a_rank_that_takes_its_time_is_waited_for(ranks: Ranks) -> None:
         optimizer.step()
 
     ranks(2, body)
+
+
+@pytest.mark.slow
+@pytest.mark.backends("gloo", "shm")
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks, is_killed: bool) -> None:
+    """Where the others compare values: it has left the run, or its process has ended."""
+
+    def body() -> None:
+        model = parallelize_module(Cached(), tensor_mesh(), LAYERS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4))[0].sum().backward()
+        if comm.communicator().rank == 0:
+            optimizer.step()
+        elif is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(2, body, grace=15.0)
+    error = caught.value.outcomes[0].exception
+    if is_killed:
+        assert isinstance(error, RankFailedError) and "rank 1" in str(error)
+    else:
+        assert isinstance(error, CollectiveMismatchError)
+        assert "ranks [1] leave the run, where rank 0 is at step 1 of a SGD" in str(error)
 
 
 def test_flat_parameters_are_compared_one_by_one(ranks: Ranks) -> None:

@@ -47,7 +47,7 @@ _FLOOR = 1e-3
 
 def is_due(number: int) -> bool:
     """Whether what comes for the ``number``-th time is compared: the first, second, fourth, ..."""
-    return number & (number - 1) == 0
+    return number.bit_count() == 1
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def verify_gradients(
 
 
 def held_whole(
-    parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None = None
+    parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None
 ) -> torch.Tensor | None:
     """This rank's part of ``value``, which lies as ``parameter`` does; None if ``axis`` cuts it.
 
