@@ -1,0 +1,210 @@
+"""Acts of laying a module out: its device, its dropout, its layers, its data axes.
+
+Each changes the module in place; `assembly` and `pipeline_assembly` say in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensor import mesh_communicators
+from meshwright.comm.whole import held_boxes
+from meshwright.composition.checks import recomputed
+from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
+from meshwright.composition.peers import Peers
+from meshwright.composition.stages import Inputs
+from meshwright.composition.starting_values import draw, is_on_meta
+from meshwright.composition.tensor_rules import STYLES, ModelCut
+from meshwright.data_parallel import (
+    ReductionSettings,
+    ReplicateOptions,
+    flat_groups,
+    replicate,
+)
+from meshwright.data_parallel.driver import driver_of
+from meshwright.data_parallel.policies import MixedPrecisionPolicy
+from meshwright.data_parallel.sharded import fully_shard
+from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
+from meshwright.errors import InternalError, PlanError
+from meshwright.plan import Plan, match_names
+from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
+from meshwright.tensor_parallel.apply import apply_plan
+
+__all__ = [
+    "apply_dropout",
+    "cut_over_tensor",
+    "equalise",
+    "moved_to",
+    "optimized_parameters",
+    "place",
+    "recompute_modules",
+    "replicate_module",
+    "shard_module",
+]
+
+
+def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
+    """Return what the optimizer is given."""
+    return flat_groups(module) if plan.train.flat else module.parameters()
+
+
+def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
+    """Let dropout draw the masks of one process, if the plan says so."""
+    if plan.train.dropout == "local":
+        return None
+    draws = Draws(plan.train.seed)
+    try:
+        replace_dropout(model, draws, per_rank=plan.train.per_rank)
+    except ValueError as error:
+        raise PlanError(f'[train] dropout = "global": {error}') from error
+    return draws
+
+
+def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
+    """Move the model to this rank's device, and to the plan's dtype unless that was left out."""
+    if is_on_meta(model):
+        draw(model, plan, axis.device)
+    model.to(axis.device)
+    if plan.precision.parameters != Plan().precision.parameters:
+        model.to(getattr(torch, plan.precision.parameters))
+
+
+def equalise(model: nn.Module, everyone: Communicator) -> None:
+    """Make every rank's parameters and buffers those of rank 0."""
+    compare_parameters(everyone, list(model.named_parameters()))
+    tensors = [*model.parameters(), *model.buffers()]
+    broadcast_tensors(everyone, tensors, label="broadcast parameters")
+
+
+def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
+    """Cut modules of a model, or of a stage of it, over the ranks of axis tensor, in place."""
+    mesh = peers.mesh_of("tensor")
+    here = {name for name, _ in module.named_modules()}
+    styles = {name: STYLES[style]() for name, style in cut.styles.items() if name in here}
+    if mesh is None or not styles:
+        return
+    cut.set_widths(module)
+    try:
+        # All ranks have equal parameters by now, so each keeps its part of its own.
+        apply_plan(module, mesh, styles, src_data_rank=None)
+    except ValueError as error:
+        raise PlanError(f"[tensor] rules: {error}") from error
+    axis = peers.tensor
+    for name in styles:
+        part = module.get_submodule(name)
+        if isinstance(part, Dropout):
+            # Between layers that are cut it is given a part of the features.
+            part.parts = (DimPart(dim=-1, index=axis.rank, parts=axis.size),)
+
+
+def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
+    """Keep ``model`` equal on all ranks that read different shares of a batch."""
+    options = ReplicateOptions(
+        process_group=peers.data.group,
+        axis="replicate",
+        # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
+        broadcast_buffers=False,
+        reduction=_reduction(plan),
+    )
+    replicate.apply(model, options)
+    is_cut = plan.axes.size("tensor") > 1
+    return ReplicatedLayout(replicate.state(model).replica, model, is_cut=is_cut)
+
+
+def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
+    """Shard a module that is equal on the ranks that hold it, unit by unit."""
+    mesh = peers.mesh_of("replicate", "shard")
+    if mesh is None:
+        raise InternalError("a plan with axis shard has no mesh of it")
+    reduce = plan.precision.reduce
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            reduce_dtype=None if reduce is None else getattr(torch, reduce)
+        ),
+    }
+    after = plan.shard.reshard_after_forward
+    try:
+        for name in _unit_names(model, plan):
+            if name:
+                fully_shard(model.get_submodule(name), reshard_after_forward=after, **options)
+        fully_shard(model, reshard_after_forward=None if after else False, **options)
+    except NotImplementedError as error:
+        raise PlanError(
+            f"axis shard over what axis tensor has cut: {error}. Leave its module out of [tensor] "
+            "rules, or use other numbers of ranks"
+        ) from error
+    if is_on_meta(model):
+        draw(model, plan, peers.everyone.device, held_boxes)
+    units = [
+        unit
+        for part in model.modules()
+        if (driver := driver_of(part)) is not None and (unit := driver.unit) is not None
+    ]
+    communicators = {each.axis: each for each in mesh_communicators(mesh)}
+    return ShardedLayout(model, units, peers.data, communicators)
+
+
+def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
+    """The modules that are one unit each, inner ones first; the root takes what is left."""
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(plan.shard.units, str):
+        found = _blocks(model)
+    else:
+        found = [name for pattern in plan.shard.units for name in match_names(pattern, names)]
+    return sorted(dict.fromkeys(found), key=lambda name: -name.count("."))
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The modules in lists of modules of one class: the layers of a transformer."""
+    return [
+        f"{name}.{number}" if name else number
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+        and len(part) > 1
+        and len({type(child) for child in part}) == 1
+        for number, child in part.named_children()
+        if any(True for _ in child.parameters())
+    ]
+
+
+def _reduction(plan: Plan) -> ReductionSettings:
+    cap_bytes = int(plan.buckets.cap_mb * 2**20)
+    reduce = plan.precision.reduce
+    return ReductionSettings(
+        first_bytes=min(2**20, cap_bytes),
+        cap_bytes=cap_bytes,
+        is_gradient_view=True,
+        reduce_dtype=None if reduce is None else getattr(torch, reduce),
+        is_watched=True,
+    )
+
+
+def recompute_modules(model: nn.Module, plan: Plan) -> None:
+    """Compute the activations of the matching modules again in the backward pass."""
+    for name in recomputed(model, plan):
+        module = model.get_submodule(name)
+        # An attribute of the instance: names, state dict and class stay as they are.
+        module.forward = partial(_checkpointed, module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    # A frame of ours, which a compiler traces: torch's own it runs uncompiled.
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def moved_to(example: Inputs, everyone: Communicator) -> Inputs:
+    """``example`` on the device of the ranks."""
+    return tree_map(partial(_on, everyone.device), example)
+
+
+def _on(device: torch.device, value: object) -> object:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,208 @@
+"""Assembly of a plan with axis pipeline: a model is cut into stages, and this rank's laid out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.comm import Communicator
+from meshwright.composition.compiling import compiled
+from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.laying_out import (
+    apply_dropout,
+    cut_over_tensor,
+    equalise,
+    moved_to,
+    optimized_parameters,
+    place,
+    recompute_modules,
+    replicate_module,
+    shard_module,
+)
+from meshwright.composition.peers import Peers
+from meshwright.composition.pipelined import PipelinedTrainable
+from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
+from meshwright.composition.stages import CutModel, Inputs, cut_model
+from meshwright.composition.tensor_check import WholeRun
+from meshwright.composition.tensor_rules import ModelCut
+from meshwright.composition.tensor_traffic import TensorTraffic
+from meshwright.composition.trainable import Loss, Trainable, autocast_of
+from meshwright.data_parallel import synchronise_batch_norm
+from meshwright.errors import PlanError
+from meshwright.pipelining import PipelineStage, build_stage
+from meshwright.plan import Plan
+from meshwright.randomness import Draws
+from meshwright.schedule.builders import stage_ranks
+
+__all__ = ["pipelined"]
+
+
+def pipelined(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    loss: Loss,
+    example: Inputs,
+    peers: Peers,
+) -> Trainable:
+    """Cut a copy of the model into stages, and lay this rank's stages out over the other axes."""
+    everyone, pipeline = peers.everyone, peers.pipeline
+    place(model := copy.deepcopy(model), plan, everyone)
+    equalise(model, everyone)
+    names = list(model.state_dict())
+    draws = apply_dropout(model, plan)
+    cut = ModelCut.of(model, plan)
+    moved = moved_to(example, everyone)
+    traffic = _checked(model, plan, moved, cut, peers, draws) if cut.styles else None
+    found = _stages_of(model, plan, moved, cut, peers, draws)
+    count = len(found.modules)
+    style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
+    holders = stage_ranks(pipeline.size, count, style)
+    mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
+    layouts: list[DataLayout] = []
+    stages: list[PipelineStage] = []
+    for stage in mine:
+        module = found.modules[stage]
+        cut_over_tensor(module, cut, peers)
+        if plan.train.batch_norm == "sync":
+            synchronise_batch_norm(module, peers.data)
+        recompute_modules(module, plan)
+        layouts.append(_stage_layout(module, plan, peers))
+        stages.append(_stage(found, stage, everyone.device, pipeline))
+        compiled(module, plan)
+    modules = StageModules([found.modules[stage] for stage in mine])
+    copies = _copies(found)
+    layout = PipelinedLayout(
+        layouts,
+        [found.modules[stage] for stage in mine],
+        peers,
+        lambda parameter: id(parameter) not in copies,
+        dtype=functools.reduce(
+            torch.promote_types, (p.dtype for p in model.parameters()), torch.float32
+        ),
+    )
+    return PipelinedTrainable(
+        modules,
+        plan,
+        peers=peers,
+        layout=layout,
+        stages=stages,
+        names=names,
+        copies=_other_names(found),
+        optimizer=None if optimizer is None else optimizer(optimized_parameters(modules, plan)),
+        loss=loss,
+        draws=draws,
+        traffic=None if traffic is None else traffic.inside(_names_in(modules)),
+    )
+
+
+def _names_in(modules: StageModules) -> frozenset[str]:
+    """The modules of this rank's stages, by their names in the model."""
+    return frozenset(name for stage in modules.stages for name, _ in stage.named_modules())
+
+
+def _checked(
+    model: nn.Module,
+    plan: Plan,
+    example: Inputs,
+    cut: ModelCut,
+    peers: Peers,
+    draws: Draws | None,
+) -> TensorTraffic:
+    """See that ``model`` computes the same when it is ``cut``, and what that sends."""
+    whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
+    cut_over_tensor(trial, cut, peers)
+    whole.compare(trial)
+    recompute_modules(trial, plan)
+    return whole.traffic(trial, autocast_of(plan, peers.everyone.device, keeps_casts=False))
+
+
+def _stages_of(
+    model: nn.Module,
+    plan: Plan,
+    example: Inputs,
+    cut: ModelCut,
+    peers: Peers,
+    draws: Draws | None,
+) -> CutModel:
+    """All stages of ``model``, which has been seen to compute the same when it is ``cut``."""
+    rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
+    # A trace knows the dtypes of what stages hand on.
+    with rehearsal, autocast_of(plan, peers.everyone.device, keeps_casts=False):
+        found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
+    _check_traced(plan, found)
+    _check_ties(plan, found)
+    return found
+
+
+def _stage(
+    found: CutModel, index: int, device: torch.device, pipeline: Communicator
+) -> PipelineStage:
+    module, group = found.modules[index], pipeline.group
+    if found.info is not None:
+        return build_stage(module, index, found.info, device, group)
+    count = len(found.modules)
+    return PipelineStage(module, index, count, device, group=group, ties=found.ties)
+
+
+def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
+    if plan.axes.size("shard") > 1:
+        return shard_module(module, plan, peers)
+    if peers.data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
+        return replicate_module(module, plan, peers)
+    return LoneLayout(module, peers.everyone.rank)
+
+
+def _other_names(found: CutModel) -> dict[str, str]:
+    """For each name of a tied parameter that is not its first, that one."""
+    names = ((tie.names[0][1], name) for tie in found.ties for _, name in tie.names)
+    return {name: first for first, name in names if name != first}
+
+
+def _copies(found: CutModel) -> frozenset[int]:
+    """The parameters that are copies of those of another stage, and do not count."""
+    return frozenset(
+        id(parameter)
+        for tie in found.ties
+        for stage, name in tie.names
+        if stage != tie.owner
+        for known, parameter in found.modules[stage].named_parameters()
+        if known == name
+    )
+
+
+def _check_traced(plan: Plan, found: CutModel) -> None:
+    if found.info is None:
+        return
+    problems = []
+    if plan.train.recompute:
+        problems.append("train.recompute: its modules are gone from the stages")
+    if plan.train.batch_norm == "sync":
+        problems.append('train.batch_norm = "sync": a graph has each rank\'s own statistics')
+    if problems:
+        raise PlanError(
+            [
+                f"the model is no chain of modules, so stages are traced graphs, without {each}"
+                for each in problems
+            ]
+        )
+
+
+def _check_ties(plan: Plan, found: CutModel) -> None:
+    reduce = plan.precision.reduce
+    if not found.ties or plan.axes.size("shard") == 1:
+        return
+    if reduce not in (None, plan.precision.parameters):
+        # Only the ranks that hold it would find out.
+        raise PlanError(
+            f"reduce = {reduce!r} in [precision]: stages hold parameter "
+            f"{found.ties[0].names[0][1]!r} together, whose gradient is summed over them in "
+            f"{plan.precision.parameters!r}, so axis shard cannot reduce it in another dtype. "
+            "Remove it, or untie the parameter"
+        )
