@@ -123,13 +123,13 @@ def laid_out(plan: Plan, model: nn.Module | None = None) -> Any:
 
 def body_details() -> None:
     world = communicator()
-    one = mlp()
-    trainable = laid_out(plan_of("interleaved1f1b", 4, pipeline=2), one)
+    one, given = mlp(), mlp()
+    trainable = laid_out(plan_of("interleaved1f1b", 4, pipeline=2), given)
     assert "stages.0.0.weight" not in trainable.state_dict()["model"]
     assert list(trainable.state_dict()["model"]) == list(one.state_dict())
     torch.manual_seed(2)
     x, y = torch.randn(2, 8, 4, dtype=torch.float64)
-    before = F.mse_loss(one(x), y)
+    before = F.mse_loss(mlp()(x), y)
     torch.testing.assert_close(trainable.step(x, y).loss, before.detach())
     assert (trainable.data_rank, trainable.data_size) == (0, 1)
     state = trainable.state_dict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -25,10 +25,13 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
+from meshwright.composition.other_stages import let_go
+from meshwright.composition.own_tensors import share, show
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
 from meshwright.composition.stages import CutModel, Inputs, cut_model
+from meshwright.composition.step_hooks import StepHooks
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import ModelCut
 from meshwright.composition.tensor_traffic import TensorTraffic
@@ -51,9 +54,9 @@ def pipelined(
     example: Inputs,
     peers: Peers,
 ) -> Trainable:
-    """Cut a copy of the model into stages, and lay this rank's stages out over the other axes."""
+    """Cut the model into stages, and lay this rank's out over the other axes."""
     everyone, pipeline = peers.everyone, peers.pipeline
-    place(model := copy.deepcopy(model), plan, everyone)
+    place(model, plan, everyone)
     equalise(model, everyone)
     names = list(model.state_dict())
     draws = apply_dropout(model, plan)
@@ -61,14 +64,15 @@ def pipelined(
     moved = moved_to(example, everyone)
     traffic = _checked(model, plan, moved, cut, peers, draws) if cut.styles else None
     found = _stages_of(model, plan, moved, cut, peers, draws)
-    count = len(found.modules)
     style = "v" if plan.pipeline.schedule in ("zbv", "dualpipev") else "loop"
-    holders = stage_ranks(pipeline.size, count, style)
+    holders = stage_ranks(pipeline.size, len(found.modules), style)
     mine = [stage for stage, rank in enumerate(holders) if rank == pipeline.rank]
+    own = [found.modules[stage] for stage in mine]
+    share(model, own)
+    model.zero_grad()  # what it has from before is of no step
     layouts: list[DataLayout] = []
     stages: list[PipelineStage] = []
-    for stage in mine:
-        module = found.modules[stage]
+    for stage, module in zip(mine, own, strict=True):
         cut_over_tensor(module, cut, peers)
         if plan.train.batch_norm == "sync":
             synchronise_batch_norm(module, peers.data)
@@ -76,11 +80,13 @@ def pipelined(
         layouts.append(_stage_layout(module, plan, peers))
         stages.append(_stage(found, stage, everyone.device, pipeline))
         compiled(module, plan)
-    modules = StageModules([found.modules[stage] for stage in mine])
-    copies = _copies(found)
+    show(model, own)
+    _let_others_go(model, found, mine, [pipeline.ranks[rank] for rank in holders])
+    modules = StageModules(own)
+    copies = frozenset(map(id, _copies(found, mine)))
     layout = PipelinedLayout(
         layouts,
-        [found.modules[stage] for stage in mine],
+        own,
         peers,
         lambda parameter: id(parameter) not in copies,
         dtype=functools.reduce(
@@ -95,11 +101,35 @@ def pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
+        hooks=StepHooks(dict(modules.named_parameters()), _mirrored(found, mine)),
         optimizer=None if optimizer is None else optimizer(optimized_parameters(modules, plan)),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(_names_in(modules)),
     )
+
+
+def _let_others_go(
+    model: nn.Module, found: CutModel, mine: Sequence[int], ranks: Sequence[int]
+) -> None:
+    """Give back what ``model`` has of stages that are not ``mine``; ``ranks`` says whose are."""
+    held = {
+        id(tensor)
+        for stage in mine
+        for tensor in (*found.modules[stage].parameters(), *found.modules[stage].buffers())
+    }
+    here = ", ".join(map(str, mine))
+    where = {
+        name: f"is held by stage {stage}, on rank {ranks[stage]}; its value was asked for on rank "
+        f"{ranks[mine[0]]}, which has stage {here}"
+        for stage, module in enumerate(found.modules)
+        if stage not in mine
+        for name, _ in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+    }
+    let_go(model, held, where)
 
 
 def _names_in(modules: StageModules) -> frozenset[str]:
@@ -165,16 +195,21 @@ def _other_names(found: CutModel) -> dict[str, str]:
     return {name: first for first, name in names if name != first}
 
 
-def _copies(found: CutModel) -> frozenset[int]:
-    """The parameters that are copies of those of another stage, and do not count."""
-    return frozenset(
-        id(parameter)
+def _copies(found: CutModel, mine: Collection[int]) -> list[nn.Parameter]:
+    """The parameters of this rank that another stage has as well, and counts."""
+    return [
+        found.modules[stage].get_parameter(name)
         for tie in found.ties
         for stage, name in tie.names
-        if stage != tie.owner
-        for known, parameter in found.modules[stage].named_parameters()
-        if known == name
-    )
+        if stage in mine and stage != tie.owner
+    ]
+
+
+def _mirrored(found: CutModel, mine: Collection[int]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Pairs of a parameter and its copy in another stage of this rank."""
+    ties = [[(s, name) for s, name in tie.names if s in mine] for tie in found.ties]
+    held = [[found.modules[s].get_parameter(name) for s, name in tie] for tie in ties]
+    return [(tie[0], copied) for tie in held for copied in tie[1:]]
 
 
 def _check_traced(plan: Plan, found: CutModel) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -28,6 +29,7 @@ from meshwright.composition.pipelined_layout import (
     output_of,
     union,
 )
+from meshwright.composition.step_hooks import StepHooks
 from meshwright.composition.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import (
     EvalResult,
@@ -36,7 +38,7 @@ from meshwright.composition.trainable import (
     autocast_of,
     tensors_in,
 )
-from meshwright.errors import PlanError
+from meshwright.errors import PipelinePeerError, PlanError
 from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (
     PipelineContext,
@@ -107,6 +109,7 @@ class PipelinedTrainable(Trainable):
         stages: Sequence[PipelineStage],
         names: Sequence[str],
         copies: Mapping[str, str],
+        hooks: StepHooks,
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
@@ -130,6 +133,7 @@ class PipelinedTrainable(Trainable):
         self._pipelined = layout
         self._names = tuple(names)
         self._copies = dict(copies)
+        self._hooks = hooks
         kind = SCHEDULES[plan.pipeline.schedule]
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         count = plan.pipeline.microbatches
@@ -176,11 +180,11 @@ class PipelinedTrainable(Trainable):
             with self._autocast():
                 found = schedule.eval(*args, **kwargs)
                 output = output_of(self._last, found, self._pipeline)
-                local = apply_loss(self._loss, output, target)
+                loss = self._loss_of_last(found, target)
         finally:
             for module, mode in modes.items():
                 module.train(mode) if _has_graph(module) else setattr(module, "training", mode)
-        return EvalResult(output=output, loss=local.total.float() / local.count)
+        return EvalResult(output=output, loss=loss)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The state of the model by original name, in whole tensors, on every rank."""
@@ -244,13 +248,15 @@ class PipelinedTrainable(Trainable):
         self._has_target = target is not None
         args, kwargs = _call(batch)
         goal = torch.empty(size) if target is None else target
-        with phase("pipeline", step=self.steps, computes=True), self._autocast():
+        running = phase("pipeline", step=self.steps, computes=True)
+        with running, self._autocast(), self._hooks.resting():
             self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
         self._samples = []
         if is_last:
             window, scale = self._window, self._loss_scale
             window.close()
             self._layout.scale_by(lambda: window.factor() / scale)
+            self._hooks.run()
 
     def _scale_to(
         self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]
@@ -269,6 +275,25 @@ class PipelinedTrainable(Trainable):
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1))
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
+
+    def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
+        """The loss of ``output``, which the rank with the last stage has: it may read weights."""
+        said: object = None
+        failure: Exception | None = None
+        if self._pipeline.rank == self._last:
+            try:
+                local = apply_loss(self._loss, output, target)
+                said = (local.total.float() / local.count).item()
+            except Exception as error:  # raised below, when the other ranks know
+                failure, said = error, f"{type(error).__name__}: {error}"
+        rows = self._pipeline.gather_bytes(json.dumps(said).encode(), label="loss of a pipeline")
+        found = json.loads(rows[self._last])
+        if failure is not None:
+            raise failure
+        if isinstance(found, str):
+            rank = self._pipeline.ranks[self._last]
+            raise PipelinePeerError(f"the loss failed on rank {rank}, in an evaluation: {found}")
+        return torch.tensor(found, dtype=torch.float32, device=self._pipeline.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         # Parameters come and go between microbatches.

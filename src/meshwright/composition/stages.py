@@ -88,7 +88,7 @@ def cut_model(
         bounds = [0, *(links.index(name) for name in starts), len(links)]
         names = [links[a:b] for a, b in itertools.pairwise(bounds)]
         modules = stages_by_name(model, names)
-        return CutModel(modules, ties=_separate(modules))
+        return CutModel(modules, ties=_ties(modules))
     dropout = [name for name, part in model.named_modules() if isinstance(part, Dropout)]
     if dropout:
         raise PlanError(
@@ -121,8 +121,9 @@ def cut_model(
         )
     info = pipe.info()
     modules = [pipe.get_stage_module(n) for n in range(count)]
+    restored: set[str] = set()
     for module in modules if tensor.styles else ():
-        restore(module, model, tensor.styles)
+        restored |= restore(module, model, tensor.styles, restored)
     _keep_unused(model, modules)
     return CutModel(modules, info.ties, info)
 
@@ -237,19 +238,13 @@ def _marks(values: object) -> list[tuple[int, int]]:
     return [(id(value), getattr(value, "_version", 0)) for value in listed]
 
 
-def _separate(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Parameters that several stages hold; each stage but the first gets a copy."""
+def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that several stages hold, by their first name in each."""
     holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for stage, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             holders.setdefault(parameter, []).append((stage, name))
-    ties = {p: names for p, names in holders.items() if len(names) > 1}
-    for parameter, names in ties.items():
-        for stage, name in names[1:]:
-            path, _, leaf = name.rpartition(".")
-            copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            setattr(modules[stage].get_submodule(path), leaf, copied)
-    return tuple(Tie(names[0][0], tuple(names)) for names in ties.values())
+    return tuple(Tie(names[0][0], tuple(names)) for names in holders.values() if len(names) > 1)
 
 
 # ------------------------------------------------------------------------------------ balance

@@ -11,7 +11,7 @@ each of them is put back into its stage as the module it was, there to be cut::
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,13 +86,22 @@ def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
             layer._parameters[key] = nn.Parameter(given.detach().narrow(along, 0, size).clone())
 
 
-def restore(stage: nn.Module, model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Put the modules of ``model`` that ``styles`` name back into the traced ``stage``."""
+def restore(
+    stage: nn.Module, model: nn.Module, styles: Mapping[str, str], elsewhere: Collection[str]
+) -> set[str]:
+    """Put the modules of ``model`` that ``styles`` name back into the traced ``stage``.
+
+    Those that are ``elsewhere``, in another stage, are copied. Returns the names of all.
+    """
     graph_module = _graph_of(stage)
     memo: dict[int, Any] = {}
+    restored: set[str] = set()
     for node, name in list(_layers(graph_module, styles)):
-        if not _is_layer(_held(graph_module, name)):
-            graph_module.set_submodule(name, copy.deepcopy(model.get_submodule(name), memo))
+        if name not in restored:
+            layer = model.get_submodule(name)
+            given = copy.deepcopy(layer, memo) if name in elsewhere else layer
+            graph_module.set_submodule(name, given)
+            restored.add(name)
         x = node.args[_OPERATORS[node.target][0]]
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (x,))
@@ -104,19 +113,13 @@ def restore(stage: nn.Module, model: nn.Module, styles: Mapping[str, str]) -> No
             if not given.users:
                 graph_module.graph.erase_node(given)
     graph_module.recompile()
+    return restored
 
 
 def _graph_of(stage: nn.Module) -> fx.GraphModule:
     if isinstance(stage, fx.GraphModule):
         return stage
     return next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
-
-
-def _held(module: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:

@@ -1,0 +1,66 @@
+"""Stages of this rank with the very parameters and buffers of the model that they were cut from.
+
+Hooks, attributes and optimizers that know a parameter know it in its stage then. Tracing and
+tensor parallelism put others into modules, so the two are brought together before a stage is laid
+out, and after::
+
+    share     model's tensors  ->  the stages of this rank
+    show      what the stages hold now (DTensors, where they are cut)  ->  the model's modules
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+
+__all__ = ["known_copy", "share", "show"]
+
+
+def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Let ``stages``, all of this rank, hold the parameters and buffers of ``model`` by name.
+
+    Where several of them hold one parameter, the first has the model's, and others copies: each
+    accumulates a gradient of its own.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    taken: set[int] = set()
+    for stage in stages:
+        used: dict[int, nn.Parameter] = {}
+        for path, part in stage.named_modules():
+            prefix = f"{path}." if path else ""
+            for leaf in part._parameters:
+                own = parameters.get(f"{prefix}{leaf}")
+                if own is None:
+                    continue
+                if id(own) not in used:
+                    used[id(own)] = known_copy(own) if id(own) in taken else own
+                part._parameters[leaf] = used[id(own)]
+            for leaf in part._buffers:
+                part._buffers[leaf] = buffers.get(f"{prefix}{leaf}", part._buffers[leaf])
+        taken |= used.keys()
+
+
+def known_copy(parameter: nn.Parameter) -> nn.Parameter:
+    """Copy a parameter with the attributes that were set on it; hooks stay with the original."""
+    copied = copy.deepcopy(parameter)
+    vars(copied).update(vars(parameter))
+    return copied
+
+
+def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Let the modules of ``model`` have what ``stages``, all of this rank, hold by these names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for stage in reversed(stages):
+        for path, part in stage.named_modules():
+            owner = modules.get(path)
+            if owner is None or owner is part:
+                continue
+            for leaf, parameter in part._parameters.items():
+                if owner._parameters.get(leaf) is not None:
+                    owner._parameters[leaf] = parameter
+            for leaf, buffer in part._buffers.items():
+                if owner._buffers.get(leaf) is not None:
+                    owner._buffers[leaf] = buffer

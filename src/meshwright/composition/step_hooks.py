@@ -1,0 +1,135 @@
+"""Hooks that users have put on parameters of a pipeline: they run once a step, on its gradient.
+
+What autograd has in a microbatch is no gradient of a step: it is of a few samples, of one rank, and
+is not divided by the count yet. So hooks rest while the schedule runs, and are given what one
+process would give them: the gradient of the global batch, summed over microbatches and data ranks
+and scaled, before it is clipped. Replicas run them each for itself, so that what they do has to
+follow from the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensor import is_dtensor, local_of
+from meshwright.data_parallel.reducer import GradientReducer
+
+__all__ = ["StepHooks"]
+
+Hooks = dict[int, Callable[..., Any]]
+_Waiting = tuple[str, nn.Parameter, Hooks, Hooks]
+
+
+class StepHooks:
+    """The hooks of the parameters of one rank's stages."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        copies: Sequence[tuple[nn.Parameter, nn.Parameter]],
+    ) -> None:
+        """``copies`` are pairs of a parameter and its copy in another stage of this rank.
+
+        Hooks of either run on both, once.
+        """
+        own = {id(copied): parameter for parameter, copied in copies}
+        self._owners = {
+            name: (parameter, own.get(id(parameter), parameter))
+            for name, parameter in named.items()
+        }
+        self._copies = tuple(copies)
+        self._waiting: list[_Waiting] = []
+        """Name, parameter, and hooks of both kinds that have rested in the last pass."""
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Let no hook run in the block."""
+        self._waiting = list[_Waiting]()
+        before: list[tuple[nn.Parameter, Hooks, Hooks]] = []
+        for name, (parameter, owner) in self._owners.items():
+            if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+                continue
+            changing = _hooks(parameter._backward_hooks)
+            following = _hooks(parameter._post_accumulate_grad_hooks)
+            theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
+            if changing or theirs:
+                before.append((parameter, changing, following))
+                self._waiting.append((name, owner, changing.copy(), theirs))
+                parameter._backward_hooks = None
+                # None would leave those that autograd has.
+                parameter._post_accumulate_grad_hooks = OrderedDict(
+                    (n, hook) for n, hook in following.items() if n not in theirs
+                )
+        try:
+            yield
+        finally:
+            for parameter, changing, following in before:
+                parameter._backward_hooks = changing
+                following.update(_hooks(parameter._post_accumulate_grad_hooks))
+                parameter._post_accumulate_grad_hooks = following
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Give the hooks that have rested the gradients that are in ``.grad`` now.
+
+        Raises what they raise, with the name of the parameter; RuntimeError for a gradient of
+        another kind or shape.
+        """
+        waiting = self._waiting
+        self._waiting = list[_Waiting]()
+        for name, parameter, changing, following in reversed(waiting):
+            if parameter.grad is None:
+                continue
+            try:
+                for hook in changing.values():
+                    _write(parameter.grad, hook(parameter.grad))
+                for hook in following.values():
+                    hook(parameter)
+            except Exception as error:
+                error.add_note(
+                    f"This was a hook of parameter {name!r}: in a pipeline it runs once a step, on "
+                    "the gradient of the global batch."
+                )
+                raise
+            for owner, copied in self._copies:
+                if owner is parameter:
+                    _follow(owner, copied)
+
+
+def _hooks(found: Hooks | None) -> Hooks:
+    """The hooks of one kind; the object that handles know, where there is one."""
+    return OrderedDict[int, Any]() if found is None else found
+
+
+def _is_ours(hook: object) -> bool:
+    """Whether ``hook`` tells a reducer that a gradient has come."""
+    owner = getattr(getattr(hook, "func", None), "__self__", None)
+    return isinstance(owner, GradientReducer)
+
+
+def _write(gradient: torch.Tensor, changed: torch.Tensor | None) -> None:
+    """Let ``gradient`` be what a hook has made of it."""
+    if changed is None or changed is gradient:
+        return
+    if is_dtensor(changed) is not is_dtensor(gradient) or changed.shape != gradient.shape:
+        raise RuntimeError(
+            f"expected a hook to return a gradient like the {type(gradient).__name__} of shape "
+            f"{tuple(gradient.shape)} that it is given, found a {type(changed).__name__} of shape "
+            f"{tuple(changed.shape)}"
+        )
+    local_of(gradient).copy_(local_of(changed))
+
+
+def _follow(owner: nn.Parameter, copied: nn.Parameter) -> None:
+    """Let the copy of a parameter have what hooks have made of its gradient, and of itself."""
+    if owner.grad is None:
+        copied.grad = None
+        local_of(copied).copy_(local_of(owner))
+    elif copied.grad is not None:
+        local_of(copied.grad).copy_(local_of(owner.grad))
