@@ -16,12 +16,12 @@ from meshwright import comm
 from meshwright.composition.checks import check_model
 from meshwright.composition.compiling import compiled
 from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
     apply_dropout,
     cut_over_tensor,
     equalise,
     moved_to,
-    optimized_parameters,
     place,
     recompute_modules,
     replicate_module,
@@ -60,8 +60,11 @@ def parallelize(
     ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
     inputs, a tuple or a mapping of keyword arguments, are for axes pipeline and tensor, which look
     at how the model runs. ``group`` is a process group, all ranks when None; a process that has
-    joined none connects first. A pipeline leaves ``model`` as it is; any other layout changes it in
-    place.
+    joined none connects first.
+
+    ``model`` is laid out in place. With axis pipeline it keeps what this rank's stages hold, and
+    those hold its own parameters; the memory of all others is given back, and reading them, or
+    calling ``model`` itself, is refused by name.
 
     Raises PlanError with every contradiction between plan, model and ranks.
 
@@ -78,10 +81,12 @@ def parallelize(
     is_empty = is_on_meta(model)
     _check_example(plan, example)
     peers = Peers.of(plan, everyone)
+    given = GivenParameters(model)
     if plan.axes.size("pipeline") > 1:
-        return pipelined(model, plan, optimizer, loss, example or (), peers)
+        return pipelined(model, plan, optimizer, loss, example or (), peers, given)
     if not (is_empty and is_drawn_in_parts(plan)):
         place(model, plan, everyone)
+        given.carry(model)
     draws = apply_dropout(model, plan)
     whole: WholeRun | None = None
     if plan.axes.size("tensor") > 1:
@@ -99,12 +104,13 @@ def parallelize(
         layout: DataLayout = shard_module(model, plan, peers)
     else:
         layout = replicate_module(model, plan, peers)
+    given.carry(model)
     return Trainable(
         compiled(model, plan),
         plan,
         peers=peers,
         layout=layout,
-        optimizer=None if optimizer is None else optimizer(optimized_parameters(model, plan)),
+        optimizer=given.optimizer(optimizer, model, plan),
         loss=loss,
         draws=draws,
         traffic=traffic,

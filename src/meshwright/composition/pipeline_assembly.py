@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from meshwright.comm import Communicator
 from meshwright.composition.compiling import compiled
 from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
     apply_dropout,
     cut_over_tensor,
     equalise,
     moved_to,
-    optimized_parameters,
     place,
     recompute_modules,
     replicate_module,
@@ -53,10 +53,12 @@ def pipelined(
     loss: Loss,
     example: Inputs,
     peers: Peers,
+    given: GivenParameters,
 ) -> Trainable:
     """Cut the model into stages, and lay this rank's out over the other axes."""
     everyone, pipeline = peers.everyone, peers.pipeline
     place(model, plan, everyone)
+    given.carry(model)
     equalise(model, everyone)
     names = list(model.state_dict())
     draws = apply_dropout(model, plan)
@@ -70,16 +72,9 @@ def pipelined(
     own = [found.modules[stage] for stage in mine]
     share(model, own)
     model.zero_grad()  # what it has from before is of no step
-    layouts: list[DataLayout] = []
-    stages: list[PipelineStage] = []
-    for stage, module in zip(mine, own, strict=True):
-        cut_over_tensor(module, cut, peers)
-        if plan.train.batch_norm == "sync":
-            synchronise_batch_norm(module, peers.data)
-        recompute_modules(module, plan)
-        layouts.append(_stage_layout(module, plan, peers))
-        stages.append(_stage(found, stage, everyone.device, pipeline))
-        compiled(module, plan)
+    layouts, stages = _lay_out(found, mine, plan, cut, peers)
+    for module in own:
+        given.carry(module)
     show(model, own)
     _let_others_go(model, found, mine, [pipeline.ranks[rank] for rank in holders])
     modules = StageModules(own)
@@ -102,11 +97,29 @@ def pipelined(
         names=names,
         copies=_other_names(found),
         hooks=StepHooks(dict(modules.named_parameters()), _mirrored(found, mine)),
-        optimizer=None if optimizer is None else optimizer(optimized_parameters(modules, plan)),
+        optimizer=given.optimizer(optimizer, modules, plan),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(_names_in(modules)),
     )
+
+
+def _lay_out(
+    found: CutModel, mine: Sequence[int], plan: Plan, cut: ModelCut, peers: Peers
+) -> tuple[list[DataLayout], list[PipelineStage]]:
+    """Lay the stages that are ``mine`` out over the other axes."""
+    layouts: list[DataLayout] = []
+    stages: list[PipelineStage] = []
+    for stage in mine:
+        module = found.modules[stage]
+        cut_over_tensor(module, cut, peers)
+        if plan.train.batch_norm == "sync":
+            synchronise_batch_norm(module, peers.data)
+        recompute_modules(module, plan)
+        layouts.append(_stage_layout(module, plan, peers))
+        stages.append(_stage(found, stage, peers.everyone.device, peers.pipeline))
+        compiled(module, plan)
+    return layouts, stages
 
 
 def _let_others_go(

@@ -1,0 +1,104 @@
+"""The parameters of a model as `parallelize` was given them, and what users expect of them after.
+
+Layouts put others into their place: values for the meta device, DTensors where they are cut. What
+users have set on them goes on to those, and an optimizer that was built before is looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.composition.laying_out import optimized_parameters
+from meshwright.composition.other_stages import HeldElsewhere
+from meshwright.errors import PlanError
+from meshwright.plan import Plan
+
+__all__ = ["GivenParameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One parameter as it was; its memory is not held on to."""
+
+    name: str
+    itself: weakref.ref[nn.Parameter]
+    attributes: Mapping[str, Any]
+    """Those that users have set."""
+    hooks: Any
+    """Of `Tensor.register_hook`, in the object that handles know; None where there are none."""
+    later_hooks: Any
+    """Of `Tensor.register_post_accumulate_grad_hook`."""
+
+
+class GivenParameters:
+    """The parameters of one model before anything is laid out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._given = {
+            name: _Given(
+                name,
+                weakref.ref(parameter),
+                dict(vars(parameter)),
+                parameter._backward_hooks or None,
+                parameter._post_accumulate_grad_hooks or None,
+            )
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def carry(self, module: nn.Module) -> None:
+        """Let parameters of ``module`` have the attributes and hooks of those that they replace."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            before = self._given.get(name)
+            if before is None or before.itself() is parameter:
+                continue
+            for key, value in before.attributes.items():
+                vars(parameter).setdefault(key, value)
+            if before.hooks and not parameter._backward_hooks:
+                parameter._backward_hooks = before.hooks
+            if before.later_hooks and not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = before.later_hooks
+
+    def optimizer(
+        self,
+        make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+        module: nn.Module,
+        plan: Plan,
+    ) -> Optimizer | None:
+        """Call ``make`` with what this rank trains; it may return an optimizer that was there.
+
+        From that the parameters of other stages are taken out. Raises PlanError for one of
+        parameters that others have replaced, whose steps would change nothing.
+        """
+        if make is None:
+            return None
+        optimizer = make(optimized_parameters(module, plan))
+        groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+        held = {id(parameter) for parameter in module.parameters()}
+        given = {
+            id(found): g.name for g in self._given.values() if (found := g.itself()) is not None
+        }
+        lost = [
+            given[id(parameter)]
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) in given.keys() - held and not isinstance(parameter, HeldElsewhere)
+        ]
+        if lost:
+            raise PlanError(
+                f"{len(lost)} parameters of the {type(optimizer).__name__}, {lost[0]!r} first, are "
+                "what the model had before it was laid out, and others train in their place: build "
+                "the optimizer from the parameters that its function is given"
+            )
+        for group in groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, HeldElsewhere):
+                    optimizer.state.pop(cast("torch.Tensor", parameter), None)
+            group["params"] = [p for p in group["params"] if not isinstance(p, HeldElsewhere)]
+        return optimizer
