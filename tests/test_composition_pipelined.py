@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
-from meshwright.composition.stages import _chain, _keep_unused, _partition
+from meshwright.composition.observing import observe
+from meshwright.composition.stages import _keep_unused, _partition
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
 from meshwright.testing import MODELS, Ranks, assert_same_training
@@ -94,15 +95,15 @@ class Chain(nn.Module):
 
 def test_a_chain_is_seen_and_not_assumed() -> None:
     x = (torch.ones(2, 4),)
-    assert _chain(Chain(), x) == ["a", "b", "c"]
+    assert observe(Chain(), x).links == ["a", "b", "c"]
     for between in ("in place", "behind"):
-        assert _chain(Chain(between), x) is None
+        assert observe(Chain(between), x).links is None
     model = Chain()
     model.register_forward_hook(lambda _, __, output: output * 2)
-    assert _chain(model, x) is None
+    assert observe(model, x).links is None
     random = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     state = torch.get_rng_state()
-    assert _chain(random, x) == ["0", "1"]
+    assert observe(random, x).links == ["0", "1"]
     assert torch.equal(state, torch.get_rng_state())
 
 

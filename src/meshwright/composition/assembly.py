@@ -27,9 +27,9 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
+from meshwright.composition.observing import Inputs
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipeline_assembly import pipelined
-from meshwright.composition.stages import Inputs
 from meshwright.composition.starting_values import is_drawn_in_parts, is_on_meta
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import ModelCut

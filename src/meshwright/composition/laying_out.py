@@ -19,8 +19,8 @@ from meshwright.comm.dtensor import mesh_communicators
 from meshwright.comm.whole import held_boxes
 from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
+from meshwright.composition.observing import Inputs
 from meshwright.composition.peers import Peers
-from meshwright.composition.stages import Inputs
 from meshwright.composition.starting_values import draw, is_on_meta
 from meshwright.composition.tensor_rules import STYLES, ModelCut
 from meshwright.data_parallel import (

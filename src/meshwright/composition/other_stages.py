@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import LayoutError
 
-__all__ = ["HeldElsewhere", "let_go"]
+__all__ = ["FACTS", "HeldElsewhere", "let_go", "name_of"]
 
 _WHERE = "_meshwright_where"
-_FACTS = frozenset(
+FACTS = frozenset(
     {
         "__hash__",
         "__len__",
@@ -50,10 +50,7 @@ _FACTS = frozenset(
         "ndimension",
         "nelement",
         "numel",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
         "requires_grad",
-        "requires_grad_",
         "retains_grad",
         "shape",
         "size",
@@ -61,6 +58,8 @@ _FACTS = frozenset(
     }
 )
 """What can be asked without a value, by the names of torch's functions and attributes."""
+_SETTINGS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
+"""What may be said to a parameter on every rank alike."""
 
 
 class HeldElsewhere:
@@ -75,7 +74,7 @@ class HeldElsewhere:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Answer what needs no value. Raises LayoutError, naming the tensor, for all else."""
-        if _name(func) not in _FACTS:
+        if name_of(func) not in FACTS | _SETTINGS:
             _refuse([*tree_leaves((args, dict(kwargs or {})))])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -85,7 +84,7 @@ class HeldElsewhere:
         return f"<{vars(self)[_WHERE]}>"
 
 
-def _name(func: object) -> str:
+def name_of(func: object) -> str:
     """The name of a function of torch, or of the attribute that is read or set."""
     found = getattr(func, "__name__", "")
     of = getattr(func, "__self__", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -25,12 +24,13 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
+from meshwright.composition.observing import Inputs, copied
 from meshwright.composition.other_stages import let_go
 from meshwright.composition.own_tensors import share, show
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
-from meshwright.composition.stages import CutModel, Inputs, cut_model
+from meshwright.composition.stages import CutModel, cut_model
 from meshwright.composition.step_hooks import StepHooks
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import ModelCut
@@ -159,7 +159,7 @@ def _checked(
     draws: Draws | None,
 ) -> TensorTraffic:
     """See that ``model`` computes the same when it is ``cut``, and what that sends."""
-    whole, trial = WholeRun(model, example, peers.tensor, draws), copy.deepcopy(model)
+    whole, trial = WholeRun(model, example, peers.tensor, draws), copied(model)
     cut_over_tensor(trial, cut, peers)
     whole.compare(trial)
     recompute_modules(trial, plan)

@@ -1,33 +1,28 @@
-"""A model cut into stages: as a chain of its own modules where it is one, else by tracing it.
-
-Whether it is a chain is seen, not assumed: a copy of the model runs once on the example, and each
-module must be called once, with the very tensors that the one before has returned, untouched.
-"""
+"""A model cut into stages: as a chain of its own modules where it is one, else by tracing it."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.composition.observing import Inputs, Observation, observe
 from meshwright.composition.tensor_rules import ModelCut
 from meshwright.composition.tensor_twin import restore, twin_of
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.balance import balanced
+from meshwright.pipelining.module_hooks import refuse_hooks
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 
-__all__ = ["CutModel", "Inputs", "chunks_of", "cut_model"]
+__all__ = ["CutModel", "chunks_of", "cut_model"]
 
-Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Of a model: positional arguments, or keyword arguments."""
 TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
 """Schedules that are made for several stages a rank; two unless ``split`` says."""
 
@@ -40,17 +35,8 @@ class CutModel:
     ties: tuple[Tie, ...] = ()
     info: PipeInfo | None = None
     """What the stages of a traced model are built with; None for a chain."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a module."""
-
-    name: str
-    inputs: list[tuple[int, int]] = field(default_factory=list)
-    """Identity and version of each argument."""
-    outputs: list[tuple[int, int]] = field(default_factory=list)
-    has_keywords: bool = False
+    written: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By module of the model, the attributes that its forward writes."""
 
 
 def chunks_of(plan: PipelinePlan, ranks: int) -> int:
@@ -82,13 +68,33 @@ def cut_model(
     can be cut as ``tensor`` says afterwards. Raises ``PlanError`` where the model cannot be cut so.
     """
     count = chunks_of(plan, ranks) * ranks
-    links = _chain(model, example)
-    if links is not None:
-        starts = _starts(model, plan, links, count)
-        bounds = [0, *(links.index(name) for name in starts), len(links)]
-        names = [links[a:b] for a, b in itertools.pairwise(bounds)]
-        modules = stages_by_name(model, names)
-        return CutModel(modules, ties=_ties(modules))
+    seen = observe(model, example)
+    if seen.links is None:
+        found = _traced(model, plan, count, example, seen, tensor)
+    else:
+        starts = _starts(model, plan, seen.links, count)
+        bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
+        modules = stages_by_name(model, [seen.links[a:b] for a, b in itertools.pairwise(bounds)])
+        found = CutModel(modules, ties=_ties(modules), written=seen.written)
+    _check_kept(model, found)
+    return found
+
+
+def _traced(
+    model: nn.Module,
+    plan: PipelinePlan,
+    count: int,
+    example: Inputs,
+    seen: Observation,
+    tensor: ModelCut,
+) -> CutModel:
+    """Cut the graph of ``model`` into ``count`` stages."""
+    if seen.moving:
+        raise PlanError(
+            f"each forward of the model changes its attribute {seen.moving[0]!r}. The model is no "
+            "chain of modules, so stages are traced graphs, in which it would stay as it was: "
+            "count outside of forward, or in a buffer"
+        )
     dropout = [name for name, part in model.named_modules() if isinstance(part, Dropout)]
     if dropout:
         raise PlanError(
@@ -125,7 +131,28 @@ def cut_model(
     for module in modules if tensor.styles else ():
         restored |= restore(module, model, tensor.styles, restored)
     _keep_unused(model, modules)
-    return CutModel(modules, info.ties, info)
+    return CutModel(modules, info.ties, info, seen.written)
+
+
+def _check_kept(model: nn.Module, found: CutModel) -> None:
+    """Raise PlanError for what no stage has: hooks of modules that none calls, and state."""
+    inside = {part for stage in found.modules for part in stage.modules()}
+    apart = [(name, part) for name, part in model.named_modules() if part not in inside]
+    why = (
+        "A pipeline takes these modules apart; the modules of a chain stay as they are. Put hooks "
+        "on those, or what they do into forward"
+    )
+    try:
+        refuse_hooks(apart, why)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    held = {name for stage in found.modules for name in stage.state_dict()}
+    lost = [name for name in model.state_dict() if name not in held]
+    if lost:
+        raise PlanError(
+            f"{lost[0]!r} of the model's state belongs to a module that a pipeline takes apart, "
+            "and no stage has it: let it be a parameter or a buffer"
+        )
 
 
 def _free_size(value: object) -> dict[int, Any] | None:
@@ -172,70 +199,6 @@ def _made(module: nn.Module, path: str) -> nn.Module:
             module.add_module(name, nn.Module())
         module = module.get_submodule(name)
     return module
-
-
-# ------------------------------------------------------------------------------------- chains
-
-
-def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The modules that the forward of ``model`` can call: its children, lists by their items."""
-    for name, child in model.named_children():
-        full = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) or type(child) is nn.Sequential:
-            yield from _links(child, f"{full}.")
-        else:
-            yield full
-
-
-def _chain(model: nn.Module, example: Inputs) -> list[str] | None:
-    """The modules of ``model`` in the order of their calls, where it is a chain of them."""
-    names = list(_links(model))
-    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks)
-    if len(names) < 2 or has_hooks or model._parameters or model._buffers:
-        return None
-    if isinstance(example, Mapping):
-        return None
-    observed = copy.deepcopy(model)
-    calls: list[_Call] = []
-    kept: list[object] = []  # an identity means something only while its object lives
-    for name in names:
-        part = observed.get_submodule(name)
-        part.register_forward_pre_hook(_opens(name, calls, kept), with_kwargs=True)
-        part.register_forward_hook(_closes(calls, kept))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        result = observed(*example)
-    if [call.name for call in calls] != list(dict.fromkeys(call.name for call in calls)):
-        return None
-    if {call.name for call in calls} != set(names) or any(call.has_keywords for call in calls):
-        return None
-    passed = _marks(example)
-    for call in calls:
-        if call.inputs != passed:
-            return None
-        passed = call.outputs
-    return [call.name for call in calls] if _marks(result) == passed else None
-
-
-def _opens(name: str, calls: list[_Call], kept: list[object]) -> Any:  # noqa: ANN401 - a hook
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kept.append(args)
-        calls.append(_Call(name, _marks(args), has_keywords=bool(kwargs)))
-
-    return note
-
-
-def _closes(calls: list[_Call], kept: list[object]) -> Any:  # noqa: ANN401 - a hook
-    def note(_: nn.Module, __: object, output: object) -> None:
-        kept.append(output)
-        calls[-1].outputs = _marks(output)
-
-    return note
-
-
-def _marks(values: object) -> list[tuple[int, int]]:
-    """Which objects ``values`` are, and how often they have been written to."""
-    listed = values if isinstance(values, tuple) else (values,)
-    return [(id(value), getattr(value, "_version", 0)) for value in listed]
 
 
 def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:

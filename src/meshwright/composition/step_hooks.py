@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,50 @@ from torch import nn
 from meshwright.comm.dtensor import is_dtensor, local_of
 from meshwright.data_parallel.reducer import GradientReducer
 
-__all__ = ["StepHooks"]
+__all__ = ["Rested", "StepHooks", "resting"]
 
 Hooks = dict[int, Callable[..., Any]]
-_Waiting = tuple[str, nn.Parameter, Hooks, Hooks]
+
+
+class Rested(NamedTuple):
+    """What was to be called for the gradient of one parameter."""
+
+    parameter: nn.Parameter
+    changing: list[Callable[[torch.Tensor], torch.Tensor | None]]
+    """Of `Tensor.register_hook`."""
+    following: list[Callable[[torch.Tensor], None]]
+    """Of `Tensor.register_post_accumulate_grad_hook`."""
+
+
+@contextlib.contextmanager
+def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
+    """Let no hook of ``parameters`` run in the block, but for those by which reducers count.
+
+    Yields those that rest.
+    """
+    rested: list[Rested] = []
+    before: list[tuple[nn.Parameter, Hooks, Hooks]] = []
+    for parameter in parameters:
+        if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+            continue
+        changing = _hooks(parameter._backward_hooks)
+        following = _hooks(parameter._post_accumulate_grad_hooks)
+        theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
+        if changing or theirs:
+            before.append((parameter, changing, following))
+            rested.append(Rested(parameter, [*changing.values()], [*theirs.values()]))
+            parameter._backward_hooks = None
+            # None would leave those that autograd has.
+            parameter._post_accumulate_grad_hooks = OrderedDict(
+                (n, hook) for n, hook in following.items() if n not in theirs
+            )
+    try:
+        yield rested
+    finally:
+        for parameter, changing, following in before:
+            parameter._backward_hooks = changing
+            following.update(_hooks(parameter._post_accumulate_grad_hooks))
+            parameter._post_accumulate_grad_hooks = following
 
 
 class StepHooks:
@@ -38,41 +78,18 @@ class StepHooks:
 
         Hooks of either run on both, once.
         """
-        own = {id(copied): parameter for parameter, copied in copies}
-        self._owners = {
-            name: (parameter, own.get(id(parameter), parameter))
-            for name, parameter in named.items()
-        }
+        self._parameters = tuple(named.values())
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._owners = {id(copied): parameter for parameter, copied in copies}
         self._copies = tuple(copies)
-        self._waiting: list[_Waiting] = []
-        """Name, parameter, and hooks of both kinds that have rested in the last pass."""
+        self._rested: list[Rested] = []
+        """Those of the last pass."""
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """Let no hook run in the block."""
-        self._waiting = list[_Waiting]()
-        before: list[tuple[nn.Parameter, Hooks, Hooks]] = []
-        for name, (parameter, owner) in self._owners.items():
-            if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
-                continue
-            changing = _hooks(parameter._backward_hooks)
-            following = _hooks(parameter._post_accumulate_grad_hooks)
-            theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
-            if changing or theirs:
-                before.append((parameter, changing, following))
-                self._waiting.append((name, owner, changing.copy(), theirs))
-                parameter._backward_hooks = None
-                # None would leave those that autograd has.
-                parameter._post_accumulate_grad_hooks = OrderedDict(
-                    (n, hook) for n, hook in following.items() if n not in theirs
-                )
-        try:
+        with resting(self._parameters) as self._rested:
             yield
-        finally:
-            for parameter, changing, following in before:
-                parameter._backward_hooks = changing
-                following.update(_hooks(parameter._post_accumulate_grad_hooks))
-                parameter._post_accumulate_grad_hooks = following
 
     @torch.no_grad()
     def run(self) -> None:
@@ -81,20 +98,20 @@ class StepHooks:
         Raises what they raise, with the name of the parameter; RuntimeError for a gradient of
         another kind or shape.
         """
-        waiting = self._waiting
-        self._waiting = list[_Waiting]()
-        for name, parameter, changing, following in reversed(waiting):
+        rested, self._rested = self._rested, list[Rested]()
+        for found in reversed(rested):
+            parameter = self._owners.get(id(found.parameter), found.parameter)
             if parameter.grad is None:
                 continue
             try:
-                for hook in changing.values():
+                for hook in found.changing:
                     _write(parameter.grad, hook(parameter.grad))
-                for hook in following.values():
+                for hook in found.following:
                     hook(parameter)
             except Exception as error:
                 error.add_note(
-                    f"This was a hook of parameter {name!r}: in a pipeline it runs once a step, on "
-                    "the gradient of the global batch."
+                    f"This was a hook of parameter {self._names[id(parameter)]!r}: in a pipeline "
+                    "it runs once a step, on the gradient of the global batch."
                 )
                 raise
             for owner, copied in self._copies:

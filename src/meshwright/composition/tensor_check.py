@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from meshwright.comm import Communicator, Recorder, observe, phase
 from meshwright.comm.dtensor import local_of
 from meshwright.comm.whole import part_like
-from meshwright.composition.stages import Inputs
+from meshwright.composition.observing import Inputs, left_as_it_is
+from meshwright.composition.step_hooks import resting
 from meshwright.composition.tensor_traffic import PARTIAL, TensorTraffic
 from meshwright.errors import PlanError
 from meshwright.gradients import call_module
@@ -53,20 +54,6 @@ def _same_numbers() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
-
-
-@contextlib.contextmanager
-def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
-    """Let a run change copies of the buffers: what it counts is no part of the training."""
-    held = [(m._buffers, key, b) for m in model.modules() for key, b in m._buffers.items()]
-    copies = {id(b): b.clone() for *_, b in held if b is not None}
-    for buffers, key, buffer in held:
-        buffers[key] = None if buffer is None else copies[id(buffer)]
-    try:
-        yield
-    finally:
-        for buffers, key, buffer in held:
-            buffers[key] = buffer
 
 
 class WholeRun:
@@ -157,7 +144,7 @@ class WholeRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_same_numbers())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_on_copies_of_buffers(model))
+            stack.enter_context(left_as_it_is(model))
             if self._draws is not None and rows:
                 self._draws.begin_step(0)
                 stack.enter_context(self._draws.microbatch(0, range(rows[0])))
@@ -216,11 +203,15 @@ def _gradients(
     outputs: list[torch.Tensor], seeds: list[torch.Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, torch.Tensor]:
     pairs = [(out, seed) for out, seed in zip(outputs, seeds, strict=True) if out.requires_grad]
-    if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [seed for _, seed in pairs])
-    found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    before = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
+    if pairs:
+        with resting(parameters.values()):  # an optimizer may step in one of them
+            torch.autograd.backward([out for out, _ in pairs], [seed for _, seed in pairs])
+    found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    for name, parameter in parameters.items():
+        parameter.grad = before[name]
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.composition.observing import copied
 from meshwright.composition.tensor_rules import ModelCut
 from meshwright.errors import PlanError
 from meshwright.tensor_parallel.transposed import is_conv1d
@@ -53,7 +54,7 @@ def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
             f"modules cannot be found again to be cut on axis tensor: {', '.join(lost)}. Leave "
             "them out of [tensor] rules, or use axis tensor without axis pipeline"
         )
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     cut.set_widths(twin)
     for name, style in cut.styles.items():
         if style in _SAME_SIZE:

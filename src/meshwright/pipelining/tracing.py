@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from meshwright.pipelining.dropped import watched_forward
+from meshwright.pipelining.module_hooks import CALLED, refuse_hooks
 from meshwright.pipelining.splitting import Argument, Traced, expected
 
 __all__ = ["SplitPolicy", "export", "traced"]
@@ -28,14 +31,44 @@ def export(
 ) -> ExportedProgram:
     """Export ``module`` for one microbatch.
 
-    Raises ``TypeError`` for DTensors, ``RuntimeError`` when the module cannot be captured.
+    Raises ``TypeError`` for DTensors, ``RuntimeError`` when the module cannot be captured, and
+    ``ValueError`` naming what of it a graph would drop.
     """
+    refuse_hooks(
+        module.named_modules(),
+        "A traced stage calls no module: put what they do into forward, or cut the model between "
+        "its modules, as parallelize cuts a chain and stages_by_name the modules that it is given",
+        *CALLED,
+    )
     for leaf in tree_leaves((args, dict(kwargs or {}))):
         if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
             raise TypeError(
                 "pipeline() cannot trace DTensor inputs; give local tensors, or build the stages "
                 "by PipelineStage"
             )
+    with _left_as_it_is(module), watched_forward(module):
+        return _exported(module, args, kwargs, dynamic_shapes)
+
+
+@contextlib.contextmanager
+def _left_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Take the attributes back that a forward writes: they are tensors of the trace."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for held, kept in before:
+            for key in held.keys() - kept.keys():
+                del held[key]
+            held.update(kept)
+
+
+def _exported(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,  # noqa: ANN401
+) -> ExportedProgram:
     try:
         return torch.export.export(
             module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
