@@ -27,6 +27,7 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
+from meshwright.composition.loss_sources import check_own_parameters
 from meshwright.composition.observing import Inputs
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipeline_assembly import pipelined
@@ -80,6 +81,7 @@ def parallelize(
     check_model(model, plan, everyone.size)
     is_empty = is_on_meta(model)
     _check_example(plan, example)
+    check_own_parameters(loss, model)
     peers = Peers.of(plan, everyone)
     given = GivenParameters(model)
     if plan.axes.size("pipeline") > 1:

@@ -51,16 +51,22 @@ def known_copy(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Let the modules of ``model`` have what ``stages``, all of this rank, hold by these names."""
+    """Let the modules of ``model`` have what ``stages``, all of this rank, hold by these names.
+
+    Where a stage has all of a module they share the table of it, so that the model has whole
+    parameters while the stage has them.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     for stage in reversed(stages):
         for path, part in stage.named_modules():
             owner = modules.get(path)
             if owner is None or owner is part:
                 continue
-            for leaf, parameter in part._parameters.items():
-                if owner._parameters.get(leaf) is not None:
-                    owner._parameters[leaf] = parameter
-            for leaf, buffer in part._buffers.items():
-                if owner._buffers.get(leaf) is not None:
-                    owner._buffers[leaf] = buffer
+            for table in ("_parameters", "_buffers"):
+                mine, theirs = getattr(part, table), getattr(owner, table)
+                absent = {key: None for key, tensor in theirs.items() if tensor is None}
+                if mine.keys() | absent.keys() == theirs.keys():
+                    mine.update(absent)
+                    setattr(owner, table, mine)
+                else:
+                    theirs.update({key: mine[key] for key in mine.keys() & theirs.keys()})

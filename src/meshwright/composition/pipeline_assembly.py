@@ -31,7 +31,8 @@ from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined import PipelinedTrainable
 from meshwright.composition.pipelined_layout import LoneLayout, PipelinedLayout, StageModules
 from meshwright.composition.stages import CutModel, cut_model
-from meshwright.composition.step_hooks import StepHooks
+from meshwright.composition.step_hooks import StepHooks, resting
+from meshwright.composition.taken_apart import LossScope, guard
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import ModelCut
 from meshwright.composition.tensor_traffic import TensorTraffic
@@ -72,11 +73,14 @@ def pipelined(
     own = [found.modules[stage] for stage in mine]
     share(model, own)
     model.zero_grad()  # what it has from before is of no step
-    layouts, stages = _lay_out(found, mine, plan, cut, peers)
+    with resting(model.parameters()):  # what replaces a parameter gets its hooks below
+        layouts, stages = _lay_out(found, mine, plan, cut, peers)
     for module in own:
         given.carry(module)
     show(model, own)
-    _let_others_go(model, found, mine, [pipeline.ranks[rank] for rank in holders])
+    ranks = [pipeline.ranks[rank] for rank in holders]
+    _let_others_go(model, found, mine, ranks)
+    guard(model, found, mine, ranks, scope := LossScope())
     modules = StageModules(own)
     copies = frozenset(map(id, _copies(found, mine)))
     layout = PipelinedLayout(
@@ -97,6 +101,7 @@ def pipelined(
         names=names,
         copies=_other_names(found),
         hooks=StepHooks(dict(modules.named_parameters()), _mirrored(found, mine)),
+        scope=scope,
         optimizer=given.optimizer(optimizer, modules, plan),
         loss=loss,
         draws=draws,

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm import phase
 from meshwright.comm.whole import part_like
+from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.named_optimizer import named_state
 from meshwright.composition.peers import Peers
 from meshwright.composition.pipelined_layout import (
@@ -30,6 +31,7 @@ from meshwright.composition.pipelined_layout import (
     union,
 )
 from meshwright.composition.step_hooks import StepHooks
+from meshwright.composition.taken_apart import LossScope
 from meshwright.composition.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import (
     EvalResult,
@@ -110,6 +112,7 @@ class PipelinedTrainable(Trainable):
         names: Sequence[str],
         copies: Mapping[str, str],
         hooks: StepHooks,
+        scope: LossScope,
         optimizer: Optimizer | None,
         loss: Loss,
         draws: Draws | None = None,
@@ -134,6 +137,10 @@ class PipelinedTrainable(Trainable):
         self._names = tuple(names)
         self._copies = dict(copies)
         self._hooks = hooks
+        self._scope = scope
+        numbered = {stage.stage_index: stage.submod for stage in stages}
+        last = numbered.pop(stages[0].num_stages - 1, module)
+        self._sources = LossSources(last, numbered)
         kind = SCHEDULES[plan.pipeline.schedule]
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         count = plan.pipeline.microbatches
@@ -271,7 +278,9 @@ class PipelinedTrainable(Trainable):
     def _lose(self, output: object, target: object) -> torch.Tensor:
         """The loss of one microbatch, on the last stage."""
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
-        local = apply_loss(self._loss, output, target if self._has_target else None)
+        goal = target if self._has_target else None
+        with self._scope():
+            local = apply_loss(self._loss, output, goal, self._sources.look)
         if torch.is_grad_enabled():
             self._window.add(local, min(sizes, default=1))
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
@@ -282,7 +291,8 @@ class PipelinedTrainable(Trainable):
         failure: Exception | None = None
         if self._pipeline.rank == self._last:
             try:
-                local = apply_loss(self._loss, output, target)
+                with self._scope():
+                    local = apply_loss(self._loss, output, target)
                 said = (local.total.float() / local.count).item()
             except Exception as error:  # raised below, when the other ranks know
                 failure, said = error, f"{type(error).__name__}: {error}"

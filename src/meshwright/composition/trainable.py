@@ -28,10 +28,11 @@ from meshwright.comm.events import Event, EventCheck
 from meshwright.comm.whole import part_like, whole
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description
+from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.peers import Peers
 from meshwright.composition.tensor_traffic import TensorTraffic, add_traffic
-from meshwright.errors import PlanError
+from meshwright.errors import LayoutError, PlanError
 from meshwright.gradients import (
     LossScale,
     LossWindow,
@@ -111,6 +112,7 @@ class Trainable:
         self._layout = layout
         self._peers = peers
         self._loss = loss
+        self._sources = LossSources(module, {})
         self._window = LossWindow(peers.losses)
         self._calls = 0
         """How often `forward_backward` was called."""
@@ -212,7 +214,7 @@ class Trainable:
                 self._judge(loss, norm, is_finite)
                 if is_finite:
                     if is_due(self.steps + 1):
-                        self._compare_gradients()
+                        self._compare_gradients(loss.item())
                     if self.plan.train.clip_norm is not None:
                         self._scale_to(self.plan.train.clip_norm, norm, spread)
                     optimizer.step()
@@ -361,7 +363,8 @@ class Trainable:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         with phase("forward", step=self.steps, computes=True), self._drawing(first, size):
             with self._autocast():
-                local = apply_loss(self._loss, call_module(self.module, batch), target)
+                output = call_module(self.module, batch)
+                local = apply_loss(self._loss, output, target, self._sources.look)
             window.add(local, size)
             if is_last:
                 window.close()
@@ -431,16 +434,31 @@ class Trainable:
                 "their data_rank"
             )
 
-    def _compare_gradients(self) -> None:
-        """Check that what tensor ranks hold whole will stay equal. Raises LayoutError on all."""
+    def _compare_gradients(self, loss: float) -> None:
+        """Check that tensor ranks have one ``loss``, and that what they hold whole will stay equal.
+
+        Raises LayoutError on all of them.
+        """
         tensor = self._peers.tensor
         if tensor.size == 1:
             return
         ranks = self._peers.alike.ranks
 
         def exchange(said: str) -> list[str]:
-            everyone = self._passes.exchange(Event(f"gradients of step {self.steps}"), said)
-            return [s for rank, s in zip(ranks, everyone, strict=True) if rank in tensor.ranks]
+            event = Event(f"gradients of step {self.steps}")
+            everyone = self._passes.exchange(event, f"{loss.hex()} {said}")
+            rows = [
+                s.split(" ", 1) for r, s in zip(ranks, everyone, strict=True) if r in tensor.ranks
+            ]
+            losses = [float.fromhex(number) for number, _ in rows]
+            if len({number for number, _ in rows}) > 1:
+                raise LayoutError(
+                    f"the ranks {list(tensor.ranks)} of axis tensor found the losses {losses} of "
+                    "one batch: the loss reads a parameter of which each has a part. Take its "
+                    "`full_tensor()` there, or, beside axis shard, compute the term in the model's "
+                    "forward and return it with the output"
+                )
+            return [said for _, said in rows]
 
         with phase("compare gradients", step=self.steps):
             verify_gradients(tensor, list(self.named_parameters().items()), exchange)

@@ -13,6 +13,7 @@ from meshwright.gradients.loss import (
     apply_loss,
     call_module,
     cut_batch,
+    leaves_of,
     read_loss,
 )
 from meshwright.gradients.norm import (
@@ -36,6 +37,7 @@ __all__ = [
     "cut_batch",
     "global_norm",
     "group_by_spread",
+    "leaves_of",
     "non_finite_gradients",
     "read_loss",
     "require_finite_norm",

@@ -14,16 +14,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.comm import Communicator, Pending
+from meshwright.comm.dtensor import is_dtensor
 from meshwright.errors import InternalError
 
-__all__ = ["LocalLoss", "LossWindow", "apply_loss", "call_module", "cut_batch", "read_loss"]
+__all__ = [
+    "LocalLoss",
+    "LossWindow",
+    "apply_loss",
+    "call_module",
+    "cut_batch",
+    "leaves_of",
+    "read_loss",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +51,12 @@ class LocalLoss:
 def read_loss(value: object) -> LocalLoss:
     """What a loss function returned, as one form. Raises TypeError when it keeps no contract."""
     found = type(value).__name__
+    if any(map(is_dtensor, value if isinstance(value, tuple) else (value,))):
+        raise TypeError(
+            "expected the loss function to return plain tensors, found a DTensor: it reads "
+            "parameters that lie in parts over ranks. Take their `full_tensor()` where they are "
+            "cut on axis tensor, or compute the term in the model's forward"
+        )
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return LocalLoss(total=value.reshape(()), count=1.0, is_mean=True)
@@ -99,9 +116,43 @@ def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, o
     ]
 
 
-def apply_loss(loss: Callable[..., object], output: object, target: object) -> LocalLoss:
-    """The loss of one microbatch; a loss function gets no target where there is none."""
-    return read_loss(loss(output) if target is None else loss(output, target))
+def apply_loss(
+    loss: Callable[..., object],
+    output: object,
+    target: object,
+    look: Callable[[torch.Tensor, Collection[object]], None] | None = None,
+) -> LocalLoss:
+    """Compute the loss of one microbatch; a loss function gets no target where there is none.
+
+    ``look`` is called with the total, and with the autograd nodes of what the loss is given.
+    """
+    ends = [
+        get_gradient_edge(leaf).node
+        for leaf in (*tree_leaves(output), *tree_leaves(target))
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    value = loss(output) if target is None else loss(output, target)
+    total = value[0] if isinstance(value, tuple) and value else value
+    if look is not None and isinstance(total, torch.Tensor):
+        look(total, ends)
+    return read_loss(value)
+
+
+def leaves_of(total: torch.Tensor, ends: Collection[object]) -> list[torch.Tensor]:
+    """List what a loss has its gradient for, as far as autograd's ``ends``."""
+    found: list[torch.Tensor] = []
+    seen: set[object] = {None, *ends}
+    stack: list[Any] = [total.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
 
 
 class LossWindow:
