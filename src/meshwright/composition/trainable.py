@@ -191,7 +191,7 @@ class Trainable:
             self._raised_in = f"step {self.steps}"
             self._start_over()
             raise
-        if is_last and self._layout.buffers:
+        if is_last and self._layout.has_buffers():
             with phase("buffers", step=self.steps):
                 self._layout.synchronise_buffers()
 

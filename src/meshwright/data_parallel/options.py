@@ -90,6 +90,8 @@ class ReductionSettings:
     """The dtype in which gradients are summed; that of each parameter when None."""
     is_watched: bool = False
     """Look for values that are not finite before they are mixed with those of other ranks."""
+    stops_on_non_finite: bool = False
+    """Raise on every rank at the end of a backward pass that has found one; `is_watched` too."""
     listed_bytes: tuple[int, ...] = ()
     """The buckets' sizes one by one, instead of first and cap."""
     alone_bytes: int = 4 * 2**20
