@@ -27,7 +27,10 @@ class DataLayout(Protocol):
 
     @property
     def found_non_finite(self) -> Sequence[str]:
-        """Parameters whose gradient on this rank was not finite, in the last backward pass."""
+        """Parameters whose gradient on this rank was not finite, in the last backward pass.
+
+        In the order of that pass: what comes first is nearest to the cause.
+        """
         ...
 
     def reduce_next(self, is_wanted: bool) -> None:
@@ -119,7 +122,7 @@ class ShardedLayout:
     @property
     def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        return [name for unit in self._units for name in unit.found_non_finite]
+        return [name for unit in reversed(self._units) for name in unit.found_non_finite]
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""

@@ -142,7 +142,7 @@ class PipelinedLayout:
     @property
     def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        return [name for each in self._layouts for name in each.found_non_finite]
+        return [name for each in reversed(self._layouts) for name in each.found_non_finite]
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""

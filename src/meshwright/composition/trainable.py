@@ -383,7 +383,7 @@ class Trainable:
             return
         found = [f"the gradient of {name!r}" for name in self._layout.found_non_finite]
         if not self._window.is_finite:
-            found.insert(0, "the loss")
+            found.append("the loss")
         what = (
             f"step {self.steps}: the loss is {loss.item():g} and the gradient norm {norm.item():g}"
         )

@@ -1,27 +1,34 @@
 """What ranks tell each other of a backward pass: numbers behind its gradients, summed with them.
 
-::
+Of replicas::
 
     | where the rank is among its passes | has left the path of its first pass | is not finite |
                   6 numbers                 1, of a static graph only             1, if asked for
 
-So a pass that cannot be used costs no collective until one rank has something to say.
+So a pass that cannot be used costs no collective until one rank has something to say. Ranks of
+sharded units tell each other after the sums, together with use counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, union
 from meshwright.data_parallel.alignment import NOTES, Alignment
 from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.static_graph import StaticGraph
+from meshwright.data_parallel.unit import Unit
 from meshwright.errors import NonFiniteError
 from meshwright.gradients import NonFiniteValues, agree_on_non_finite, non_finite_error
 
-__all__ = ["PassNotes", "sum_notes"]
+__all__ = ["NonFinite", "PassNotes", "sum_notes"]
+
+STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
+"""What all ranks have seen that were to stop at such gradients."""
 
 
 class PassNotes:
@@ -88,14 +95,44 @@ class PassNotes:
         # This is the one place where a device is waited for to learn that all is finite.
         if self.values is None or self.reduced is None or notes[-1].real.item() == 0:
             return None
-        found = [f"the gradient of {name!r}" for name in self.values.names()]
-        what = "stop_on_non_finite: this backward pass cannot be used"
+        found, sums = self.values.gradients(), self.reduced.gradients()
         if is_local:
-            return non_finite_error({communicator.ranks[communicator.rank]: found}, what)
-        reduced = self.reduced.names()
-        if reduced:
-            what += f", the mean gradient of {reduced[0]!r} is not finite"
-        return agree_on_non_finite(communicator, found, what=what)
+            return non_finite_error({communicator.ranks[communicator.rank]: found}, STOPPED, sums)
+        return agree_on_non_finite(communicator, found, what=STOPPED, sums=sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite:
+    """What is not finite on this rank when the sums of sharded units have ended."""
+
+    flags: tuple[bool, ...] = ()
+    """Whether there is something, where it is asked for: to be told to the other ranks."""
+    found: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    axes: tuple[Communicator, ...] = ()
+    """Whose ranks know that there is something on one of them."""
+
+    @classmethod
+    def of(cls, units: Sequence[Unit]) -> NonFinite:
+        """Of ``units`` that are watched and whose gradients are not delivered yet."""
+        values: list[str] = []
+        sums = NonFiniteValues()
+        for unit in reversed(units):
+            values += unit.found_non_finite
+            for group in unit.trainable_groups:
+                if group.mean is not None:
+                    sums.look(group.mean, partial(_whole_mean, unit.name, group.mean))
+        found = tuple(f"the gradient of {name!r}" for name in values)
+        in_sums = tuple(sums.names())
+        return cls(flags=(bool(found or in_sums),), found=found, sums=in_sums)
+
+    def error(self) -> NonFiniteError:
+        """The error that every rank of `axes` raises; collective."""
+        return agree_on_non_finite(union(self.axes), self.found, what=STOPPED, sums=self.sums)
+
+
+def _whole_mean(name: str, mean: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [(f"unit {name!r}", mean)]
 
 
 def sum_notes(notes: Sequence[torch.Tensor], communicator: Communicator) -> None:

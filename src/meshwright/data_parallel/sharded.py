@@ -69,6 +69,7 @@ class ShardOptions:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     ignored: frozenset[int] = frozenset()
+    stops_on_non_finite: bool = False
 
 
 class _ShardedDriver(Driver):
@@ -125,6 +126,7 @@ class FullyShard:
         offload_policy: OffloadPolicy | None = None,
         ignored_params: Collection[nn.Parameter] | None = None,
         dp_mesh_dims: DataParallelMeshDims | None = None,
+        stop_on_non_finite: bool = False,
     ) -> Any:  # noqa: ANN401 - returns what it was given
         """Shard the parameters of ``module`` that no earlier call has taken; returns it.
 
@@ -144,6 +146,10 @@ class FullyShard:
         other axes than ``mesh``, or, with ``dp_mesh_dims``, on
         all axes of ``mesh``, of which that names those for data.
 
+        With ``stop_on_non_finite``, which holds for the whole root, every rank raises
+        `NonFiniteError` at the end of a backward pass in which a gradient was not finite. Not with
+        a gradient scaler, which skips such passes.
+
         Raises ValueError for a container without forward, a scalar parameter or another kind of
         mesh, AssertionError when the module is sharded already.
 
@@ -161,6 +167,7 @@ class FullyShard:
             precision=MixedPrecisionPolicy.of(mp_policy),
             offload=OffloadPolicy.of(offload_policy),
             ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
+            stops_on_non_finite=stop_on_non_finite,
         )
         _check_reshard(options)
         driver = _ShardedDriver(
@@ -233,6 +240,7 @@ def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
         keep_full_after_forward=after is False or (after == 1 and after is not True),
         block=_block(options),
         forward_prefetch=True,
+        stops_on_non_finite=options.stops_on_non_finite,
     )
     name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
     return Unit(name, groups, ExposedTensors(), settings)

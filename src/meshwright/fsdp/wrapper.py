@@ -73,6 +73,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     class of this name; build the optimizer after wrapping.
 
     A module of tensor parallelism takes the data axes of its mesh, ``device_mesh=mesh["shard"]``.
+    ``stop_on_non_finite`` raises `NonFiniteError` on every rank at the end of a backward pass in
+    which a gradient was not finite; not with a `ShardedGradScaler`, which skips such passes.
     Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where a
     parameter was not used.
 
@@ -100,6 +102,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        stop_on_non_finite: bool = False,
     ) -> None:
         super().__init__()
         checks.check_containers(module)
@@ -133,12 +137,14 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
                 "use_orig_params": use_orig_params,
                 "ignored_states": list(ignored.parameters),
                 "device_mesh": device_mesh,
+                "stop_on_non_finite": stop_on_non_finite,
             }
             self._wrap_submodules(module, auto_wrap_policy, ignored, shared)
         settings = UnitSettings(
             keep_full_after_forward=row_of(self._groups.strategy).keeps_full,
             backward_prefetch=PREFETCHES[backward_prefetch],
             forward_prefetch=forward_prefetch,
+            stops_on_non_finite=stop_on_non_finite,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
 

@@ -95,6 +95,10 @@ class NonFiniteValues:
         for _, largest in self._unread:
             note.add_(largest.isfinite().logical_not().any())
 
+    def gradients(self) -> list[str]:
+        """What was found, in words."""
+        return [f"the gradient of {name!r}" for name in self.names()]
+
     def names(self) -> list[str]:
         """What was found, in the order in which it was looked at."""
         for names, largest in self._unread:
@@ -105,26 +109,31 @@ class NonFiniteValues:
 
 
 def agree_on_non_finite(
-    communicator: Communicator, found: Sequence[str], *, what: str
+    communicator: Communicator, found: Sequence[str], *, what: str, sums: Sequence[str] = ()
 ) -> NonFiniteError:
     """The same error on every rank, naming the first rank and parameter that broke the step.
 
     ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
-    and ``what`` says what all ranks have seen, for example "step 12: the gradient norm is nan".
+    ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
+    says what all ranks have seen, for example "step 12: the gradient norm is nan".
     """
-    texts = communicator.gather_bytes(json.dumps(list(found)).encode(), label="who is not finite")
-    return non_finite_error(
-        dict(zip(communicator.ranks, map(json.loads, texts), strict=True)), what
-    )
+    payload = json.dumps([list(found), list(sums)]).encode()
+    rows = [json.loads(r) for r in communicator.gather_bytes(payload, label="who is not finite")]
+    overflown = list(dict.fromkeys(name for _, names in rows for name in names))
+    by_rank = {rank: names for rank, (names, _) in zip(communicator.ranks, rows, strict=True)}
+    return non_finite_error(by_rank, what, overflown)
 
 
-def non_finite_error(found: Mapping[int, Sequence[str]], what: str) -> NonFiniteError:
-    """The error that names, by rank, what was ``found`` there."""
+def non_finite_error(
+    found: Mapping[int, Sequence[str]], what: str, sums: Sequence[str] = ()
+) -> NonFiniteError:
+    """The error that names, by rank, what was ``found`` there, or else the ``sums``."""
     culprits = {rank: names for rank, names in found.items() if names}
     if not culprits:
+        whose = f", that of {sums[0]} first" if sums else ""
         return NonFiniteError(
-            f"{what}, although every rank's own values are finite: their sum overflows. Lower the "
-            "learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
+            f"{what}, although every rank's own values are finite: their sum overflows{whose}. "
+            "Lower the learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
         )
     rank, names = next(iter(culprits.items()))
     also = "".join(
@@ -140,9 +149,12 @@ def non_finite_error(found: Mapping[int, Sequence[str]], what: str) -> NonFinite
 
 
 def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of parameters of whose gradients this rank's part is not finite. Sends nothing."""
+    """The names of parameters of whose gradients this rank's part is not finite. Sends nothing.
+
+    The last of ``named`` first, as a backward pass comes to them.
+    """
     return [
         name
-        for name, parameter in named
+        for name, parameter in reversed(list(named))
         if parameter.grad is not None and not math.isfinite(local_part(parameter.grad).sum().item())
     ]
