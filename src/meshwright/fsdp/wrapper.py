@@ -114,12 +114,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
         )
         self._precision = own_config(MixedPrecision, mixed_precision or MixedPrecision())
-        if backward_prefetch is not None:
-            backward_prefetch = own_member(BackwardPrefetch, backward_prefetch)
+        backward_prefetch = backward_prefetch and own_member(BackwardPrefetch, backward_prefetch)
         self._offloads = cpu_offload is not None and cpu_offload.offload_params
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
+        self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
         self._deferred: frozenset[nn.Parameter] = module.__dict__.pop(DEFERRED, frozenset())
         device = building.resolve_device_id(device_id)
         if auto_wrap_policy is not None:
@@ -137,7 +135,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
                 "use_orig_params": use_orig_params,
                 "ignored_states": list(ignored.parameters),
                 "device_mesh": device_mesh,
-                "stop_on_non_finite": stop_on_non_finite,
             }
             self._wrap_submodules(module, auto_wrap_policy, ignored, shared)
         settings = UnitSettings(
