@@ -72,7 +72,10 @@ class Iteration:
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
         self._units = units
-        self._stops = _watch_all(units)
+        self._stops = any(driver.stops_on_non_finite for driver in drivers)
+        if self._stops:
+            for unit in units:
+                unit.settings = replace(unit.settings, is_watched=True)
         self._non_finite: NonFinite | None = None
         """What the last backward pass has found that all ranks are to stop at."""
         self._versions: list[int] = []
@@ -351,15 +354,6 @@ class Iteration:
                 at += len(group.slots)
         for unit in units:
             unit.deliver(used)
-
-
-def _watch_all(units: Sequence[Unit]) -> bool:
-    """Whether one of ``units`` is to stop at gradients that are not finite; then all are."""
-    if not any(unit.settings.stops_on_non_finite for unit in units):
-        return False
-    for unit in units:
-        unit.settings = replace(unit.settings, is_watched=True, stops_on_non_finite=True)
-    return True
 
 
 def _order_check(

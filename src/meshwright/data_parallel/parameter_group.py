@@ -59,8 +59,6 @@ class UnitSettings:
     """What summed gradients are multiplied by instead; asked when a reduction ends."""
     is_watched: bool = False
     """Look for gradients that are not finite before they are mixed with those of other ranks."""
-    stops_on_non_finite: bool = False
-    """Raise on every rank at the end of a backward pass that has found one; `is_watched` too."""
     reduce_hook: ReduceHook | None = None
     shard_hook: Callable[[torch.Tensor], None] | None = None
     """Called with each finished sum of this rank's part, before it becomes a gradient."""

@@ -69,7 +69,6 @@ class ShardOptions:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     ignored: frozenset[int] = frozenset()
-    stops_on_non_finite: bool = False
 
 
 class _ShardedDriver(Driver):
@@ -167,7 +166,6 @@ class FullyShard:
             precision=MixedPrecisionPolicy.of(mp_policy),
             offload=OffloadPolicy.of(offload_policy),
             ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
-            stops_on_non_finite=stop_on_non_finite,
         )
         _check_reshard(options)
         driver = _ShardedDriver(
@@ -177,6 +175,7 @@ class FullyShard:
         )
         remember(driver)
         driver.keeps_as_root = reshard_after_forward is None
+        driver.stops_on_non_finite = stop_on_non_finite
         for part in modules:
             _install(part, driver, options)
         return module
@@ -240,7 +239,6 @@ def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
         keep_full_after_forward=after is False or (after == 1 and after is not True),
         block=_block(options),
         forward_prefetch=True,
-        stops_on_non_finite=options.stops_on_non_finite,
     )
     name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
     return Unit(name, groups, ExposedTensors(), settings)

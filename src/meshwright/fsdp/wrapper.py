@@ -141,9 +141,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             keep_full_after_forward=row_of(self._groups.strategy).keeps_full,
             backward_prefetch=PREFETCHES[backward_prefetch],
             forward_prefetch=forward_prefetch,
-            stops_on_non_finite=stop_on_non_finite,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
+        self._driver.stops_on_non_finite = stop_on_non_finite
 
     # ---------------------------------------------------------------------- construction
 
