@@ -26,6 +26,7 @@ from meshwright.errors import LayoutError, NonFiniteError
 from meshwright.gradients import (
     LossScale,
     LossWindow,
+    NonFiniteValues,
     SpreadGradients,
     agree_on_non_finite,
     clip_grad_norm_,
@@ -452,8 +453,24 @@ def body_stop() -> None:
     assert str(error).startswith(
         "step 3: the gradient norm is nan: on rank 1 the gradient of 'b' and 1 more is not finite."
     )
-    overflow = agree_on_non_finite(world, [], what="step 3: the gradient norm is inf")
-    assert "although every rank's own values are finite" in str(overflow)
+    sums = ["the gradient of 'a'"] if world.rank else []
+    overflow = agree_on_non_finite(world, [], what="step 3: the norm is inf", sums=sums)
+    assert "own values are finite: their sum overflows, that of the gradient of 'a'" in str(
+        overflow
+    )
+
+
+@pytest.mark.gpu
+def test_a_device_is_asked_when_names_are_wanted() -> None:
+    parts = {"a": torch.ones(3), "b": torch.tensor([1.0, math.inf]), "c": torch.empty(0)}
+    held = {name: part.to("cuda") for name, part in parts.items()}
+    values, note = NonFiniteValues(), torch.zeros((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    values.look(torch.cat([*held.values()]), held.items)
+    values.add_to(note)
+    torch.cuda.set_sync_debug_mode("default")
+    assert note.item() == 1
+    assert values.names() == ["b"]
 
 
 @pytest.mark.parametrize("body", [body_window, body_stop], ids=["window", "stop"])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.slots import GradientSlot, plan_buckets
+from meshwright.gradients import NonFiniteValues
 
 
 def slot(index: int, numel: int, dtype: torch.dtype = torch.float32) -> GradientSlot:
@@ -96,7 +97,16 @@ def test_what_is_not_finite_is_named() -> None:
         parameter.grad = torch.ones(3)
     bucket = bucket_of(parameters, torch.float32)
     bucket.fill(1.0)
-    assert bucket.non_finite() == ()
+    values = NonFiniteValues()
+    bucket.look(values)
+    assert values.names() == []
     parameters[1].grad[2] = torch.inf
     bucket.fill(1.0)
-    assert bucket.non_finite() == ("p1",)
+    bucket.look(values)
+    assert values.names() == ["p1"]
+    parameters[1].grad[2], parameters[2].grad[0] = 3e38, 3e38
+    parameters[0].grad[0] = 3e38
+    bucket.fill(1.0)
+    values.clear()
+    bucket.look(values)
+    assert values.names() == []  # a sum that overflows is none of them

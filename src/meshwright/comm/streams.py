@@ -12,7 +12,15 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Clock", "Mark", "Stream", "current_stream", "new_stream", "synchronize"]
+__all__ = [
+    "Clock",
+    "Mark",
+    "Stream",
+    "current_stream",
+    "is_at_hand",
+    "new_stream",
+    "synchronize",
+]
 
 
 class Mark(Protocol):
@@ -67,6 +75,11 @@ def new_stream(device: torch.device, *, high_priority: bool = False) -> Stream:
     if device.type == "cuda":
         return _CudaStream(torch.cuda.Stream(device, priority=-1 if high_priority else 0))
     return _HostStream()
+
+
+def is_at_hand(tensor: torch.Tensor) -> bool:
+    """Whether the host can read ``tensor`` without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 def synchronize(device: torch.device) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.composition.description import Description, describe_replicated, describe_sharded
 from meshwright.data_parallel import Replica
-from meshwright.data_parallel.starting_state import broadcast_tensors
+from meshwright.data_parallel.equal_buffers import EqualBuffers
 from meshwright.data_parallel.unit import Unit
 from meshwright.gradients import SpreadGradients, group_by_spread
 from meshwright.plan import Plan
@@ -25,12 +24,13 @@ class DataLayout(Protocol):
 
     communicators: Mapping[str, Communicator]
     """By the name of their axis."""
-    buffers: Sequence[torch.Tensor]
-    """Those of the module, which follow rank 0."""
 
     @property
     def found_non_finite(self) -> Sequence[str]:
-        """Parameters whose gradient on this rank was not finite, in the last backward pass."""
+        """Parameters whose gradient on this rank was not finite, in the last backward pass.
+
+        In the order of that pass: what comes first is nearest to the cause.
+        """
         ...
 
     def reduce_next(self, is_wanted: bool) -> None:
@@ -43,6 +43,10 @@ class DataLayout(Protocol):
 
     def gradients(self) -> list[SpreadGradients]:
         """This rank's parts of all gradients."""
+        ...
+
+    def has_buffers(self) -> bool:
+        """Whether the module has buffers now, which follow rank 0."""
         ...
 
     def synchronise_buffers(self) -> None:
@@ -63,7 +67,6 @@ class ReplicatedLayout:
         self._module = module
         self._is_cut = is_cut
         self.communicators: Mapping[str, Communicator] = {"replicate": replica.communicator}
-        self.buffers: Sequence[torch.Tensor] = replica.buffers
 
     @property
     def found_non_finite(self) -> Sequence[str]:
@@ -84,9 +87,13 @@ class ReplicatedLayout:
             return group_by_spread(self._module.parameters())
         return [SpreadGradients(gradients=self._replica.reducer.gradients())]
 
+    def has_buffers(self) -> bool:
+        """See `DataLayout`."""
+        return bool(self._replica.buffers.look())
+
     def synchronise_buffers(self) -> None:
         """See `DataLayout`."""
-        self._replica.synchronise_buffers()
+        self._replica.buffers.synchronise()
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
@@ -108,14 +115,14 @@ class ShardedLayout:
         self._units = tuple(units)
         self._data = data
         self.communicators = communicators
-        self.buffers: Sequence[torch.Tensor] = tuple(module.buffers())
+        self._buffers = EqualBuffers(module, data)
         for unit in units:
             unit.settings = replace(unit.settings, is_watched=True)
 
     @property
     def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        return [name for unit in self._units for name in unit.found_non_finite]
+        return [name for unit in reversed(self._units) for name in unit.found_non_finite]
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""
@@ -132,11 +139,16 @@ class ShardedLayout:
         """See `DataLayout`."""
         return group_by_spread(self._module.parameters())
 
+    def has_buffers(self) -> bool:
+        """See `DataLayout`."""
+        return bool(self._buffers.look())
+
     def synchronise_buffers(self) -> None:
         """See `DataLayout`."""
-        broadcast_tensors(self._data, self.buffers, label="broadcast buffers")
+        self._buffers.synchronise()
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
-        has_buffers = bool(self.buffers)
-        return describe_sharded(module, plan, self._units, self._data, has_buffers=has_buffers)
+        return describe_sharded(
+            module, plan, self._units, self._data, has_buffers=self.has_buffers()
+        )

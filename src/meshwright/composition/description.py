@@ -194,11 +194,12 @@ def _step_collectives(axis: Communicator, replica: Replica) -> Iterator[Collecti
             label=label,
             sequence=sequence,
         )
-    if replica.buffers:
+    buffers = replica.buffers.look().values()
+    if buffers:
         yield Collective(
             kind="broadcast",
             axis=axis.axis,
-            shape=(sum(buffer.nbytes for buffer in replica.buffers),),
+            shape=(sum(buffer.nbytes for buffer in buffers),),
             dtype="uint8",
             peer=0,
             label="broadcast buffers",

@@ -204,7 +204,7 @@ def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
         return shard_module(module, plan, peers)
     if peers.data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
         return replicate_module(module, plan, peers)
-    return LoneLayout(module, peers.everyone.rank)
+    return LoneLayout(module, peers)
 
 
 def _other_names(found: CutModel) -> dict[str, str]:

@@ -16,6 +16,7 @@ from meshwright.comm import Communicator
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description, ParameterRow, cut_of
 from meshwright.composition.peers import Peers
+from meshwright.data_parallel.equal_buffers import EqualBuffers
 from meshwright.errors import InternalError
 from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.pipelining.metadata import Signature, TensorMeta, Values, signature_of
@@ -60,13 +61,17 @@ class StageModules(nn.Module):
 
 
 class LoneLayout:
-    """A module, or its part on axis tensor, that no other rank has."""
+    """A module, or its part on axis tensor, of which no gradient is summed over data axes.
 
-    def __init__(self, module: nn.Module, rank: int) -> None:
+    No other rank has it, or it has nothing to train: its buffers follow the first that has it.
+    """
+
+    def __init__(self, module: nn.Module, peers: Peers) -> None:
         self._module = module
-        self._rank = rank
+        self._rank = peers.everyone.rank
+        self._buffers = EqualBuffers(module, peers.data)
+        self._is_alone = peers.data.size == 1
         self.communicators: Mapping[str, Communicator] = {}
-        self.buffers: Sequence[torch.Tensor] = ()
 
     @property
     def found_non_finite(self) -> Sequence[str]:
@@ -83,8 +88,13 @@ class LoneLayout:
         """See `DataLayout`."""
         return group_by_spread(self._module.parameters())
 
+    def has_buffers(self) -> bool:
+        """See `DataLayout`."""
+        return not self._is_alone and bool(self._buffers.look())
+
     def synchronise_buffers(self) -> None:
-        """See `DataLayout`. There is nobody to ask."""
+        """See `DataLayout`."""
+        self._buffers.synchronise()
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
@@ -126,14 +136,13 @@ class PipelinedLayout:
         self._peers = peers
         inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
         self.communicators: Mapping[str, Communicator] = {"pipeline": peers.pipeline, **inner}
-        self.buffers: Sequence[torch.Tensor] = [b for each in layouts for b in each.buffers]
         for each in layouts:
             each.scale_by(_one)
 
     @property
     def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        return [name for each in self._layouts for name in each.found_non_finite]
+        return [name for each in reversed(self._layouts) for name in each.found_non_finite]
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""
@@ -174,10 +183,14 @@ class PipelinedLayout:
         found = self._peers.tensor if name == "tensor" else self.communicators.get(name)
         return None if found is None or found.size == 1 else found
 
+    def has_buffers(self) -> bool:
+        """See `DataLayout`."""
+        return any(each.has_buffers() for each in self._layouts)
+
     def synchronise_buffers(self) -> None:
         """See `DataLayout`."""
         for each in self._layouts:
-            if each.buffers:
+            if each.has_buffers():
                 each.synchronise_buffers()
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:

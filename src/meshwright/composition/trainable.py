@@ -193,7 +193,7 @@ class Trainable:
             self._raised_in = f"step {self.steps}"
             self._start_over()
             raise
-        if is_last and self._layout.buffers:
+        if is_last and self._layout.has_buffers():
             with phase("buffers", step=self.steps):
                 self._layout.synchronise_buffers()
 
@@ -386,7 +386,7 @@ class Trainable:
             return
         found = [f"the gradient of {name!r}" for name in self._layout.found_non_finite]
         if not self._window.is_finite:
-            found.insert(0, "the loss")
+            found.append("the loss")
         what = (
             f"step {self.steps}: the loss is {loss.item():g} and the gradient norm {norm.item():g}"
         )

@@ -3,12 +3,13 @@
 Bottom-up: `options` (what users ask for), `starting_state` (what ranks must hold alike), `slots`
 (which gradients go together), `buckets` (gradients in one buffer), `kept_memory` and `in_place` (a
 large one alone), `sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees),
-`static_graph` (the same parameters each time), `distributed_parameters` (DTensors of tensor
-parallelism), `reducer` (hooks and order of the reductions), `low_precision` (computing in another
-dtype), `step_watch` and `alignment` (the same steps and passes on every rank), `replica` (a module
-that is kept equal), `join` (uneven inputs), `replicated` and `distributed` (the function and the
-class that users call), `comm_hooks`, `power_sgd` and `local_steps` (other ways to reduce),
-`batch_norm` (statistics of all ranks).
+`static_graph` (the same parameters each time), `step_watch` and `alignment` (the same steps and
+passes on every rank), `pass_notes` (what ranks tell each other of a pass), `distributed_parameters`
+(DTensors of tensor parallelism), `reducer` (hooks and order of the reductions), `module_tensors`
+and `equal_buffers` (what a module holds now), `low_precision` (computing in another dtype),
+`replica` (a module that is kept equal), `join` (uneven inputs), `replicated` and `distributed` (the
+function and the class that users call), `comm_hooks`, `power_sgd` and `local_steps` (other ways to
+reduce), `batch_norm` (statistics of all ranks).
 
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
 (one line of elements and its moves), `policies`, `placement` (where a parameter goes),

@@ -16,7 +16,7 @@ equal on all ranks, and a mean leaves it as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ from meshwright.data_parallel.slots import (
     sparse_gradient,
 )
 from meshwright.errors import InternalError
+from meshwright.gradients import NonFiniteValues
 
 __all__ = ["Bucket", "slot_of"]
 
@@ -245,15 +246,13 @@ class Bucket:
         found = zip(slots, self._counts(), strict=True)
         return tuple(slot.index for slot, count in found if count == 0)
 
-    def non_finite(self) -> tuple[str, ...]:
-        """Names of the parameters whose values in the buffer are not finite; cheap when all are."""
-        if math.isfinite(abs(self.gradients.sum().item())):
-            return ()
-        return tuple(
-            slot.name
-            for slot, view in zip(self.layout.slots, self.views, strict=True)
-            if not bool(torch.isfinite(view).all())
-        )
+    def look(self, values: NonFiniteValues) -> None:
+        """Let ``values`` note which gradients of this rank are not finite, once it is filled."""
+        values.look(self.gradients, self._named_views)
+
+    def _named_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for slot, view in zip(self.layout.slots, self.views, strict=True):
+            yield slot.name, view
 
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
         """Scale and copy, in as few calls as the sizes allow."""

@@ -15,7 +15,7 @@ from meshwright.data_parallel.gradient_bucket import check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
-from meshwright.data_parallel.replica import Replica, left_out
+from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.residency import ReplicaResidency
 
 __all__ = ["DistributedDataParallel"]
@@ -66,7 +66,7 @@ class DistributedDataParallel(nn.Module):
         self._replica = Replica(module, communicator(options.process_group, options.axis), options)
         self._residency = ReplicaResidency(lambda: self._replica)
         if options.mixed_precision is not None:
-            compute_in(module, options.mixed_precision, left_out(module, (), options.ignored_names))
+            compute_in(module, options.mixed_precision, (), options.ignored_names)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         """The module's forward pass; inputs are moved to ``device_ids``."""
@@ -84,11 +84,11 @@ class DistributedDataParallel(nn.Module):
         replica = self._replica
         marking = replica.marking
         # Not when the module's forward could not be traced as a whole.
-        route = marking.route() if torch.compiler.is_compiling() else "eager"
+        route = replica.route() if torch.compiler.is_compiling() else "eager"
         if route == "eager":
             moved = untraced(replica.before_forward, args, kwargs)
         else:
-            moved = replica.before_traced(args, kwargs)
+            moved = replica.before_traced(self.module, args, kwargs)
         if moved is not None:
             args, kwargs = moved
         if route == "forward":

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import (
@@ -167,13 +168,14 @@ class _Lent:
         self.local = local
         self.leaf = take_over(parameter)
 
-    def hook(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Call ``arrived`` when this rank's gradient is complete."""
-        self.leaf.register_post_accumulate_grad_hook(arrived)
+    def hook(self, arrived: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+        """Call ``arrived`` when this rank's gradient is complete, until the handles are removed."""
+        handles = [self.leaf.register_post_accumulate_grad_hook(arrived)]
         if self.local.is_local:
-            self.leaf.register_hook(self._by_hooks_of_parameter)
+            handles.append(self.leaf.register_hook(self._by_hooks_of_parameter))
         else:
-            self.parameter.register_post_accumulate_grad_hook(arrived)
+            handles.append(self.parameter.register_post_accumulate_grad_hook(arrived))
+        return handles
 
     def lend(self) -> None:
         """Let what the parameter has gathered so far be part of the leaf's gradient."""
@@ -266,7 +268,8 @@ class ReducedLeaves:
         )
         """In the order given."""
         self._given = tuple(parameters)
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, list[RemovableHandle]] = {}
+        """The hooks on each parameter that has some, by its position."""
         self._is_lent = False
 
     @property
@@ -288,8 +291,8 @@ class ReducedLeaves:
             for index in changed:
                 lent = self._lent[index]
                 lent.leaf = found[index] = take_over(lent.parameter)
+                self._hooked.pop(index, None)
             self.parameters = tuple(found)
-            self._hooked -= changed
         return changed
 
     def hook_trainable(
@@ -304,18 +307,25 @@ class ReducedLeaves:
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
                 continue
-            self._hooked.add(index)
             if index in self._lent:
-                self._lent[index].hook(partial(arrived_at_leaf, index))
+                self._hooked[index] = self._lent[index].hook(partial(arrived_at_leaf, index))
             else:
-                parameter.register_post_accumulate_grad_hook(partial(arrived, index))
+                handle = parameter.register_post_accumulate_grad_hook(partial(arrived, index))
+                self._hooked[index] = [handle]
+
+    def release(self) -> None:
+        """Remove all hooks: other parameters take the place of these."""
+        for handles in self._hooked.values():
+            for handle in handles:
+                handle.remove()
+        self._hooked.clear()
 
     @property
     def has_hooks_of_others(self) -> bool:
         """Whether gradients pass hooks, beside ours, before they are reduced."""
         found = sum([len(p._backward_hooks or ()) for p in self._given])
         found += sum([len(p._post_accumulate_grad_hooks or ()) for p in self._given])
-        return found > len(self._hooked) - len(self._hooked & self._lent.keys())
+        return found > len(self._hooked) - len(self._hooked.keys() & self._lent.keys())
 
     @torch.no_grad()
     def lend(self) -> None:

@@ -16,6 +16,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.kept_memory import KeptMemory
 from meshwright.data_parallel.slots import BucketLayout, lost_gradient, sparse_gradient
 from meshwright.errors import InternalError
+from meshwright.gradients import NonFiniteValues
 
 __all__ = ["InPlaceGradient", "is_dense"]
 
@@ -149,11 +150,11 @@ class InPlaceGradient:
         if self.is_absent and count != 0:
             self.parameters[0].grad = self._tensor
 
-    def non_finite(self) -> tuple[str, ...]:
-        """The parameter's name when the gradient has a value that is not finite."""
-        if self._tensor is None or math.isfinite(abs(self._tensor.sum().item())):
-            return ()
-        return (self.layout.slots[0].name,)
+    def look(self, values: NonFiniteValues) -> None:
+        """Let ``values`` note whether this rank's gradient is not finite, once it is filled."""
+        tensor = self._tensor
+        if tensor is not None:
+            values.look(tensor, lambda: [(self.layout.slots[0].name, tensor)])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

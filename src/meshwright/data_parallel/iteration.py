@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.partial_sums import sum_parts
+from meshwright.data_parallel.pass_notes import NonFinite
 from meshwright.data_parallel.step_watch import Steps, StepWatch
 from meshwright.data_parallel.unit import ParameterGroup, Phase, Unit
 
@@ -70,6 +72,12 @@ class Iteration:
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
         self._units = units
+        self._stops = any(driver.stops_on_non_finite for driver in drivers)
+        if self._stops:
+            for unit in units:
+                unit.settings = replace(unit.settings, is_watched=True)
+        self._non_finite: NonFinite | None = None
+        """What the last backward pass has found that all ranks are to stop at."""
         self._versions: list[int] = []
         self._shards: list[torch.Tensor] = []
         self._has_delivered = False
@@ -150,6 +158,7 @@ class Iteration:
         if training and self.drivers[0].is_last_backward:
             self._settle()
         self.is_in_forward = False
+        self.stop()
 
     def record(self, driver: Driver) -> Driver | None:
         """``driver`` runs next; returns the one that came after it the last time, if any."""
@@ -284,6 +293,13 @@ class Iteration:
             return
         self._settle()
         self.is_in_backward = False
+        self.stop()
+
+    def stop(self) -> None:
+        """Raise on every rank where gradients that have been delivered were to be finite."""
+        found, self._non_finite = self._non_finite, None
+        if found is not None:
+            raise found.error()
 
     def _settle(self) -> None:
         """Wait for all reductions and set gradients."""
@@ -321,10 +337,17 @@ class Iteration:
         for group in groups:
             on_axes.setdefault(group.axes, []).append(group)
         used: dict[ParameterGroup, list[bool]] = {}
+        found = NonFinite.of(units) if self._stops else NonFinite()
         for axes, together in on_axes.items():
             flags = [flag for group in together for flag in group.used]
+            # One flag more where a pass is to stop; it needs no collective beside use counts.
+            told = [*(flags if self.sends_use_counts else ()), *found.flags]
+            if told:
+                told = _any_rank(told, axes.communicators)
+            if found.flags and told.pop():
+                self._non_finite = replace(found, axes=axes.communicators)
             if self.sends_use_counts:
-                flags = _any_rank(flags, axes.communicators)
+                flags = told
             at = 0
             for group in together:
                 used[group] = flags[at : at + len(group.slots)]

@@ -141,7 +141,7 @@ class UnevenInputs:
             if found[0] is Notice.REDUCE:
                 self._replica.reducer.shadow()
             else:
-                self._replica.synchronise_buffers(attendance.active[0])
+                self._replica.buffers.synchronise(attendance.active[0])
         if attendance.was_uneven:
             self._replica.synchronise_all(attendance.active[0])
         self._replica.reducer.start_over()

@@ -20,6 +20,7 @@ from meshwright.data_parallel.distributed_parameters import (
     computing,
     local_parameters,
 )
+from meshwright.data_parallel.module_tensors import ModuleBuffers, ModuleParameters
 
 __all__ = ["LowPrecision", "MixedPrecision", "compute_in"]
 
@@ -44,39 +45,64 @@ class MixedPrecision:
 Place = tuple[nn.Module, str, nn.Parameter]
 
 
-def compute_in(module: nn.Module, precision: LowPrecision, ignored: Collection[int]) -> None:
-    """Let ``module`` compute in ``precision``, but for tensors whose ``id`` is in ``ignored``."""
+def compute_in(
+    module: nn.Module,
+    precision: LowPrecision,
+    ignored: Collection[nn.Module],
+    names: Collection[str],
+) -> None:
+    """Let ``module`` compute in ``precision``, but for ``ignored`` modules and ``names``."""
     if precision.buffer_dtype is not None:
-        for buffer in module.buffers():
-            if buffer.is_floating_point() and id(buffer) not in ignored:
+        for buffer in ModuleBuffers(module, ignored, names).named.values():
+            if buffer.is_floating_point():
                 buffer.data = buffer.to(precision.buffer_dtype)
-    if precision.param_dtype is None:
-        return
-    local = local_parameters(module)
-    for part in module.modules():
-        places = [
-            (owner, name, parameter)
-            for owner in part.modules()
-            for name, parameter in owner._parameters.items()
-            if parameter is not None
-            and parameter.is_floating_point()
-            and id(parameter) not in ignored
-        ]
-        if not places:
-            continue
-        swap = _Swap(places, precision.param_dtype, local)
-        part.register_forward_pre_hook(swap.before, prepend=True, with_kwargs=True)
-        part.register_forward_hook(swap.after, always_call=True)
+    if precision.param_dtype is not None:
+        casts = _Casts(ModuleParameters(module, ignored, names), precision.param_dtype)
+        module.register_forward_pre_hook(casts.follow, prepend=True)
+
+
+class _Casts:
+    """Swaps parameters for casts in the forward of each module that has some below it."""
+
+    def __init__(self, held: ModuleParameters, dtype: torch.dtype) -> None:
+        self._held = held
+        self._dtype = dtype
+        self._swaps: dict[nn.Module, _Swap] = {}
+        self._install()
+
+    def follow(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The outermost module begins its forward, perhaps with other parameters than before."""
+        before = self._held.named
+        if self._held.look() is not before:
+            self._install()
+
+    def _install(self) -> None:
+        module = self._held.module
+        wanted = {id(p) for _, p in self._held.named if p.is_floating_point()}
+        local = local_parameters(module)
+        for swap in self._swaps.values():
+            swap.places = []
+        for part in module.modules():
+            places = [
+                (owner, name, parameter)
+                for owner in part.modules()
+                for name, parameter in owner._parameters.items()
+                if parameter is not None and id(parameter) in wanted
+            ]
+            if places and part not in self._swaps:
+                self._swaps[part] = swap = _Swap(self._dtype)
+                part.register_forward_pre_hook(swap.before, prepend=True, with_kwargs=True)
+                part.register_forward_hook(swap.after, always_call=True)
+            if places:
+                self._swaps[part].places, self._swaps[part].local = places, local
 
 
 class _Swap:
     """The parameters below one module, and which of them are casts in each running forward."""
 
-    def __init__(
-        self, places: list[Place], dtype: torch.dtype, local: Mapping[int, LocalParameter]
-    ) -> None:
-        self._places = places
-        self._local = local
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.places: list[Place] = []
+        self.local: Mapping[int, LocalParameter] = {}
         self._dtype = dtype
         self._running: list[list[Place]] = []
 
@@ -84,11 +110,11 @@ class _Swap:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Below a module that is running, what it has replaced is in place already.
-        swapped = [place for place in self._places if place[0]._parameters[place[1]] is place[2]]
+        swapped = [p for p in self.places if p[0]._parameters.get(p[1]) is p[2]]
         casts: dict[int, torch.Tensor] = {}
         for owner, name, parameter in swapped:
             if id(parameter) not in casts:
-                casts[id(parameter)] = computing(parameter, self._local).to(self._dtype)
+                casts[id(parameter)] = computing(parameter, self.local).to(self._dtype)
             # A cast is no leaf, so it is no Parameter, and `setattr` would refuse it.
             owner._parameters.__setitem__(name, casts[id(parameter)])  # pyrefly: ignore
         self._running.append(swapped)

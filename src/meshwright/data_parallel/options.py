@@ -74,6 +74,9 @@ class ReplicateKeywords(TypedDict, total=False):
     """The delayed ones are reduced right after the bucket that holds this parameter."""
     mixed_precision: LowPrecision | None
     """Compute in other dtypes, see `MixedPrecision`."""
+    stop_on_non_finite: bool
+    """Raise `NonFiniteError` on every rank at the end of a backward pass in which a gradient was
+    not finite (False). Not with a gradient scaler, which skips such passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,8 @@ class ReductionSettings:
     """The dtype in which gradients are summed; that of each parameter when None."""
     is_watched: bool = False
     """Look for values that are not finite before they are mixed with those of other ranks."""
+    stops_on_non_finite: bool = False
+    """Raise on every rank at the end of a backward pass that has found one; `is_watched` too."""
     listed_bytes: tuple[int, ...] = ()
     """The buckets' sizes one by one, instead of first and cap."""
     alone_bytes: int = 4 * 2**20
@@ -186,6 +191,8 @@ def _reduction(
         is_static=keywords.get("static_graph", False),
         skips_unused=keywords.get("skip_all_reduce_unused_params", False),
         zeros_for_unused=unused == "zeros",
+        is_watched=keywords.get("stop_on_non_finite", False),
+        stops_on_non_finite=keywords.get("stop_on_non_finite", False),
     )
 
 

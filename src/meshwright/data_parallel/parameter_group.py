@@ -6,10 +6,10 @@ buffer, and takes gradients through accumulation, reduction and scaling.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,9 +19,11 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensor import AtRest, dtensor_at_rest, local_gradient, local_of
 from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
 from meshwright.data_parallel.distributed_parameters import LocalParameter
+from meshwright.data_parallel.gradient_lines import GradientLine
 from meshwright.data_parallel.kept_line import KeptLine
 from meshwright.data_parallel.partial_sums import Summand, sum_parts, summands_of
 from meshwright.data_parallel.placement import Place
+from meshwright.gradients import NonFiniteValues
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
@@ -148,8 +150,8 @@ class ParameterGroup:
         self._show_views()
         self.used = [False] * len(slots)
         """Which parameters have had a gradient on this rank since the last reduction."""
-        self.non_finite: list[str] = []
-        """Parameters whose own gradient was not finite in the last reduction that was watched."""
+        self.non_finite = NonFiniteValues()
+        """This rank's own gradients that were not finite, in the last reductions watched."""
         self.partial: torch.Tensor | None = None
         """Sums over ``shard`` that have not been over ``replicate`` yet."""
         self.kept = KeptLine()
@@ -259,7 +261,7 @@ class ParameterGroup:
         if self.partial_sums and isinstance(buffer.layout, FlatLayout):
             sum_parts(summands_of(self.partial_sums, buffer.gradients[0]))
         if settings.is_watched:
-            self.non_finite = self._find_non_finite()
+            self._look_at_gradients()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
         lines = buffer.gradients
         if settings.reduce_hook is not None:
@@ -324,19 +326,17 @@ class ParameterGroup:
             rows[:, line.start : line.stop] = line.tensor.view(self.axes.parts, -1)
         return whole
 
-    def _find_non_finite(self) -> list[str]:
-        # One pass over the whole line; only a bad one is searched.
-        found: list[str] = []
-        for line in self.buffer.gradients:
-            if math.isfinite(line.tensor.sum().item()):
-                continue
-            slots = zip(line.indices, line.parts(), strict=True)
-            found += [
-                self.slots[index].name
-                for index, parts in slots
-                if not all(bool(torch.isfinite(part).all()) for part in parts)
-            ]
-        return found
+    def _look_at_gradients(self) -> None:
+        if self.mean is None and self.partial is None:  # those before have been delivered
+            self.non_finite.clear()
+        for line in reversed(self.buffer.gradients):
+            self.non_finite.look(line.tensor, partial(self._parts_of, line))
+
+    def _parts_of(self, line: GradientLine) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradients of ``line`` by name, the last first, as a backward comes to them."""
+        for index, parts in reversed(list(zip(line.indices, line.parts(), strict=True))):
+            for part in parts:
+                yield self.slots[index].name, part
 
     def reduce_further(self, label: str, settings: UnitSettings) -> None:
         """Start the second sum, over ``replicate``, when the first has ended."""

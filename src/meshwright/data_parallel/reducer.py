@@ -28,17 +28,19 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.untraced import apart
-from meshwright.data_parallel.alignment import NOTES, Alignment
+from meshwright.data_parallel.alignment import NOTES
 from meshwright.data_parallel.buckets import Bucket, slot_of
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
 from meshwright.data_parallel.in_place import InPlaceGradient
 from meshwright.data_parallel.options import ReductionSettings
-from meshwright.data_parallel.reductions import Reduction, build_reductions
+from meshwright.data_parallel.pass_notes import PassNotes, sum_notes
+from meshwright.data_parallel.reductions import Reduction, build_reductions, gradients_in
 from meshwright.data_parallel.slots import BucketLayout, plan_buckets
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
-from meshwright.data_parallel.static_graph import StaticGraph, late_gradient
+from meshwright.data_parallel.static_graph import late_gradient, unexpected_gradient
+from meshwright.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.traced import Marking
@@ -70,25 +72,16 @@ class GradientReducer:
         local: Mapping[int, LocalParameter] = MappingProxyType({}),
     ) -> None:
         self.communicator = communicator
-        self.settings = settings
-        self.named = tuple(named)
         self.is_wanted = True
         """Whether forward passes from now on lead to a reduction."""
         self.is_synchronising = True
         """Whether the next backward pass reduces: what was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
-        self.found_non_finite: list[str] = []
-        """Parameters with a value of this rank that was not finite, in the last backward pass."""
-        self.leaves = ReducedLeaves([parameter for _, parameter in named], local)
         self._mean = 1.0 / communicator.size
         self._scale: Callable[[], float] | None = None
         self.on_reduction: Callable[[], float | None] | None = None
         """Called before the first bucket of a pass; may return the factor of the mean."""
         self.registered_hook: RegisteredHook | None = None
-        self._static = StaticGraph([name for name, _ in named]) if settings.is_static else None
-        self._unused: frozenset[int] | None = None
-        """Parameters that no rank used in the first reduction, when they are to be skipped."""
-        self.alignment = Alignment([parameter for _, parameter in named])
         self.marking: Marking | None = None
         """How gradients are marked while a backward pass is traced."""
         self._next = 0
@@ -97,6 +90,31 @@ class GradientReducer:
         self.buckets: tuple[Reduction, ...] = ()
         self._alone: tuple[InPlaceGradient, ...] = ()
         self._homes: list[tuple[Reduction, int] | None] = []
+        self.leaves = ReducedLeaves((), {})
+        self.take_up(named, settings, local)
+
+    def take_up(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        settings: ReductionSettings,
+        local: Mapping[int, LocalParameter],
+    ) -> None:
+        """Reduce the gradients of ``named`` from now on, in place of those until now.
+
+        All ranks do it before the same pass. What passes before have shown, as which parameters
+        are used, is forgotten.
+        """
+        self.leaves.release()
+        self.settings = settings
+        self.named = tuple(named)
+        parameters = [parameter for _, parameter in named]
+        self.leaves = ReducedLeaves(parameters, local)
+        self._notes = PassNotes(named, settings)
+        self.alignment = self._notes.alignment
+        self._static = self._notes.static
+        self._unused: frozenset[int] | None = None
+        """Parameters that no rank used in the first reduction, when they are to be skipped."""
+        self._refuse_unseen(self.registered_hook is not None)
         self._arrange()
 
     @property
@@ -105,18 +123,13 @@ class GradientReducer:
         return tuple(bucket.layout for bucket in self.buckets)
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
+        """All gradients, see `gradients_in`. Not for DTensors, which have theirs themselves."""
+        return tuple(gradients_in(self.buckets))
 
-        Of a sparse gradient the values. Not for DTensors, which have theirs themselves.
-        """
-        found: list[torch.Tensor] = []
-        for bucket in self.buckets:
-            if isinstance(bucket, Bucket) and bucket.is_gradient_view:
-                found.append(bucket.gradients)
-            else:
-                held = [p.grad for p in bucket.parameters if p.grad is not None]
-                found.extend(g.coalesce().values() if g.is_sparse else g for g in held)
-        return tuple(found)
+    @property
+    def found_non_finite(self) -> list[str]:
+        """Parameters with a value of this rank that was not finite, in the last backward pass."""
+        return [] if self._notes.values is None else self._notes.values.names()
 
     @property
     def is_scaled(self) -> bool:
@@ -142,19 +155,20 @@ class GradientReducer:
             )
         if self.phase is not ReductionPhase.IDLE:
             raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
-        if self.settings.sparse:
+        self._refuse_unseen(True)
+        self.registered_hook = RegisteredHook(hook=hook, state=state)
+        self._arrange()
+
+    def _refuse_unseen(self, is_hooked: bool) -> None:
+        if is_hooked and self.settings.sparse:
             raise RuntimeError(
                 f"parameters {', '.join(sorted(self.settings.sparse))} have sparse gradients, "
                 "which a communication hook does not see in a bucket's buffer: build their "
                 "embeddings with sparse=False, or leave the hook out"
             )
-        self.registered_hook = RegisteredHook(hook=hook, state=state)
-        self._arrange()
 
     def begin_forward(self) -> None:
         """Get ready for the gradients of a forward pass that has just begun."""
-        if self.phase is ReductionPhase.BACKWARD:
-            self.abandon()
         self.is_synchronising = self.is_wanted
         if self.marking is not None and not self.is_wanted:
             self.marking.keep()
@@ -200,8 +214,7 @@ class GradientReducer:
         if self.marking is not None and self.marking.has_begun:
             self.marking.has_begun = False
             self.alignment.begin_forward()
-        self.alignment.begin_backward()
-        self.found_non_finite = []
+        self._notes.begin()
         if self.leaves:
             self.leaves.lend()
         for bucket in self._alone:
@@ -215,12 +228,14 @@ class GradientReducer:
         self._launch_rest()
 
     def abandon(self) -> None:
-        """Close a backward pass that raised, so that the next one starts clean.
+        """Close a backward pass that raised, if one did, so that the next one starts clean.
 
         What this rank has not launched is launched void: peers that raised at another place have
         issued the same reductions then, and peers that did not raise get an error and never a mean
         that lacks a rank.
         """
+        if self.phase is ReductionPhase.IDLE:
+            return
         is_void = self._next < len(self.buckets)
         with torch.no_grad():
             while self._next < len(self.buckets):
@@ -228,7 +243,7 @@ class GradientReducer:
                 self._launch()
             for bucket in self.buckets:
                 bucket.drop()
-            self._share_counts()
+            self._share_notes()
         last = self.buckets[-1] if self.buckets else None
         is_seen = is_void and not self._is_local and isinstance(last, Bucket)
         if is_seen and not self.alignment.agrees(last.extra[:NOTES]):
@@ -251,10 +266,12 @@ class GradientReducer:
             self._launch()
         for bucket in self.buckets:
             bucket.drop()
-        self._share_counts()
+        self._share_notes()
         self._next = 0
-        self._refuse_deviation()
+        error = self._judge(is_own=False)
         self._skip_unused()
+        if error is not None:
+            raise error
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,7 +300,7 @@ class GradientReducer:
             first_bytes=settings.first_bytes,
             cap_bytes=settings.cap_bytes,
             listed_bytes=settings.listed_bytes,
-            extra_notes=(NOTES + (1 if settings.is_static else 0)) if slots else 0,
+            extra_notes=self._notes.numel if slots else 0,
         )
         self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
         self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
@@ -364,12 +381,10 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         bucket.fill(self._current_factor())
+        if self._notes.values is not None:
+            bucket.look(self._notes.values)
         if isinstance(bucket, Bucket) and len(bucket.extra):
-            self.alignment.write(bucket.extra[:NOTES])
-            if self._static is not None:
-                bucket.extra[NOTES:].fill_(1 if self._static.deviates() else 0)
-        if self.settings.is_watched:
-            self.found_non_finite.extend(bucket.non_finite())
+            self._notes.write(bucket.extra)
         self._launch()
 
     def _launch(self) -> None:
@@ -405,17 +420,22 @@ class GradientReducer:
             held = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
             for bucket in held:
                 bucket.await_hook()
-            self._share_counts()
+                if self._notes.reduced is not None:
+                    bucket.look(self._notes.reduced)
+            if held and len(held[-1].extra):
+                self._notes.add_reduced(held[-1].extra)
+            self._share_notes()
             for bucket in held:
                 bucket.adopt()
-        self._refuse_misaligned()
-        self._refuse_deviation()
+        error = self._judge(is_own=True)
         if self._static is not None:
             self._static.end()
         if self.leaves:
             self.leaves.give_back()
         self._reset()
         self._skip_unused()
+        if error is not None:
+            raise error
 
     def _skip_unused(self) -> None:
         """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
@@ -432,15 +452,14 @@ class GradientReducer:
             self._arrange()
 
     def _refuse_skipped(self, index: int) -> None:
-        if self._unused is None or index not in self._unused:
-            return
-        name = self.named[index][0]
-        raise RuntimeError(
-            "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
-            f"first one did, but on rank {self._rank} parameter {name!r} (of "
-            f"{name.rpartition('.')[0] or 'the module itself'}) got a gradient. Leave the option "
-            "out, or make forward take the same path each time"
-        )
+        if self._unused is not None and index in self._unused:
+            raise unexpected_gradient(self.named[index][0], rank=self._rank)
+
+    def _share_notes(self) -> None:
+        """Sum what lies behind the gradients where a communication hook has reduced without it."""
+        if self.registered_hook is not None and not self._is_local:
+            notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
+            sum_notes(notes, self.communicator)
 
     @property
     def _is_local(self) -> bool:
@@ -448,39 +467,22 @@ class GradientReducer:
         registered = self.registered_hook
         return registered is not None and bool(getattr(registered.hook, "is_local", False))
 
-    def _share_counts(self) -> None:
-        """Sum the use counts over the ranks when a communication hook has reduced without them."""
-        if self.registered_hook is None or self._is_local:
-            return
-        notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
-        mine = torch.cat([note.real if note.is_complex() else note for note in notes])
-        mine = mine.to(torch.float32)
-        everyone = mine.new_empty(self.communicator.size * mine.numel())
-        self.communicator.all_gather(everyone, mine, label="use counts").wait()
-        total = everyone.view(self.communicator.size, -1).sum(0)
-        for note, part in zip(notes, total.split([len(note) for note in notes]), strict=True):
-            note.copy_(part)
+    def _judge(self, *, is_own: bool) -> NonFiniteError | None:
+        """Raise on every rank where one has said that this pass is void.
 
-    def _refuse_misaligned(self) -> None:
-        """Raise on every rank when they have reduced gradients of different passes together."""
+        Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
+        says that all ranks have reduced a pass of their own.
+        """
         last = self.buckets[-1] if self.buckets else None
-        if not isinstance(last, Bucket) or self._is_local:
-            return
-        if not self.alignment.agrees(last.extra[:NOTES]):
-            error = self.alignment.refuse(self.communicator)
-            if error is not None:
-                self._reset()
-                raise error
-
-    def _refuse_deviation(self) -> None:
-        """Raise on every rank when one of them did not do what it did in its first pass."""
-        last = self.buckets[-1] if self.buckets else None
-        if self._static is None or not isinstance(last, Bucket) or not len(last.extra):
-            return
-        if last.extra[NOTES:].real.sum().item() > 0:
-            error = self._static.refuse(self.communicator)
+        if not isinstance(last, Bucket) or not len(last.extra):
+            return None
+        notes, communicator, is_local = last.extra, self.communicator, self._is_local
+        is_own = is_own and not is_local
+        error = self._notes.refuse(notes, communicator, is_own=is_own)
+        if error is not None:
             self._reset()
             raise error
+        return self._notes.refuse_non_finite(notes, communicator, is_local=is_local)
 
     def _reset(self) -> None:
         for bucket in self.buckets:

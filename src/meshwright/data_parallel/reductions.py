@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.slots import BucketLayout
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 
-__all__ = ["Reduction", "build_reductions"]
+__all__ = ["Reduction", "build_reductions", "gradients_in"]
 
 Reduction = Bucket | InPlaceGradient | SparseGradient
 
@@ -51,3 +51,18 @@ def build_reductions(
             )
         )
     return tuple(built)
+
+
+def gradients_in(reductions: Sequence[Reduction]) -> Iterator[torch.Tensor]:
+    """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
+
+    Of a sparse gradient the values.
+    """
+    for reduction in reductions:
+        if isinstance(reduction, Bucket) and reduction.is_gradient_view:
+            yield reduction.gradients
+            continue
+        for parameter in reduction.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield gradient.coalesce().values() if gradient.is_sparse else gradient

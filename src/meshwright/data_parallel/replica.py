@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,14 +14,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import known_at_rest
 from meshwright.comm.functional import broadcast_traced
-from meshwright.comm.untraced import apart
+from meshwright.comm.untraced import apart, constant
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
+from meshwright.data_parallel.equal_buffers import EqualBuffers
+from meshwright.data_parallel.module_tensors import ModuleParameters
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
-from meshwright.data_parallel.traced import Marking
+from meshwright.data_parallel.traced import Marking, Route
 
-__all__ = ["Replica", "left_out"]
+__all__ = ["Replica"]
 
 
 class Replica:
@@ -48,20 +50,20 @@ class Replica:
         self._has_equal_buffers = False
         """Whether a forward pass has begun with equal buffers and has not ended: the one that
         follows on an exception takes its place, and other ranks broadcast no second time."""
-        skipped = left_out(module, options.ignored, options.ignored_names)
-        parameters = [(n, p) for n, p in module.named_parameters() if id(p) not in skipped]
+        self._options = options
+        apart = options.ignored, options.ignored_names
+        self.buffers = EqualBuffers(module, communicator, *apart)
+        self._held = ModuleParameters(module, *apart)
+        parameters = self._held.named
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
-        for name, parameter in parameters:
-            known = known_at_rest(parameter)
-            if known is not None:
-                check_axes(name, known, communicator)
-        self.buffers = tuple(b for b in module.buffers() if id(b) not in skipped)
-        """The buffers that are kept equal."""
+        self._check_axes(parameters)
         sparse = _sparse_names(module, parameters)
-        compare_parameters(communicator, parameters, sparse)
+        sends_buffers = options.init_sync or options.broadcast_buffers
+        buffers = self.buffers.look() if sends_buffers else {}
+        compare_parameters(communicator, parameters, sparse, buffers=buffers)
         if options.init_sync:
-            tensors = [parameter for _, parameter in parameters]
-            broadcast_tensors(communicator, [*tensors, *self.buffers], label="broadcast parameters")
+            tensors = [*(parameter for _, parameter in parameters), *buffers.values()]
+            broadcast_tensors(communicator, tensors, label="broadcast parameters")
         self.reducer = GradientReducer(
             communicator,
             parameters,
@@ -98,27 +100,87 @@ class Replica:
         device = self.device_ids[0]
         return tree_map(partial(_moved, device), (args, kwargs))
 
+    def route(self) -> Route:
+        """Where gradients of the pass that is traced are marked."""
+        if not self.is_driven:
+            self._follow_module()
+        return self.marking.route()
+
     def before_traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """As `before_forward`, of a pass that is traced and whose gradients are marked."""
         if torch.is_grad_enabled():
             self.marking.begin()
-        if self.broadcast_buffers and self.buffers and self.reducer.is_wanted:
-            broadcast_traced(self.communicator, self.buffers)
+            # What is compared stays so, or the graph does not run: it is for these objects alone.
+            held = dict(module.named_parameters())
+            _ = [held.get(name) is parameter for name, parameter in self.reducer.named]
+        if self.broadcast_buffers and self.reducer.is_wanted:
+            known = self._buffer_names().split("\n")
+            # Through the module, or a graph would go on with the buffers that it has now.
+            found = [buffer for name, buffer in module.named_buffers() if name in known]
+            if found:
+                broadcast_traced(self.communicator, found)
         if self.device_ids is None:
             return None
         return tree_map(partial(_moved, self.device_ids[0]), (args, kwargs))
 
     def begin(self) -> None:
-        """What a forward pass begins with, and a pipeline's step: buffers of one rank for all."""
+        """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
+        and buffers of one rank for all.
+        """
         if torch.is_grad_enabled():
+            self.reducer.abandon()
+            self._take_up()
             self.reducer.begin_forward()
-        if not (self.broadcast_buffers and self.buffers and self.reducer.is_wanted):
+        if not (self.broadcast_buffers and self.reducer.is_wanted):
             return
-        if not self._has_equal_buffers:
-            self.synchronise_buffers(0 if self.on_buffers is None else self.on_buffers())
+        if self.buffers.follow() and not self._has_equal_buffers:
+            self.buffers.broadcast(0 if self.on_buffers is None else self.on_buffers())
             self._has_equal_buffers = not self.is_driven
+
+    def _take_up(self) -> None:
+        """Reduce parameters that are others than before, as all were at first; collective then.
+
+        They are compared, and with ``init_sync`` given the values of rank 0.
+        """
+        found, reducer = self._held.look(), self.reducer
+        if found is reducer.named:
+            return
+        known = {id(parameter) for _, parameter in reducer.named}
+        fresh = {name: parameter for name, parameter in found if id(parameter) not in known}
+        module = self._held.module
+        _check(module, found, self.device_ids, may_be_frozen=True)
+        self._check_axes(fresh.items())
+        sparse = _sparse_names(module, found)
+        reason = _difference(reducer.named, found, fresh)
+        compare_parameters(self.communicator, found, sparse, fresh=fresh, reason=reason)
+        if self._options.init_sync:
+            broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
+        reducer.take_up(found, replace(reducer.settings, sparse=sparse), local_parameters(module))
+        self.marking.take_up()
+
+    def _check_axes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            known = known_at_rest(parameter)
+            if known is not None:
+                check_axes(name, known, self.communicator)
+
+    @constant
+    def _follow_module(self) -> bool:
+        """Take up what the module holds when a pass is traced: collective where that is others.
+
+        A graph is traced anew when a parameter has become another object.
+        """
+        if torch.is_grad_enabled():
+            self._take_up()
+        if self.broadcast_buffers and self.reducer.is_wanted:
+            self.buffers.follow()
+        return True
+
+    @constant
+    def _buffer_names(self) -> str:
+        return "\n".join(self.buffers.look())
 
     def after_forward(self, output: object) -> None:
         """Let the backward pass of ``output`` tell the reducer when it begins.
@@ -134,13 +196,10 @@ class Replica:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._backward_begins)
 
-    def synchronise_buffers(self, source: int = 0) -> None:
-        """Give every rank the buffers of rank ``source`` of the axis."""
-        broadcast_tensors(self.communicator, self.buffers, label="broadcast buffers", source=source)
-
     def synchronise_all(self, source: int) -> None:
         """Give every rank the parameters and buffers of rank ``source`` of the axis."""
-        tensors = [*(parameter for _, parameter in self.reducer.named), *self.buffers]
+        buffers = self.buffers.look().values()
+        tensors = [*(parameter for _, parameter in self.reducer.named), *buffers]
         broadcast_tensors(self.communicator, tensors, label="broadcast parameters", source=source)
 
     @apart
@@ -149,18 +208,17 @@ class Replica:
             self.reducer.begin_backward()
 
 
-def left_out(
-    module: nn.Module, ignored: Collection[nn.Module], names: Collection[str]
-) -> frozenset[int]:
-    """The ``id`` of the tensors of ``module`` that are left alone: of modules, and by name."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    of_modules = {id(tensor) for part in ignored for tensor in _tensors(part)}
-    return frozenset(of_modules | {id(tensor) for name, tensor in tensors if name in names})
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _difference(
+    before: Sequence[tuple[str, nn.Parameter]],
+    now: Sequence[tuple[str, nn.Parameter]],
+    fresh: Collection[str],
+) -> str:
+    """What a rank tells others that do something else when its parameters are other ones."""
+    for name in fresh:
+        return f": parameter {name!r} was given anew"
+    for name in sorted({name for name, _ in before} - {name for name, _ in now}):
+        return f": parameter {name!r} is gone"
+    return ": parameters have another order"
 
 
 def _check(

@@ -25,7 +25,7 @@ from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_ho
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import compute_in
 from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions, resolved
-from meshwright.data_parallel.replica import Replica, left_out
+from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.data_parallel.traced import Route, TracedForward
 
@@ -114,7 +114,7 @@ class ReplicateState:
         if torch.compiler.is_compiling():
             if self._route() == "eager":
                 return untraced(self.before_forward, module, args, kwargs)
-            return self.replica.before_traced(args, kwargs)
+            return self.replica.before_traced(module, args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -155,7 +155,7 @@ class ReplicateState:
         return self.replica.marking.call(self._body, (run, *args), kwargs)
 
     def _route(self) -> Route:
-        return self.replica.marking.route() if self._is_traceable() else "eager"
+        return self.replica.route() if self._is_traceable() else "eager"
 
     @constant
     def _is_traceable(self) -> bool:
@@ -296,7 +296,8 @@ class Replicate:
             compute_in(
                 module,
                 options.mixed_precision,
-                left_out(module, _with_managed(module, options.ignored), options.ignored_names),
+                _with_managed(module, options.ignored),
+                options.ignored_names,
             )
         module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state.after_forward)

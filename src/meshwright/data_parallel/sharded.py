@@ -125,6 +125,7 @@ class FullyShard:
         offload_policy: OffloadPolicy | None = None,
         ignored_params: Collection[nn.Parameter] | None = None,
         dp_mesh_dims: DataParallelMeshDims | None = None,
+        stop_on_non_finite: bool = False,
     ) -> Any:  # noqa: ANN401 - returns what it was given
         """Shard the parameters of ``module`` that no earlier call has taken; returns it.
 
@@ -143,6 +144,10 @@ class FullyShard:
         compute as local tensors in modules of this library, elsewhere as they are. They lie on
         other axes than ``mesh``, or, with ``dp_mesh_dims``, on
         all axes of ``mesh``, of which that names those for data.
+
+        With ``stop_on_non_finite``, which holds for the whole root, every rank raises
+        `NonFiniteError` at the end of a backward pass in which a gradient was not finite. Not with
+        a gradient scaler, which skips such passes.
 
         Raises ValueError for a container without forward, a scalar parameter or another kind of
         mesh, AssertionError when the module is sharded already.
@@ -170,6 +175,7 @@ class FullyShard:
         )
         remember(driver)
         driver.keeps_as_root = reshard_after_forward is None
+        driver.stops_on_non_finite = stop_on_non_finite
         for part in modules:
             _install(part, driver, options)
         return module

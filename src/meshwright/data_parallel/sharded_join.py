@@ -187,6 +187,7 @@ class _Joined:
         for unit in self._units:
             unit.finish_reduce()
         self.iteration.deliver()
+        self.iteration.stop()
 
     def _step(self, number: int) -> None:
         payload = _share(self._attendance.communicators, b"")

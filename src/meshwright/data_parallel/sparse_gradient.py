@@ -19,6 +19,7 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.slots import BucketLayout
 from meshwright.errors import InternalError
+from meshwright.gradients import NonFiniteValues
 
 __all__ = ["SparseGradient"]
 
@@ -121,15 +122,12 @@ class SparseGradient:
         elif self._zeros_for_unused:
             parameter.grad = torch.zeros_like(parameter).to_sparse(1)
 
-    def non_finite(self) -> tuple[str, ...]:
-        """The parameter's name when the gradient has a value that is not finite."""
+    def look(self, values: NonFiniteValues) -> None:
+        """Let ``values`` note whether this rank's gradient is not finite, once it is filled."""
         gradient = self._gradient
-        if gradient is None:
-            return ()
-        values = gradient.values() if gradient.is_sparse else gradient
-        if math.isfinite(abs(values.sum().item())):
-            return ()
-        return (self.layout.slots[0].name,)
+        if gradient is not None:
+            held = gradient.values() if gradient.is_sparse else gradient
+            values.look(held, lambda: [(self.layout.slots[0].name, held)])
 
     def _sum(self) -> torch.Tensor | None:
         """The sum over the ranks; None when no rank had a gradient."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
 
 import torch
 
@@ -17,26 +19,36 @@ __all__ = ["broadcast_tensors", "compare_parameters", "compare_rows"]
 SLAB_BYTES = 64 * 2**20
 """At most so many bytes are copied together for one broadcast; a larger tensor goes alone."""
 
+_ITEM_SIZE = attrgetter("dtype.itemsize")
+
 
 def compare_parameters(
     communicator: Communicator,
     named: Sequence[tuple[str, torch.Tensor]],
     sparse: Collection[str] = (),
     *,
+    fresh: Collection[str] = (),
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     reason: str = "",
 ) -> None:
     """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
 
-    Those whose names are in ``sparse`` give sparse gradients; that is compared too. ``reason`` is
+    Those whose names are in ``sparse`` give sparse gradients, those in ``fresh`` are other objects
+    than before; that is compared too. So are ``buffers``, which are to be broadcast. ``reason`` is
     shown to ranks that do something else meanwhile.
 
-    Raises CollectiveMismatchError on every rank, naming the first parameter that differs and the
+    Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the
     ranks on both sides.
     """
     rows = [
         [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad]
         + ["sparse gradient"] * (name in sparse)
+        + ["given anew"] * (name in fresh)
         for name, t in named
+    ]
+    rows += [
+        [name, list(t.shape), str(t.dtype), list(t.stride()), "buffer"]
+        for name, t in buffers.items()
     ]
     meaning = "[name, shape, dtype, strides, requires_grad]"
     compare_rows(communicator, rows, meaning, reason=reason)
@@ -54,6 +66,9 @@ def compare_rows(
     Raises CollectiveMismatchError on every rank, naming the first row that differs.
     """
     watch_run(communicator)
+    if reason:
+        # Some ranks may be in a gather of another size, which Gloo would take for this one.
+        communicator.barrier(label=f"compare parameters{reason}")
     text = json.dumps(rows).encode()
     digest = hashlib.sha256(text).digest()
     digests = communicator.gather_bytes(digest, label=f"compare parameters{reason}")
@@ -66,7 +81,7 @@ def compare_rows(
 
 def broadcast_tensors(
     communicator: Communicator,
-    tensors: Sequence[torch.Tensor],
+    tensors: Iterable[torch.Tensor],
     *,
     label: str,
     source: int = 0,
@@ -77,7 +92,8 @@ def broadcast_tensors(
     dtypes, so that many small ones cost one broadcast.
     """
     # The largest elements first: each tensor then starts at a multiple of its element size.
-    ordered = sorted(map(local_of, tensors), key=lambda tensor: -tensor.dtype.itemsize)
+    found = [t if t.is_contiguous() else _without_copies(t) for t in map(local_of, tensors)]
+    ordered = sorted(found, key=_ITEM_SIZE, reverse=True)
     slab: list[torch.Tensor] = []
     size = 0
     for tensor in ordered:
@@ -89,6 +105,14 @@ def broadcast_tensors(
         size += tensor.nbytes
     if size:
         _broadcast_slab(communicator, slab, label, source)
+
+
+def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with one index of each dim that was expanded, whose elements share memory."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 @torch.no_grad()
@@ -127,7 +151,7 @@ def _first_difference(
             sides.setdefault(text, []).append(rank)
         sentences = "; ".join(f"ranks {ranks}: {text}" for text, ranks in sides.items())
         return (
-            f"axis {communicator.axis}: expected the same parameters on every rank, but number "
+            f"axis {communicator.axis}: expected the same tensors on every rank, but number "
             f"{position} is {meaning} {sentences}. Build the model in the same way on every rank, "
             "wrap and freeze the same of it"
         )

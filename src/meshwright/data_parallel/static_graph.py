@@ -9,7 +9,7 @@ from typing import Protocol
 from meshwright.comm import Communicator
 from meshwright.data_parallel.slots import BucketLayout
 
-__all__ = ["CountedBucket", "StaticGraph", "late_gradient"]
+__all__ = ["CountedBucket", "StaticGraph", "late_gradient", "unexpected_gradient"]
 
 
 class CountedBucket(Protocol):
@@ -101,6 +101,16 @@ def late_gradient(
         f"{_named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
         "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
         "torch.utils.checkpoint, or static_graph=True"
+    )
+
+
+def unexpected_gradient(name: str, *, rank: int) -> RuntimeError:
+    """The error for a gradient of a parameter that is left out, as no rank used it at first."""
+    return RuntimeError(
+        "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
+        f"first one did, but on rank {rank} parameter {name!r} (of "
+        f"{name.rpartition('.')[0] or 'the module itself'}) got a gradient. Leave the option "
+        "out, or make forward take the same path each time"
     )
 
 

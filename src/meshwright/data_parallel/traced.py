@@ -114,6 +114,12 @@ class Marking:
         self._token = torch.zeros((), device=communicator.device)
         announce(self.name, self)
 
+    def take_up(self) -> None:
+        """The reducer has other parameters: what is known of those before is void."""
+        self.index = {name: index for index, (name, _) in enumerate(self._reducer.named)}
+        self._passes.clear()
+        self._memory.clear()
+
     # ------------------------------------------------------------------ while a graph is traced
 
     def route(self) -> Route:
@@ -199,8 +205,8 @@ class Marking:
         found: dict[str, torch.Tensor] = {}
         for name, parameter in module.named_parameters():
             index = self.index.get(name.removeprefix(above))
-            if index is None:
-                continue
+            if index is None or parameter is not reducer.named[index][1]:
+                continue  # another tensor is lent for this call alone
             # Of a DTensor what modules compute with, which has the gradient.
             leaf = leaves.parameters[index]
             if is_due and parameter.requires_grad:

@@ -229,7 +229,7 @@ class Unit:
     @property
     def found_non_finite(self) -> list[str]:
         """Parameters whose gradient on this rank was not finite, in the last reduction."""
-        return [name for group in self.groups for name in group.non_finite]
+        return [name for group in reversed(self.groups) for name in group.non_finite.names()]
 
     @property
     def has_mean(self) -> bool:

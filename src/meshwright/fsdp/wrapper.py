@@ -73,6 +73,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     class of this name; build the optimizer after wrapping.
 
     A module of tensor parallelism takes the data axes of its mesh, ``device_mesh=mesh["shard"]``.
+    ``stop_on_non_finite`` raises `NonFiniteError` on every rank at the end of a backward pass in
+    which a gradient was not finite; not with a `ShardedGradScaler`, which skips such passes.
     Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where a
     parameter was not used.
 
@@ -100,6 +102,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        stop_on_non_finite: bool = False,
     ) -> None:
         super().__init__()
         checks.check_containers(module)
@@ -110,12 +114,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
         )
         self._precision = own_config(MixedPrecision, mixed_precision or MixedPrecision())
-        if backward_prefetch is not None:
-            backward_prefetch = own_member(BackwardPrefetch, backward_prefetch)
+        backward_prefetch = backward_prefetch and own_member(BackwardPrefetch, backward_prefetch)
         self._offloads = cpu_offload is not None and cpu_offload.offload_params
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
+        self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
         self._deferred: frozenset[nn.Parameter] = module.__dict__.pop(DEFERRED, frozenset())
         device = building.resolve_device_id(device_id)
         if auto_wrap_policy is not None:
@@ -141,6 +143,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
+        self._driver.stops_on_non_finite = stop_on_non_finite
 
     # ---------------------------------------------------------------------- construction
 

@@ -6,7 +6,13 @@ or stop together), `norm` (one norm over all axes, and clipping).
 
 from __future__ import annotations
 
-from meshwright.gradients.finite import LossScale, agree_on_non_finite, non_finite_gradients
+from meshwright.gradients.finite import (
+    LossScale,
+    NonFiniteValues,
+    agree_on_non_finite,
+    non_finite_error,
+    non_finite_gradients,
+)
 from meshwright.gradients.loss import (
     LocalLoss,
     LossWindow,
@@ -29,6 +35,7 @@ __all__ = [
     "LocalLoss",
     "LossScale",
     "LossWindow",
+    "NonFiniteValues",
     "SpreadGradients",
     "agree_on_non_finite",
     "apply_loss",
@@ -38,6 +45,7 @@ __all__ = [
     "global_norm",
     "group_by_spread",
     "leaves_of",
+    "non_finite_error",
     "non_finite_gradients",
     "read_loss",
     "require_finite_norm",

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.spread import local_part
+from meshwright.comm.streams import is_at_hand
 from meshwright.errors import NonFiniteError
 
-__all__ = ["LossScale", "agree_on_non_finite", "non_finite_gradients"]
+__all__ = [
+    "LossScale",
+    "NonFiniteValues",
+    "agree_on_non_finite",
+    "non_finite_error",
+    "non_finite_gradients",
+]
 
 
 class LossScale:
@@ -51,28 +58,89 @@ class LossScale:
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
 
+class NonFiniteValues:
+    """The gradients of this rank, by name, that were not finite before they met those of others.
+
+    Looking reads each element once, and waits for no device: what lies on one is read when it is
+    asked for.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._unread: list[tuple[Sequence[str], torch.Tensor]] = []
+
+    def clear(self) -> None:
+        """Forget what was found."""
+        self._found.clear()
+        self._unread.clear()
+
+    def look(
+        self, line: torch.Tensor, parts: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
+        """Look at ``line``, which is made up of ``parts()``: names and tensors."""
+        if is_at_hand(line):
+            # A sum of finite values may overflow, so a bad one is a reason to look closer.
+            if not math.isfinite(abs(line.sum().item())):
+                self._found += [name for name, part in parts() if not torch.isfinite(part).all()]
+            return
+        rows = [(name, part.detach()) for name, part in parts() if part.numel()]
+        if rows:
+            largest = torch.stack(torch._foreach_norm([part for _, part in rows], math.inf))
+            self._unread.append(([name for name, _ in rows], largest))
+
+    def add_to(self, note: torch.Tensor) -> None:
+        """Add to ``note``, a number, when something was found."""
+        if self._found:
+            note.add_(1)
+        for _, largest in self._unread:
+            note.add_(largest.isfinite().logical_not().any())
+
+    def gradients(self) -> list[str]:
+        """What was found, in words."""
+        return [f"the gradient of {name!r}" for name in self.names()]
+
+    def names(self) -> list[str]:
+        """What was found, in the order in which it was looked at."""
+        for names, largest in self._unread:
+            rows = zip(names, largest.isfinite().tolist(), strict=True)
+            self._found += [name for name, is_finite in rows if not is_finite]
+        self._unread.clear()
+        return list(dict.fromkeys(self._found))
+
+
 def agree_on_non_finite(
-    communicator: Communicator, found: Sequence[str], *, what: str
+    communicator: Communicator, found: Sequence[str], *, what: str, sums: Sequence[str] = ()
 ) -> NonFiniteError:
     """The same error on every rank, naming the first rank and parameter that broke the step.
 
     ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
-    and ``what`` says what all ranks have seen, for example "step 12: the gradient norm is nan".
+    ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
+    says what all ranks have seen, for example "step 12: the gradient norm is nan".
     """
-    texts = communicator.gather_bytes(json.dumps(list(found)).encode(), label="who is not finite")
-    culprits = {
-        rank: json.loads(text)
-        for rank, text in zip(communicator.ranks, texts, strict=True)
-        if json.loads(text)
-    }
+    payload = json.dumps([list(found), list(sums)]).encode()
+    rows = [json.loads(r) for r in communicator.gather_bytes(payload, label="who is not finite")]
+    overflown = list(dict.fromkeys(name for _, names in rows for name in names))
+    by_rank = {rank: names for rank, (names, _) in zip(communicator.ranks, rows, strict=True)}
+    return non_finite_error(by_rank, what, overflown)
+
+
+def non_finite_error(
+    found: Mapping[int, Sequence[str]], what: str, sums: Sequence[str] = ()
+) -> NonFiniteError:
+    """The error that names, by rank, what was ``found`` there, or else the ``sums``."""
+    culprits = {rank: names for rank, names in found.items() if names}
     if not culprits:
+        whose = f", that of {sums[0]} first" if sums else ""
         return NonFiniteError(
-            f"{what}, although every rank's own values are finite: their sum overflows. Lower the "
-            "learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
+            f"{what}, although every rank's own values are finite: their sum overflows{whose}. "
+            "Lower the learning rate or the loss, or reduce in a wider dtype. No rank has stepped"
         )
     rank, names = next(iter(culprits.items()))
-    others = [other for other in culprits if other != rank]
-    also = f"; also on rank {', '.join(map(str, others))}" if others else ""
+    also = "".join(
+        f"; also on rank {other}" + (f" {first}" if first != names[0] else "")
+        for other, (first, *_) in culprits.items()
+        if other != rank
+    )
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return NonFiniteError(
         f"{what}: on rank {rank} {names[0]}{more} is not finite{also}. No rank has stepped; "
@@ -81,9 +149,12 @@ def agree_on_non_finite(
 
 
 def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of parameters of whose gradients this rank's part is not finite. Sends nothing."""
+    """The names of parameters of whose gradients this rank's part is not finite. Sends nothing.
+
+    The last of ``named`` first, as a backward pass comes to them.
+    """
     return [
         name
-        for name, parameter in named
+        for name, parameter in reversed(list(named))
         if parameter.grad is not None and not math.isfinite(local_part(parameter.grad).sum().item())
     ]

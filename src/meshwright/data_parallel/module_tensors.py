@@ -1,0 +1,156 @@
+"""The parameters and buffers that a module holds now: each of them may be given anew at any time.
+
+Nobody can keep the tensors that were found first. ``module.weight = nn.Parameter(...)``,
+``load_state_dict(assign=True)`` or another submodule put other objects into the dicts of modules,
+and so does a forward that assigns a buffer (``self.mean = ...``), each time it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from operator import is_
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _functional_call
+
+__all__ = ["ModuleBuffers", "ModuleParameters"]
+
+_END = object()
+
+
+class _Held:
+    """What a module and those below it hold in one of their dicts, but for what is left alone.
+
+    To see that nothing has changed takes no Python call for each tensor or module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: str,
+        ignored: Collection[nn.Module] = (),
+        names: Collection[str] = (),
+    ) -> None:
+        """``kind`` is the attribute that is the dict. ``ignored`` modules are left alone with all
+        below them, and so are the tensors that ``names`` lists.
+        """
+        # What the module holds may hold this, so a strong reference back would be a cycle.
+        self._module = weakref.ref(module)
+        self._kind = kind
+        self._ignored = frozenset(ignored)
+        self._names = frozenset(names)
+        self._walk()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Raises RuntimeError when it is gone."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the replicated module is gone")
+        return module
+
+    def _walk(self) -> None:
+        module = self.module
+        apart = {below for part in self._ignored for below in part.modules()}
+        named = [(path, part) for path, part in module.named_modules() if part not in apart]
+        self._paths = [f"{path}." if path else "" for path, _ in named]
+        self._places: list[Mapping[str, object]] = [getattr(p, self._kind) for _, p in named]
+        self._apart: list[Mapping[str, object]] = [getattr(p, self._kind) for p in apart]
+        # Views of dicts show what these hold later, too.
+        self._tensors = [place.values() for place in self._places]
+        self._modules = [part._modules.values() for _, part in named]
+        self._known_modules = _objects(self._modules)
+        self._known = _objects(self._tensors)
+
+    @property
+    def _has_changed(self) -> bool:
+        """Whether any tensor or module is another object than at the last look."""
+        return not (_are(self._known, self._tensors) and _are(self._known_modules, self._modules))
+
+    def _collect(self) -> dict[str, torch.Tensor]:
+        """Find the tensors by name, each once, in the order of their registration."""
+        if not _are(self._known_modules, self._modules):
+            self._walk()
+        self._known = _objects(self._tensors)
+        seen = {id(tensor) for place in self._apart for tensor in place.values()}
+        found: dict[str, torch.Tensor] = {}
+        for path, place in zip(self._paths, self._places, strict=True):
+            for key, tensor in place.items():
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    if path + key not in self._names:
+                        found[path + key] = tensor
+        return found
+
+
+class ModuleParameters(_Held):
+    """The parameters of a module."""
+
+    named: tuple[tuple[str, nn.Parameter], ...] = ()
+    """Names and parameters; the same object until one of them is another one."""
+
+    def __init__(
+        self, module: nn.Module, ignored: Collection[nn.Module], names: Collection[str]
+    ) -> None:
+        super().__init__(module, "_parameters", ignored, names)
+        self._follow()
+
+    def look(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """Find what the module holds now; returns `named`."""
+        if self._has_changed and not self._is_lent():
+            self._follow()
+        return self.named
+
+    def _follow(self) -> None:
+        found = cast("dict[str, nn.Parameter]", self._collect())
+        before = [(name, id(parameter)) for name, parameter in self.named]
+        if before != [(name, id(parameter)) for name, parameter in found.items()]:
+            self.named = tuple(found.items())
+
+    def _is_lent(self) -> bool:
+        """Whether the module runs with other tensors for this call alone, and gets its own back."""
+        held = chain.from_iterable(self._tensors)
+        if not all(isinstance(tensor, nn.Parameter | None) for tensor in held):
+            return True
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code is _functional_call.__code__:
+                return True
+        return False
+
+
+class ModuleBuffers(_Held):
+    """The buffers of a module."""
+
+    named: Mapping[str, torch.Tensor]
+    """Buffers by name; the same object until one of them is another one."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: Collection[nn.Module] = (),
+        names: Collection[str] = (),
+    ) -> None:
+        super().__init__(module, "_buffers", ignored, names)
+        self.named = self._collect()
+
+    def look(self) -> Mapping[str, torch.Tensor]:
+        """Find what the module holds now; returns `named`."""
+        if self._has_changed:
+            self.named = self._collect()
+        return self.named
+
+
+def _objects(views: Iterable[Iterable[object]]) -> list[object]:
+    return [*chain.from_iterable(views), _END]
+
+
+def _are(known: list[object], views: Iterable[Iterable[object]]) -> bool:
+    """Whether ``views`` show just the objects of ``known``, which ends with `_END`."""
+    return all(map(is_, chain(chain.from_iterable(views), (_END,)), known))
