@@ -20,6 +20,8 @@ from torch.nn.utils import parametrize
 from meshwright.comm import communicator
 from meshwright.data_parallel import flat_groups, fully_shard
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.mesh import init_device_mesh
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 SIZE = 4
@@ -538,9 +540,83 @@ def body(strategy: str) -> dict[str, str]:
     return {name: text for name in PROGRAMS if (text := outcome(strategy, name))}
 
 
+def pair() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE))
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def body_of_conversions() -> None:
+    """The flat view follows its unit to other dtypes, and so do gradients that wait."""
+    for how in ("flat", "waiting"):
+        run, one = Run(fully_shard(pair()), communicator().rank, 2), Run(pair(), 0, 1)
+        if how == "flat":
+            run.optimizer = torch.optim.SGD(flat_groups(run.model), lr=0.1, momentum=0.9)
+        for each in (run, one):
+            if how == "flat":
+                each.step(0)
+            elif each is run:
+                with run.model.no_sync():
+                    run.loss(0).backward()
+            else:
+                one.loss(0).backward()
+            each.model.to(torch.float64)
+            if how == "flat":
+                each.optimizer.zero_grad()
+            each.model(each.batch(1).double()).square().mean().backward()
+            each.optimizer.step()
+        torch.testing.assert_close(weights(run.model), weights(one.model), msg=how)
+
+
+def body_of_writes() -> None:
+    """A write to whole parameters is noticed where these are kept until the backward, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, SIZE, max_norm=0.5), nn.Linear(SIZE, SIZE))
+    with pytest.raises(RuntimeError, match=r"'0.weight' was written in place while it was whole"):
+        fully_shard(model)(torch.arange(4)).sum().backward()
+
+
+def body_over_axes() -> None:
+    """A parameter is given anew on two data axes, and where tensor parallelism has cut it."""
+    torch.set_default_dtype(torch.float64)
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    cut = parallelize_module(
+        pair(), both["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    world, here = communicator(), both["shard"].get_local_rank()
+    for run in (
+        Run(fully_shard(pair(), mesh=hybrid), world.rank, 4),
+        Run(fully_shard(cut, mesh=both["shard"]), here, 2),
+    ):
+        one = Run(pair(), 0, 1)
+        for each in (run, one):
+            weight = nn.Parameter(each.model[0].weight.detach().clone())
+            with torch.no_grad():
+                each.model[0].weight = weight.mul_(2)
+            each.train_on()
+        torch.testing.assert_close(weights(run.model), weights(one.model))
+        run.model[0].weight = nn.Parameter(value())
+        with pytest.raises(RuntimeError, match="where the sharded unit left it"):
+            run.loss(0)
+
+
 @pytest.mark.parametrize("strategy", ["fully_shard", "flat", "original"])
 def test_programs_that_change_models(ranks: Ranks, strategy: str) -> None:
     assert ranks(2, body, strategy, timeout=120) == [{}] * 2
+
+
+def test_conversions_keep_what_waits(ranks: Ranks) -> None:
+    ranks(2, body_of_conversions)
+    ranks(2, body_of_writes)
+
+
+@pytest.mark.slow
+def test_parameters_given_anew_over_several_axes(ranks: Ranks) -> None:
+    ranks(4, body_over_axes)
 
 
 @pytest.mark.slow
