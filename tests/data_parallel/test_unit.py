@@ -38,9 +38,13 @@ class FlatExposure:
                 for module, name in slot.places:
                     module._parameters.pop(name, None)
 
-    def show_full(self, unit: Unit) -> None:
+    def show_full(self, unit: Unit) -> bool:
         for slot in unit.slots:
             slot.show(slot.full)
+        return True
+
+    def refresh(self, unit: Unit) -> None:
+        """Nobody puts anything in the place of parameters here."""
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         return [self.flats[id(group)] for group in unit.groups]

@@ -31,7 +31,7 @@ from meshwright.fsdp import (
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp.building import resolve_device_id, synchronise
 from meshwright.fsdp.checks import check_devices, check_parameters, choose_device
-from meshwright.fsdp.exposure import _write_back
+from meshwright.fsdp.pieces import write_back
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
@@ -642,7 +642,7 @@ def test_one_unit_lies_on_one_device() -> None:
 def test_a_flat_parameter_elsewhere_is_refused() -> None:
     away = nn.Parameter(torch.ones(2, device="meta"))
     with pytest.raises(RuntimeError, match="^Expected `FlatParameter` to be on the compute device"):
-        _write_back(away, torch.ones(2), "_flat_param")
+        write_back(away, torch.ones(2), "_flat_param")
 
 
 def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

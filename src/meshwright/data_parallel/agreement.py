@@ -86,6 +86,7 @@ class UnitStates:
             if unit is None:
                 continue
             words: list[Any] = _settings(unit)
+            words += [f"{group.slots[0].name} in {group.types.master}" for group in unit.groups]
             for when, ahead in (
                 ("forward", driver.forward_ahead),
                 ("backward", driver.backward_ahead),
@@ -122,6 +123,7 @@ class UnitStates:
             rows.append(
                 (
                     self._values[number],
+                    unit.changes,
                     None if ahead is None else tuple(ahead),
                     None if behind is None else tuple(behind),
                     *trains,

@@ -210,6 +210,11 @@ class FlatBuffer:
         return [line.numel for line in self.gradients]
 
     @property
+    def is_copy(self) -> bool:
+        """True where whole tensors have memory of their own, and not that of the shard."""
+        return not self._alias
+
+    @property
     def is_stale(self) -> bool:
         """Whether the shard was written after the last gather, or may have been; see `distrust`."""
         return not self._alias and self._gathered_version != self.shard._version

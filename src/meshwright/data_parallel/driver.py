@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.iteration import Iteration
+from meshwright.data_parallel.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.order import OrderOptions
+from meshwright.data_parallel.replaced_parameters import rank_in
 from meshwright.data_parallel.unit import Phase, Unit
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
@@ -43,6 +45,11 @@ def attach(module: nn.Module, driver: Driver) -> None:
 def driver_of(module: nn.Module) -> Driver | None:
     """What drives ``module``; None when nothing does."""
     return module.__dict__.get(ATTRIBUTE)
+
+
+def _unit_of(module: nn.Module) -> Unit | None:
+    driver = driver_of(module)
+    return None if driver is None else driver.unit
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -83,8 +90,11 @@ class Driver:
         cast: CastSettings | None = None,
         order: OrderOptions | None = None,
         parts: Iterable[nn.Module] = (),
+        ignored: PlacesIn = (),
     ) -> None:
+        """``ignored`` is where modules hold parameters that were left out on purpose."""
         self.unit = unit
+        self.ignored = ignored
         self.name = name
         self.cast = cast or CastSettings()
         self.order = order
@@ -117,6 +127,8 @@ class Driver:
         self._uses = 0
         self.has_run = False
         """Whether its forward has run and its backward has not ended yet."""
+        self._changes = 0
+        """How often parameters had changed, see `Unit.changes`, at the last forward."""
 
     # ---------------------------------------------------------------------------- set-up
 
@@ -146,8 +158,12 @@ class Driver:
         self.name = self.name or type(module).__name__
         for driver in drivers:
             driver.adopt_names(names)
+            if driver.unit is not None:
+                driver.unit.exposure.refresh(driver.unit)
         with torch.inference_mode(False):
             iteration = Iteration(list(drivers), self.order)
+        ignored = [place for driver in drivers for place in driver.ignored]
+        iteration.tree = ModuleTree(module, frozenset(ignored), _unit_of, self.clean)
         for driver in drivers:
             driver.check_materialised()
             driver.iteration = iteration
@@ -156,6 +172,10 @@ class Driver:
         if self.keeps_as_root and self.unit is not None:
             self.unit.settings = replace(self.unit.settings, keep_full_after_forward=True)
         return iteration
+
+    def clean(self, name: str) -> str:
+        """The name that users know a parameter by."""
+        return name
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         """The names of all modules, seen from the root, have become known."""
@@ -185,12 +205,7 @@ class Driver:
             if self.unit is not None:
                 self.unit.wait_unshard()
             return self._cast_inputs(args, kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                f"{self.name or type(module).__name__} is sharded and was called inside of a "
-                "transform of torch.func (vmap, grad, ...), which hides when its backward comes. "
-                "Call it outside, or use replicate"
-            )
+        self.refuse_transforms(module)
         iteration = self.iteration or self.start(module)
         is_recompute = torch._C._current_graph_task_id() != -1
         following: Driver | None = None
@@ -209,8 +224,18 @@ class Driver:
             if not is_recompute:
                 self._uses += 1
                 self.has_run = True
+                self._changes = unit.changes
             return self._watch_inputs(args, kwargs)
         return self._cast_inputs(args, kwargs)
+
+    def refuse_transforms(self, module: nn.Module) -> None:
+        """Raise RuntimeError inside of a transform of `torch.func`."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"{self.name or type(module).__name__} is sharded and was called inside of a "
+                "transform of torch.func (vmap, grad, ...), which hides when its backward comes. "
+                "Call it outside, or use replicate"
+            )
 
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
@@ -242,7 +267,7 @@ class Driver:
             unit.reshard()
         elif (
             unit is not None
-            and not unit.settings.keep_full_after_forward
+            and not (unit.settings.keep_full_after_forward and unit.shows_all)
             and unit.reshard_for_backward()
         ):
             iteration.in_blocks.append(unit)
@@ -351,8 +376,16 @@ class Driver:
         iteration, unit = self.iteration, self.unit
         if iteration is None:
             return
+        if unit is not None and unit.changes != self._changes:
+            raise RuntimeError(
+                f"rank {rank_in(unit.communicators)}: parameters of {self.name!r} were converted, "
+                "loaded or given anew between its forward and its backward pass, whose graph "
+                "needs those of before. Run backward first, then change them"
+            )
         iteration.begin_backward()
-        if unit is None or unit.phase is Phase.FULL or not unit.settings.unshard_in_backward:
+        if unit is None:
+            return
+        if unit.phase is Phase.FULL or not unit.settings.unshard_in_backward:
             return
         unit.unshard()
         ahead: Sequence[Driver] | None = self.backward_ahead

@@ -7,11 +7,12 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
 from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.parameter_hooks import (
@@ -20,17 +21,38 @@ from meshwright.data_parallel.parameter_hooks import (
     has_hooks,
     run_after_hooks,
 )
+from meshwright.data_parallel.replaced_parameters import (
+    check_given,
+    data_assigned,
+    is_given_for_call,
+    replaced,
+)
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
 
-__all__ = ["ExposedTensors"]
+__all__ = ["HOME", "ExposedTensors"]
+
+HOME = "_meshwright_home"
+"""The attribute of a parameter that was taken over: its driver and its slot."""
 
 
 class _Entry:
     """One parameter as it looks at rest."""
 
-    __slots__ = ("cells", "exposed", "gradient", "shape", "slot", "start", "stop", "trains", "wrap")
+    __slots__ = (
+        "cells",
+        "exposed",
+        "local",
+        "shape",
+        "shown",
+        "slot",
+        "start",
+        "stop",
+        "storage",
+        "trains",
+        "wrap",
+    )
 
     def __init__(self, group: ParameterGroup, index: int) -> None:
         layout = group.buffer.layout
@@ -49,17 +71,26 @@ class _Entry:
         exposed = nn.Parameter(
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
-        self.exposed = cast("nn.Parameter", savable(exposed))
+        self.exposed: Any = savable(exposed)
         self.exposed.__dict__.update(slot.original.__dict__)
         carry_hooks(slot.original, self.exposed)
+        self.note_memory()
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
         self.cells: list[tuple[dict[str, Any], str]] = []
+        self.shown: nn.Parameter | None = None
+        """What the unit has put into all cells last; None before it has."""
         self.find_cells()
 
     def find_cells(self) -> None:
         """Where modules keep it."""
         self.cells = [(module._parameters, name) for module, name in self.slot.places]
+        self.shown = None
+
+    def note_memory(self) -> None:
+        """Remember the memory that ``exposed`` has now, to notice when it is given another."""
+        self.local = local_of(self.exposed)
+        self.storage = self.exposed.untyped_storage()
 
     def follow_training(self) -> None:
         """Let the one parameter require grad as the other, that the user has changed, does now."""
@@ -90,6 +121,11 @@ class ExposedTensors:
         entries = (entry for group in self._entries.values() for entry in group)
         return next(entry.exposed for entry in entries if entry.slot is slot)
 
+    def shows(self, parameter: nn.Parameter) -> bool:
+        """True for a parameter that modules hold at rest."""
+        entries = (entry for group in self._entries.values() for entry in group)
+        return any(entry.exposed is parameter for entry in entries)
+
     def flat(self, group: ParameterGroup) -> nn.Parameter:
         """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
         found = self._flat.get(group)
@@ -118,25 +154,48 @@ class ExposedTensors:
             for entry in entries:
                 entry.find_cells()
 
+    def refresh(self, unit: Unit) -> None:
+        """See `Exposure`: parameters given anew, and other memory for those that are there."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                exposed, shown = entry.exposed, entry.shown
+                is_same = exposed._local_tensor is entry.local
+                if is_same and exposed.untyped_storage() is not entry.storage:
+                    raise data_assigned(entry.slot.name, group.axes.communicators)
+                for cells, name in entry.cells:
+                    is_same = is_same and cells.get(name) is shown
+                if not is_same:
+                    self._follow(unit)
+                    return
+
     def show_sharded(self, unit: Unit) -> None:
         """Let modules hold the DTensors, trainable as the whole parameters were until now."""
         for group in unit.groups:
             for entry in self.entries(group):
+                exposed, shown = entry.exposed, entry.shown
                 if entry.slot.full.requires_grad is not entry.trains:
                     entry.follow_training()
                 for cells, name in entry.cells:
-                    cells[name] = entry.exposed
+                    if shown is None or cells.get(name) is shown or _is_ours(entry, cells, name):
+                        cells[name] = exposed
+                entry.shown = exposed
 
-    def show_full(self, unit: Unit) -> None:
+    def show_full(self, unit: Unit) -> bool:
         """Let modules hold the whole parameters, trainable as the DTensors are now."""
+        is_all = True
         for group in unit.groups:
             for entry in self.entries(group):
-                full = entry.slot.full
+                full, shown = entry.slot.full, entry.shown
                 if full.requires_grad is not entry.exposed.requires_grad:
                     full.requires_grad_(entry.exposed.requires_grad)
                 entry.trains = full.requires_grad
                 for cells, name in entry.cells:
-                    cells[name] = full
+                    if cells.get(name) is shown or _is_ours(entry, cells, name):
+                        cells[name] = full
+                    elif shown is entry.exposed:
+                        is_all = False
+                entry.shown = full
+        return is_all
 
     def follow_training(self, unit: Unit) -> None:
         """See which of both parameters the user has frozen, or not, while both were there."""
@@ -241,38 +300,128 @@ class ExposedTensors:
             kept.guests = [(dt, e.exposed) for dt, e in zip(made, entries, strict=True)]
         return made
 
+    def _follow(self, unit: Unit) -> None:
+        """Something else is in the place of a parameter, or has other memory, than was shown."""
+        if not is_given_for_call():
+            unit.reshard()
+            self.take_over(unit)
+            return
+        for group in unit.groups:
+            for entry in self.entries(group):
+                for cells, name in entry.cells:
+                    if _is_ours(entry, cells, name):
+                        cells[name] = entry.shown
+
     @torch.no_grad()
     def take_over(self, unit: Unit) -> None:
-        """Follow what modules hold now: other values, dtypes, devices or parameter objects."""
+        """Follow what modules hold now: other values, dtypes, devices or parameter objects.
+
+        Who holds parameters of before keeps these, and their memory.
+        """
         for group in unit.groups:
+            entries = self.entries(group)
+            held = [_held(entry) for entry in entries]
+            for entry, parameter in zip(entries, held, strict=True):
+                _check_alike(entry, parameter, held[0])
             group.kept.forget()
-            held = [_held(entry) for entry in self.entries(group)]
-            first = held[0]
-            kind = (first.dtype, local_of(first).device)
-            if kind != (group.types.master, group.buffer.shard.device):
-                group.convert(*kind)
-            for index, (entry, parameter) in enumerate(zip(self.entries(group), held, strict=True)):
-                mine = group.buffer.local(index)
-                _check_held(entry, parameter, mine)
-                theirs = local_of(parameter)
+            self._renew(group, held)
+            for index, (entry, parameter) in enumerate(zip(entries, held, strict=True)):
+                mine, theirs = group.buffer.local(index), local_of(parameter)
                 if theirs.data_ptr() != mine.data_ptr() and not theirs.is_meta:
                     mine.copy_(theirs)
-                entry.exposed = parameter
+                if parameter is not entry.exposed:
+                    parameter.__dict__[HOME] = entry.exposed.__dict__.get(HOME)
+                    entry.slot.full.requires_grad_(parameter.requires_grad)
+                    entry.trains = parameter.requires_grad
+                for cells, name in entry.cells:
+                    cells[name] = parameter
+                entry.exposed = entry.shown = parameter
                 # The parameter stays the object that optimizers know; its memory is the shard's.
                 parameter._local_tensor = mine.detach()
+                entry.note_memory()
+        unit.has_changed()
+
+    def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
+        """Give ``group`` memory of the kind that ``held`` has, and new memory where that has.
+
+        What somebody else may hold now keeps the memory of before.
+        """
+        entries = self.entries(group)
+        is_new = any(e.exposed is not p for e, p in zip(entries, held, strict=True))
+        if is_new and (group.buffer.has_gradient or group.has_new_gradient):
+            raise RuntimeError(
+                f"parameters of the unit of {entries[0].slot.name!r} were given anew while "
+                "gradients of passes under no_sync wait to be reduced: reduce them first"
+            )
+        kind = held[0].dtype, local_of(held[0]).device
+        has_moved = any(
+            local_of(parameter).data_ptr() != group.buffer.local(index).data_ptr()
+            for index, parameter in enumerate(held)
+        )
+        if has_moved or kind != (group.types.master, group.buffer.shard.device):
+            group.convert(*kind)
+            if group in self._flat:
+                self._flat[group].data = group.buffer.shard
+
+
+def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
+    """True where a module holds what the unit shows, False for what computes in one call.
+
+    Raises RuntimeError for anything else.
+    """
+    found = cells.get(name)
+    if found is entry.exposed or found is entry.slot.full:
+        return True
+    module, axes = _whereabouts(entry, cells, name)
+    check_given(entry.slot, module, found, axes)
+    return False
 
 
 def _held(entry: _Entry) -> Any:  # noqa: ANN401
-    cells, name = entry.cells[0]
-    return cells[name]
+    """The DTensor parameter that all modules hold. Raises RuntimeError for any other."""
+    first, key = entry.cells[0]
+    held = first.get(key)
+    for cells, name in entry.cells:
+        found = cells.get(name)
+        is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
+        if found is not held or not is_alike or _belongs_elsewhere(entry, found):
+            module, axes = _whereabouts(entry, cells, name)
+            raise replaced(entry.slot.name, module, found, entry.slot.full.shape, axes)
+    return held
 
 
-def _check_held(entry: _Entry, held: torch.Tensor, mine: torch.Tensor) -> None:
-    if not is_dtensor(held) or local_of(held).shape != mine.shape or held.dtype != mine.dtype:
+def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
+    """True for the parameter that another place shows: nothing would tie the two."""
+    home = parameter.__dict__.get(HOME)
+    driver, slot = (None, None) if home is None else (home[0](), home[1]())
+    if slot is None or slot is entry.slot or driver is None or driver.unit is None:
+        return False
+    exposure = driver.unit.exposure
+    return isinstance(exposure, ExposedTensors) and exposure.shows(parameter)
+
+
+def _whereabouts(
+    entry: _Entry, cells: dict[str, Any], name: str
+) -> tuple[nn.Module, Sequence[Communicator]]:
+    """The module that ``cells`` are of, and the axes that the parameter lies on."""
+    slot = entry.slot
+    module = next(m for m, n in slot.places if m._parameters is cells and n == name)
+    return module, () if slot.place is None else slot.place.axes.communicators
+
+
+def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401
+    """Raise RuntimeError unless ``held`` lies as the parameter, of one kind with ``first``."""
+    before = entry.exposed
+    lies = (held.shape, held.placements, local_of(held).shape)
+    expected = (before.shape, before.placements, entry.shape)
+    kinds = [(each.dtype, local_of(each).device) for each in (held, first)]
+    if lies != expected or held.device_mesh != before.device_mesh or kinds[0] != kinds[1]:
         raise RuntimeError(
-            f"expected {entry.slot.name!r} to be a DTensor of {mine.dtype} with a local tensor of "
-            f"shape {tuple(mine.shape)}, found {type(held).__name__} of {held.dtype} and shape "
-            f"{tuple(local_of(held).shape)}. Put sharded tensors into sharded modules"
+            f"expected {entry.slot.name!r} to be a DTensor of {first.dtype} on "
+            f"{local_of(first).device} like the rest of its unit, of (shape, placements, local "
+            f"shape) {expected} on {before.device_mesh}; found {held.dtype} on "
+            f"{local_of(held).device}, {lies} on {held.device_mesh}. Put sharded tensors into "
+            "sharded modules, and convert units as a whole"
         )
 
 

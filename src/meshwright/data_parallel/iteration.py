@@ -25,6 +25,7 @@ from meshwright.comm.untraced import apart
 from meshwright.data_parallel.agreement import UnitStates, compare_units
 from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.module_tree import ModuleTree
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.partial_sums import sum_parts
@@ -50,6 +51,8 @@ class Iteration:
 
     def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
         self.drivers = tuple(drivers)
+        self.tree: ModuleTree | None = None
+        """The modules of the root; set when it has started."""
         self.sends_use_counts = True
         """Whether ranks tell each other which parameters had a gradient; else all had one."""
         self.finished: list[Driver] = []
@@ -131,9 +134,12 @@ class Iteration:
         for exposure in self._exposures:
             exposure.zero_alike()
         for unit in self._units:
+            unit.exposure.refresh(unit)
             if unit.phase is Phase.FULL and isinstance(unit.exposure, ExposedTensors):
                 unit.exposure.follow_training(unit)
                 unit.find_trainable()
+        if self.tree is not None and torch.is_grad_enabled():
+            self.tree.verify()
         while self.in_blocks:
             # Their backward has passed or will not come: what is gathered now is what is held now.
             self.in_blocks.pop().forget_block()

@@ -97,6 +97,8 @@ class Slot:
     """Whether modules of other units use it too."""
     given: weakref.ref[nn.Parameter] | None = None
     """The parameter object that the user had, as long as somebody holds it."""
+    version: int = 0
+    """That of ``full`` when modules were shown it."""
 
     @property
     def name(self) -> str:
@@ -165,21 +167,23 @@ class ParameterGroup:
         self.mean: torch.Tensor | None = None
         """This rank's part of the mean gradient, finished and not delivered yet."""
 
+    @torch.no_grad()
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Start over with an empty shard of another dtype or on another device."""
-        before = self.types
+        """Start over with an empty shard of another dtype, on another device or in other memory."""
+        self.accumulate()
+        before, types = self.buffer, self.types
         self.types = BufferTypes(
             master=dtype,
-            compute=dtype if before.compute == before.master else before.compute,
-            reduce=dtype if before.reduce == before.master else before.reduce,
+            compute=dtype if types.compute == types.master else types.compute,
+            reduce=dtype if types.reduce == types.master else types.reduce,
         )
-        layout = self.buffer.layout
         if self.home is None:
-            self.buffer = FlatBuffer(layout, self.axes, self.types, device)
+            self.buffer = FlatBuffer(before.layout, self.axes, self.types, device)
         else:
             self.home = device
-            shard = self._empty_shard(layout, device)
-            self.buffer = FlatBuffer(layout, self.axes, self.types, self.buffer.device, shard)
+            shard = self._empty_shard(before.layout, device)
+            self.buffer = FlatBuffer(before.layout, self.axes, self.types, before.device, shard)
+        self._carry_gradients(before)
         self._show_views()
 
     @torch.no_grad()
@@ -194,9 +198,16 @@ class ParameterGroup:
         self.buffer = FlatBuffer(
             before.layout, self.axes, self.types, before.device, shard=before.shard
         )
-        if before.has_gradient:
-            self.buffer.take([g.to(self.types.reduce) for g in before.whole_gradients()])
+        self._carry_gradients(before)
         self._show_views()
+
+    def _carry_gradients(self, before: FlatBuffer) -> None:
+        """Keep what waits for a reduction, in the dtype and on the device of now."""
+        kind, device = self.types.reduce, self.buffer.device
+        if before.has_gradient:
+            self.buffer.take([g.to(device, kind) for g in before.whole_gradients()])
+        if self.partial is not None:
+            self.partial = self.partial.to(device, kind)
 
     def _empty_shard(
         self, layout: FlatLayout | ChunkedLayout, home: torch.device | None

@@ -174,7 +174,10 @@ class ShardedResidency:
         found = self._find(module, name)
         if found is not None:
             group, index = found
-            whole = group.slots[index].full
+            whole, group.slots[index].version = (
+                group.slots[index].full,
+                group.slots[index].full._version,
+            )
             group.buffer.fill([whole if n == index else None for n in range(len(group.slots))])
 
     def _find(self, module: nn.Module, name: str) -> tuple[ParameterGroup, int] | None:

@@ -25,6 +25,7 @@ from meshwright.data_parallel.buffer import ALONE
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.module_tree import STATES, places_in
 from meshwright.data_parallel.placement import PlacementChoice, Target, place, target_of
 from meshwright.data_parallel.policies import (
     CPUOffloadPolicy,
@@ -53,7 +54,6 @@ __all__ = [
     "register_fsdp_forward_method",
 ]
 
-STATES = "_meshwright_states"
 NAME = "fully_shard"
 MUCH_PADDING = 0.10
 """Elements of padding for each element, from which a unit's shape is worth a warning."""
@@ -172,6 +172,7 @@ class FullyShard:
             _unit(modules, options),
             cast=_cast(options.precision),
             parts=modules if len(modules) > 1 else (),
+            ignored=places_in((part for _, part in _own_modules(modules)), options.ignored),
         )
         remember(driver)
         driver.keeps_as_root = reshard_after_forward is None

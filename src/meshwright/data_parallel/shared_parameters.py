@@ -15,16 +15,13 @@ from torch import nn
 
 from meshwright.comm.dtensor import local_of
 from meshwright.data_parallel.driver import Driver, driver_of
-from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.exposed_tensors import HOME, ExposedTensors
 from meshwright.data_parallel.parameter_hooks import carry_hooks
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = ["check_settled", "remember", "settle"]
-
-HOME = "_meshwright_home"
-"""The attribute of a parameter that was taken over: its driver and its slot."""
 
 
 def remember(driver: Driver) -> None:

@@ -30,6 +30,7 @@ from meshwright.data_parallel.parameter_group import (
     collect_slots,
     group_slots,
 )
+from meshwright.data_parallel.replaced_parameters import written
 from meshwright.errors import InternalError
 
 __all__ = [
@@ -72,8 +73,18 @@ class Exposure(Protocol):
         """Let modules hold what optimizers and state dicts see."""
         ...
 
-    def show_full(self, unit: Unit) -> None:
-        """Let modules hold ``slot.full`` of each slot, with the ``requires_grad`` of now."""
+    def show_full(self, unit: Unit) -> bool:
+        """Let modules hold ``slot.full`` of each slot, with the ``requires_grad`` of now.
+
+        False where one holds a tensor of `torch.func.functional_call` for now.
+        """
+        ...
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over what users have put in the place of parameters since the last pass.
+
+        Raises RuntimeError, naming the parameter, for what cannot be.
+        """
         ...
 
     def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
@@ -117,6 +128,10 @@ class Unit:
         """Whether a reduction has been started and not finished."""
         self.announce: Callable[[Unit, str], None] | None = None
         """Called with "unshard", "reduce" or "reduce_further" before its collectives."""
+        self.changes = 0
+        """How often parameters have been converted, loaded or given anew."""
+        self.shows_all = True
+        """False while `torch.func.functional_call` has put other tensors in their place."""
         self._phase = Phase.SHARDED
         self._has_second_sum = False
         self.trainable_groups: tuple[ParameterGroup, ...] = ()
@@ -174,7 +189,10 @@ class Unit:
         for group in self.groups:
             group.buffer.finish_gather()
         self._become(Phase.FULL)
-        self.exposure.show_full(self)
+        self.shows_all = self.exposure.show_full(self)
+        for group in self.groups:
+            for slot in group.slots:
+                slot.version = slot.full._version
         self.find_trainable()
 
     def reshard_for_backward(self) -> bool:
@@ -206,15 +224,25 @@ class Unit:
             self.wait_unshard()
         self._put_away()
 
+    def has_changed(self) -> None:
+        """Parameters have been converted, loaded or given anew: a graph of before is void."""
+        self.changes += 1
+
     def find_trainable(self) -> None:
         """Note which groups have a parameter that requires grad now."""
         self.trainable_groups = tuple(group for group in self.groups if group.is_trainable)
 
     def _put_away(self) -> None:
         self.exposure.show_sharded(self)
+        lost = ""
         for group in self.groups:
+            for slot in group.slots:
+                if slot.full._version != slot.version and group.buffer.is_copy:
+                    lost = lost or slot.name
             group.buffer.release()
         self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
+        if lost:
+            raise written(lost, self.communicators)
 
     # ------------------------------------------------------------------------- gradients
 

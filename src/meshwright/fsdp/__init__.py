@@ -3,12 +3,13 @@
 `fully_shard` and what belongs to it are here as well, under the names that torch's package has.
 Bottom-up: `options` (what a user may choose), `counterparts` (options of other libraries), `wrap`
 (which modules become units), `groups`, `checks`, `tensor_axes` (parameters that tensor parallelism
-has cut), `exposure` (how parameters look from outside), `traversal` (the tree of wrappers),
-`building` (from module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`,
-`state_dicts`, `unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule
-drives), `state_dict_types`, `managed_parameters` (with their names), `optimizer_exchange` (what
-ranks tell each other), `optimizer_state`, `checkpoint_functions` (what torch's find here),
-`legacy_optimizer_state`, `wrapper` (the public class); `grad_scaler`.
+has cut), `pieces` (what this rank has of them), `exposure` (how parameters look from outside),
+`traversal` (the tree of wrappers), `building` (from module to unit), `modes` (full or mixed
+precision), `auto_wrap`, `full_parameters`, `state_dicts`, `unit_wrapper` (one wrapper as a module),
+`residency` (what a pipeline's schedule drives), `state_dict_types`, `managed_parameters` (with
+their names), `optimizer_exchange` (what ranks tell each other), `optimizer_state`,
+`checkpoint_functions` (what torch's find here), `legacy_optimizer_state`, `wrapper` (the public
+class); `grad_scaler`.
 
 Where this differs from torch's class on purpose:
 

@@ -21,7 +21,7 @@ from meshwright.data_parallel.unit import (
     group_slots,
 )
 from meshwright.fsdp.checks import Ignored
-from meshwright.fsdp.exposure import FlatExposure, FlatParameter, OriginalExposure
+from meshwright.fsdp.exposure import TAKEN, FlatExposure, FlatParameter, OriginalExposure
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.tensor_axes import take_part
@@ -29,7 +29,6 @@ from meshwright.fsdp.traversal import clean_name
 from meshwright.layout import FlatLayout
 
 __all__ = [
-    "TAKEN",
     "UnitPlan",
     "build_unit",
     "check_shared",
@@ -38,9 +37,6 @@ __all__ = [
     "resolve_device_id",
     "synchronise",
 ]
-
-TAKEN = "_meshwright_unit_name"
-"""An attribute of parameters that a unit has taken over."""
 
 ALIGNMENT = 16
 """Bytes: where parameters begin that keep their identity, as in torch."""

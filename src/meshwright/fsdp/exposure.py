@@ -6,34 +6,50 @@ finds before the registered ones. So ``parameters()`` lists the same objects at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
-from meshwright.data_parallel.parameter_hooks import change_by_hooks, has_hooks, run_after_hooks
+from meshwright.data_parallel.parameter_hooks import has_hooks, run_after_hooks
+from meshwright.data_parallel.replaced_parameters import (
+    check_given,
+    is_given_for_call,
+    rank_in,
+    replaced,
+)
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
-from meshwright.layout import FlatLayout, Piece
+from meshwright.fsdp.pieces import (
+    change_piece_by_hooks,
+    cuts_of,
+    give_gradient,
+    mark_pieces,
+    own_pieces,
+    places_in_shards,
+    write_back,
+)
 
 __all__ = [
     "FLAT",
+    "TAKEN",
     "Exposed",
     "FlatExposure",
     "FlatParameter",
     "OriginalExposure",
     "exposed_of",
-    "flat_layout",
     "gradients_by_axes",
     "hide_full",
-    "own_pieces",
 ]
 
 FLAT = "_flat_param"
 """The name under which a unit's flat parameter is registered."""
+
+
+TAKEN = "_meshwright_unit_name"
+"""An attribute of parameters that a unit has taken over."""
 
 
 class FlatParameter(nn.Parameter):
@@ -52,10 +68,6 @@ class Exposed(Exposure, Protocol):
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
         """What modules hold now in the places of those."""
-        ...
-
-    def refresh(self, unit: Unit) -> None:
-        """Take over what the user has put into the exposed tensors, before they are gathered."""
         ...
 
     def version(self, unit: Unit) -> int:
@@ -83,32 +95,11 @@ def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
     return exposure
 
 
-def flat_layout(group: ParameterGroup) -> FlatLayout:
-    """The layout of a unit of the facade: it is always packed."""
-    layout = group.buffer.layout
-    if not isinstance(layout, FlatLayout):
-        raise InternalError("a unit of the facade must be packed at any element")
-    return layout
-
-
-def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
-    """This rank's piece of each parameter that it has one of, by the parameter's index."""
-    return {piece.index: piece for piece in flat_layout(group).owned(group.axes.part)}
-
-
 def hide_full(slots: Sequence[Slot]) -> None:
     """Take whole parameters out of the modules."""
     for slot in slots:
         for module, name in slot.places:
             module.__dict__.pop(name, None)
-
-
-def _show_full(slot: Slot, requires_grad: bool) -> None:
-    full = slot.full
-    if full.requires_grad != requires_grad:
-        full.requires_grad_(requires_grad)
-    for module, name in slot.places:
-        module.__dict__[name] = full
 
 
 class FlatExposure:
@@ -120,6 +111,10 @@ class FlatExposure:
         self._gradient_dtype = gradient_dtype
         self._seen = -1
         self._flat: FlatParameter | None = None
+        self._nothing = torch.empty(0)
+        """What modules hold while the unit is sharded. Nobody else should change it."""
+        self._nothing_trains = False
+        self._shows_full = False
 
     def _only_group(self, unit: Unit) -> ParameterGroup:
         (group,) = unit.groups
@@ -129,7 +124,7 @@ class FlatExposure:
         group = self._only_group(unit)
         trains = group.slots[0].original.requires_grad
         flat = FlatParameter(group.buffer.shard, requires_grad=trains)
-        _mark(flat, group, group.slots)
+        mark_pieces(flat, group, group.slots)
         for slot in group.slots:
             for module, name in slot.places:
                 module._parameters.pop(name, None)
@@ -156,17 +151,58 @@ class FlatExposure:
         """See `Exposure`."""
         if self._flat is None:
             self._flat = self._take_over(unit)
-        nothing = self._flat.data[:0]
+        else:
+            self._find(unit)
+        self.show_nothing(unit)
+
+    def show_nothing(self, unit: Unit) -> None:
+        """Let modules hold empty tensors, unless they hold what computes for one call."""
+        before, flat, self._shows_full = self._nothing, self.flat, False
+        kind = flat.dtype, flat.device, flat.requires_grad
+        if (before.dtype, before.device, self._nothing_trains) != kind:
+            self._nothing = flat.data[:0].requires_grad_(flat.requires_grad)
+            self._nothing_trains = flat.requires_grad
         for slot in unit.slots:
             for module, name in slot.places:
-                # Modules look at their parameters also where they do not compute, to be printed.
-                module.__dict__[name] = nothing
+                found = module.__dict__.get(name)
+                if found is None or found is before or found is slot.full:
+                    # Modules look at them also where they do not compute, to be printed.
+                    module.__dict__[name] = self._nothing
 
-    def show_full(self, unit: Unit) -> None:
+    def show_full(self, unit: Unit) -> bool:
         """See `Exposure`."""
         self._seen = self.version(unit)
+        is_all, self._shows_full = self._find(unit), True
         for slot in unit.slots:
-            _show_full(slot, self.flat.requires_grad)
+            full = slot.full
+            if full.requires_grad != self.flat.requires_grad:
+                full.requires_grad_(self.flat.requires_grad)
+            for module, name in slot.places:
+                if module.__dict__.get(name) is self._nothing:
+                    module.__dict__[name] = full
+        return is_all
+
+    def _find(self, unit: Unit) -> bool:
+        """Look whether modules hold what they were shown; False where one does for a call only.
+
+        Raises RuntimeError for anything else.
+        """
+        is_all = True
+        for slot in unit.slots:
+            shown = slot.full if self._shows_full else self._nothing
+            for module, name in slot.places:
+                found = module.__dict__.get(name)
+                if found is shown or found is self._nothing:
+                    continue
+                if found is None:
+                    found = module._parameters.get(name)
+                    if found is self._nothing:  # what `functional_call` puts back after a parameter
+                        module.__dict__[name] = module._parameters.pop(name)
+                        continue
+                if found is not slot.full:
+                    check_given(slot, module, found, unit.communicators)
+                    is_all = False
+        return is_all
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
@@ -195,9 +231,9 @@ class FlatExposure:
     ) -> None:
         """See `Exposure`. What had no gradient anywhere gets zeros: there is only one ``.grad``."""
         flat = self.flat
-        _change_by_hooks(group, flat, reduced, FLAT)
+        change_piece_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
-            _give_gradient(flat, reduced, self._gradient_dtype)
+            give_gradient(flat, reduced, self._gradient_dtype)
         else:
             flat.grad.add_(reduced)
         run_after_hooks(flat)
@@ -205,8 +241,19 @@ class FlatExposure:
     def refresh(self, unit: Unit) -> None:
         """Take over a line that the user has set with ``.data``."""
         flat, shard = self.flat, self._only_group(unit).buffer.shard
+        self._find(unit)
+        nothing = self._nothing
+        if nothing.numel() or nothing.requires_grad is not self._nothing_trains:
+            raise RuntimeError(
+                f"rank {rank_in(unit.communicators)}: a parameter of unit {unit.name!r} was "
+                "changed by itself (.data, requires_grad_, swap_tensors), and is a part of one "
+                "flat parameter: set use_orig_params=True, or change it in summon_full_params"
+            )
+        held = self.owner._parameters.get(FLAT)
+        if held is not flat:
+            raise replaced(FLAT, self.owner, held, flat.shape, unit.communicators)
         if flat.data_ptr() != shard.data_ptr():
-            _write_back(flat, shard, FLAT)
+            write_back(flat, shard, FLAT)
 
     def convert(self, unit: Unit) -> None:
         """See `Exposed`."""
@@ -218,6 +265,7 @@ class FlatExposure:
         if flat.data_ptr() != shard.data_ptr():
             shard.copy_(flat.data)
             flat.data = shard
+            unit.has_changed()
 
 
 class OriginalExposure:
@@ -246,13 +294,29 @@ class OriginalExposure:
         """See `Exposure`."""
         if not self._targets:
             self._point(unit)
+        for slot in unit.slots:
+            for module, name in slot.places:
+                found = module._parameters.get(name)
+                if found is not slot.original:
+                    check_given(slot, module, found, unit.communicators)
         hide_full(unit.slots)
 
-    def show_full(self, unit: Unit) -> None:
+    def show_full(self, unit: Unit) -> bool:
         """See `Exposure`."""
         self._seen = self.version(unit)
+        is_all = True
         for slot in unit.slots:
-            _show_full(slot, slot.original.requires_grad)
+            full, original = slot.full, slot.original
+            if full.requires_grad != original.requires_grad:
+                full.requires_grad_(original.requires_grad)
+            for module, name in slot.places:
+                found = module._parameters.get(name)
+                if found is original:
+                    module.__dict__[name] = full
+                else:
+                    check_given(slot, module, found, unit.communicators)
+                    is_all = False
+        return is_all
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
@@ -292,13 +356,13 @@ class OriginalExposure:
             piece, original = pieces.get(index), slot.original
             if has_hooks(original) and used[index] and original.requires_grad:
                 part = reduced[:0] if piece is None else reduced[piece.offset :][: piece.numel]
-                _change_by_hooks(group, original, part.view(original.shape), slot.name)
+                change_piece_by_hooks(group, original, part.view(original.shape), slot.name)
                 hooked.append(original)
             if piece is None or not used[index] or not original.requires_grad:
                 continue
             part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
             if original.grad is None:
-                _give_gradient(original, part, self._gradient_dtype)
+                give_gradient(original, part, self._gradient_dtype)
             else:
                 original.grad.add_(part)
         for original in hooked:
@@ -307,16 +371,38 @@ class OriginalExposure:
     def refresh(self, unit: Unit) -> None:
         """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
         for slot, target in self._targets:
-            module, name = slot.places[0]
-            held = module._parameters.get(name)
-            if held is not None and held is not slot.original:
-                if held.shape == target.shape:
-                    slot.original.data = held.data
-                    self._hold(slot)
-                else:
-                    _write_back(held, target, slot.name)
-            if slot.original.data_ptr() != target.data_ptr() or slot.original.shape != target.shape:
-                _write_back(slot.original, target, slot.name)
+            for module, name in slot.places:
+                held = module._parameters.get(name)
+                if held is not slot.original:
+                    self._follow(unit, slot)
+            original = slot.original
+            if original.data_ptr() != target.data_ptr() or original.shape != target.shape:
+                write_back(original, target, slot.name)
+
+    def _follow(self, unit: Unit, slot: Slot) -> None:
+        """Take over a parameter of the user's that is in one place of ``slot``, in all its places.
+
+        Raises RuntimeError for anything else, unless it computes there for one call.
+        """
+        is_given = is_given_for_call()
+        new: nn.Parameter | None = None
+        for module, name in slot.places:
+            found = module._parameters.get(name)
+            if found is slot.original or (found is new and found is not None):
+                continue
+            is_users = isinstance(found, nn.Parameter) and not hasattr(found, TAKEN)
+            if is_given or new is not None or not is_users:
+                check_given(slot, module, found, unit.communicators)
+            else:
+                new = found
+        if new is None:
+            return
+        before, slot.original = slot.original, new
+        before.data = before.data.clone()  # whoever holds it keeps it
+        setattr(new, TAKEN, getattr(before, TAKEN))
+        mark_pieces(new, next(group for group in unit.groups if slot in group.slots), [slot])
+        for module, name in slot.places:
+            module._parameters[name] = new
 
     def convert(self, unit: Unit) -> None:
         """See `Exposed`."""
@@ -327,10 +413,7 @@ class OriginalExposure:
             if first.dtype != shard.dtype or first.device != shard.device:
                 group.convert(first.dtype, first.device)
         self._point(unit, keep=True)
-
-    def _hold(self, slot: Slot) -> None:
-        for module, name in slot.places:
-            module._parameters[name] = slot.original
+        unit.has_changed()
 
     @torch.no_grad()
     def _point(self, unit: Unit, *, keep: bool = False) -> None:
@@ -338,8 +421,8 @@ class OriginalExposure:
         self._targets = []
         for group in unit.groups:
             for slot in group.slots:
-                _mark(slot.original, group, [slot])
-        for slot, target in _places_in_shards(unit.groups):
+                mark_pieces(slot.original, group, [slot])
+        for slot, target in places_in_shards(unit.groups):
             if keep:
                 target.copy_(slot.original.data)
             slot.original.data = target
@@ -354,8 +437,8 @@ def gradients_by_axes(
     for group in unit.groups:
         pieces = own_pieces(group)
         line = exposure.flat.grad if isinstance(exposure, FlatExposure) else None
-        if line is not None and len(_cuts(group, group.slots)) == 1:
-            yield from ((axes, [line]) for axes in _cuts(group, group.slots))
+        if line is not None and len(cuts_of(group, group.slots)) == 1:
+            yield from ((axes, [line]) for axes in cuts_of(group, group.slots))
             continue
         for index, slot in enumerate(group.slots):
             piece, own = pieces.get(index), slot.original.grad
@@ -363,86 +446,9 @@ def gradients_by_axes(
                 own = None
                 if line is not None and piece is not None:
                     own = line[piece.offset : piece.offset + piece.numel]
-            (axes,) = _cuts(group, [slot])
+            (axes,) = cuts_of(group, [slot])
             yield axes, [] if own is None else [own]
-
-
-def _cuts(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
-    """Over which axes the elements of ``slots`` lie spread."""
-    return {cut_axes(slot.outer, group.axes.shard) for slot in slots}
-
-
-def _mark(parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot]) -> None:
-    mark_spread(parameter, [slot.outer for slot in slots], group.axes.shard, slots[0].name)
-
-
-def _change_by_hooks(
-    group: ParameterGroup, parameter: nn.Parameter, gradient: torch.Tensor, name: str
-) -> None:
-    """Let hooks on the gradient of ``parameter`` change it, unless this rank has a piece of it.
-
-    Raises RuntimeError then: a hook that takes a norm, say, would go wrong without a word.
-    """
-    if not parameter._backward_hooks:
-        return
-    if group.axes.shard is not None:
-        raise RuntimeError(
-            f"{name!r} has a hook on its gradient, of which each rank holds one piece in a line "
-            "without shape, so that the hook cannot do what it does in one process. Use "
-            "fully_shard, whose hooks get DTensors, or register_post_accumulate_grad_hook, or "
-            "change .grad between backward and step"
-        )
-    change_by_hooks(parameter, gradient, name)
-
-
-def _give_gradient(
-    parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
-) -> None:
-    """Set ``.grad``, perhaps in another dtype than the parameter's."""
-    parameter.grad = gradient
-    if dtype is not None and parameter.grad is not None:
-        # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
-        parameter.grad.data = gradient.to(dtype)
 
 
 def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
     return parameter.data_ptr() == target.data_ptr() and parameter.dtype == target.dtype
-
-
-def _places_in_shards(
-    groups: Sequence[ParameterGroup],
-) -> Iterator[tuple[Slot, torch.Tensor]]:
-    for group in groups:
-        pieces, shard = own_pieces(group), group.buffer.shard
-        for index, slot in enumerate(group.slots):
-            piece = pieces.get(index)
-            if piece is None:
-                yield slot, shard[:0]
-                continue
-            line = shard[piece.offset : piece.offset + piece.numel]
-            shape = flat_layout(group).shapes[index]
-            yield slot, line if group.axes.shard is not None else line.view(shape)
-
-
-@torch.no_grad()
-def _write_back(parameter: nn.Parameter, target: torch.Tensor, name: str) -> None:
-    """Copy what the user has put into an exposed parameter to the shard, and look there again."""
-    if parameter.device.type != target.device.type:
-        raise RuntimeError(
-            "Expected `FlatParameter` to be on the compute device or where it is offloaded to, "
-            f"{target.device}, but got {parameter.device} for {name}. Move the whole module"
-        )
-    if parameter.shape != target.shape:
-        raise RuntimeError(
-            "Cannot writeback when the parameter shape changes: this rank's part has shape "
-            f"{tuple(target.shape)}, found {tuple(parameter.shape)} for {name}. "
-            "Change parameters inside summon_full_params"
-        )
-    gradient = parameter.grad
-    if gradient is not None and gradient.shape != target.shape:
-        raise RuntimeError(
-            f"Cannot writeback when the gradient shape changes: expected {tuple(target.shape)}, "
-            f"found {tuple(gradient.shape)} for {name}"
-        )
-    target.copy_(parameter.data)
-    parameter.data = target

@@ -20,11 +20,10 @@ from meshwright.fsdp.exposure import (
     FLAT,
     OriginalExposure,
     exposed_of,
-    flat_layout,
     hide_full,
-    own_pieces,
 )
 from meshwright.fsdp.options import TrainingState
+from meshwright.fsdp.pieces import flat_layout, own_pieces
 
 if TYPE_CHECKING:
     from meshwright.fsdp.unit_wrapper import UnitWrapper
@@ -168,7 +167,7 @@ def _shown(
                 if shown is not None and shown.data_ptr() != view.data_ptr():
                     view.copy_(shown.detach())
         owner._parameters[FLAT] = flat
-        exposure.show_sharded(unit)
+        exposure.show_nothing(unit)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from torch import nn
 from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.shard_view import ShardView
-from meshwright.fsdp.exposure import flat_layout, own_pieces
 from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.managed_parameters import Managed, managed_parameters, names_by_parameter
 from meshwright.fsdp.optimizer_exchange import Held, exchange, from_first_rank, of_numbers
@@ -31,6 +30,7 @@ from meshwright.fsdp.options import (
     StateDictSettings,
     StateDictType,
 )
+from meshwright.fsdp.pieces import flat_layout, own_pieces
 from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
 from meshwright.fsdp.tensor_axes import part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import clean_name

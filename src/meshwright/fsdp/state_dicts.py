@@ -21,10 +21,11 @@ from torch import nn
 from meshwright.comm.dtensor import AtRest, dtensor_at_rest, is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.data_parallel.unit import ParameterGroup, Unit
-from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of, flat_layout, own_pieces
+from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of
 from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType
+from meshwright.fsdp.pieces import flat_layout, own_pieces
 from meshwright.fsdp.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.layout import Replicate, Shard, chunk

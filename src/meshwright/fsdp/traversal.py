@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.comm.lookup import checks_in_detail
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.iteration import Iteration
+from meshwright.data_parallel.module_tree import PlacesIn
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Unit
 from meshwright.fsdp.exposure import exposed_of
@@ -36,10 +37,17 @@ def clean_name(name: str) -> str:
 class UnitDriver(Driver):
     """The driver of one wrapper. Ranks that run different orders are told so and go on."""
 
-    def __init__(self, unit: Unit | None, strategy: object, *, sends_use_counts: bool) -> None:
+    def __init__(
+        self,
+        unit: Unit | None,
+        strategy: object,
+        *,
+        sends_use_counts: bool,
+        ignored: PlacesIn = (),
+    ) -> None:
         detail = checks_in_detail()
         order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
-        super().__init__(unit, order=order)
+        super().__init__(unit, order=order, ignored=ignored)
         self.strategy = strategy
         """What messages call the strategy."""
         self._version = -1
@@ -73,13 +81,18 @@ class UnitDriver(Driver):
         unit = self.unit
         if unit is not None and self.has_run:
             exposure = exposed_of(unit)
-            if self._version != exposure.version(unit) or exposure.is_replaced(unit):
+            is_written = self._version != exposure.version(unit)
+            if is_written or unit.changes != self._changes or exposure.is_replaced(unit):
                 raise AssertionError(
                     "FSDP does not support changing the parameters between forward and backward "
                     f"for {self.strategy}: those of {self.name!r} are not what its forward has "
                     "used. Run backward first, then step, load or write"
                 )
         super().before_backward(gradient)
+
+    def clean(self, name: str) -> str:
+        """See `Driver`."""
+        return clean_name(name)
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         """See `Driver`."""

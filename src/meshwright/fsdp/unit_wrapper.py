@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
 from meshwright.comm.untraced import apart, untraced
+from meshwright.data_parallel.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
 from meshwright.fsdp.exposure import exposed_of, gradients_by_axes
@@ -73,6 +74,18 @@ class UnitWrapper(nn.Module):
             if name == WRAPPED:
                 raise
             return getattr(super().__getattr__(WRAPPED), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any module
+        """Give tensors to the module that attributes are read from: `functional_call` sets some."""
+        inner = self.module if WRAPPED in self.__dict__.get("_modules", ()) else None
+        if not isinstance(value, torch.Tensor) or inner is None or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        elif not is_given_for_call():
+            setattr(inner, name, value)
+        elif name in inner._parameters:
+            inner._parameters[name] = value  # pyrefly: ignore[unsupported-operation]
+        else:
+            inner.__dict__[name] = value
 
     def __getitem__(self, key: int) -> Any:  # noqa: ANN401 - an item of any module
         return self.module[key]  # pyrefly: ignore[bad-index]
@@ -136,6 +149,7 @@ class UnitWrapper(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.compiler.is_compiling():
             return untraced(self._enter, args, kwargs)
+        self._driver.refuse_transforms(self)
         self.prepare()
         args, kwargs = self._prepare_inputs(args, kwargs)
         return self._driver.before_forward(self, args, kwargs)
@@ -143,6 +157,12 @@ class UnitWrapper(nn.Module):
     def prepare(self) -> None:
         """Get ready for a forward pass: root, dtypes, and what was written since."""
         driver = self._driver
+        if self._is_summoned:
+            raise RuntimeError(
+                f"the forward of {clean_name(driver.name) or type(self.module).__name__} was "
+                "called inside summon_full_params, which shows copies of its parameters: leave "
+                "the block first"
+            )
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
             _check_reached(self)
@@ -265,6 +285,7 @@ class UnitWrapper(nn.Module):
         if self._unit is not None:
             problems = (missing_keys, error_msgs)
             load_entries(self._unit, self._driver.own_names, state_dict, prefix, problems)
+            self._unit.has_changed()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -322,6 +343,7 @@ class UnitWrapper(nn.Module):
     def _only_root(self, text: str, kind: type[Exception]) -> None:
         if not self.check_is_root():
             raise kind(text)
+        self._only_idle()
         self._driver.start(self)
 
 

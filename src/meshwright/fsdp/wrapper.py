@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel.driver import attach
+from meshwright.data_parallel.module_tree import places_in
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
@@ -213,7 +214,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         building.check_shared(module, [*fsdp_units(module), *own])
         self._ignored = ignored
         self._driver = UnitDriver(
-            self._unit, self._groups.strategy, sends_use_counts=self._use_orig_params
+            self._unit,
+            self._groups.strategy,
+            sends_use_counts=self._use_orig_params,
+            ignored=places_in(module.modules(), set(map(id, ignored.parameters))),
         )
         self._is_inner = False
         self._is_summoned = False
@@ -242,7 +246,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         The first backward after it reduces the sum. Only for the root.
         """
         self._only_root("`no_sync()` on inner FSDP instances is not supported.", RuntimeError)
-        self._only_idle()
         units = fsdp_units(self)
         before = [unit.settings for unit in units]
         for unit in units:
@@ -269,7 +272,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._only_root(
             "`clip_grad_norm_()` should only be called on the root FSDP instance", RuntimeError
         )
-        self._only_idle()
         max_norm, norm_type = float(max_norm), float(norm_type)
         iteration = self._driver.start(self)
         if iteration.announce_clip is not None:
