@@ -47,6 +47,7 @@ from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.errors import InternalError, PlanError
+from meshwright.gradients import check_optimizer
 from meshwright.pipelining import PipelineStage, build_stage
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
@@ -117,16 +118,22 @@ def parallelize(
         plan,
         peers=peers,
         layout=layout,
-        optimizer=None if optimizer is None else optimizer(_parameters(model, plan)),
+        optimizer=_optimizer(optimizer, model, plan),
         loss=loss,
         draws=draws,
         traffic=traffic,
     )
 
 
-def _parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
-    """What the optimizer is given."""
-    return flat_groups(module) if plan.train.flat else module.parameters()
+def _optimizer(
+    build: Callable[[Iterable[nn.Parameter]], Optimizer] | None, module: nn.Module, plan: Plan
+) -> Optimizer | None:
+    """What ``build`` makes of this rank's parameters; TypeError where it may not have them."""
+    if build is None:
+        return None
+    made = build(flat_groups(module) if plan.train.flat else module.parameters())
+    check_optimizer(made)
+    return made
 
 
 def _drawn(model: nn.Module, plan: Plan) -> Draws | None:
@@ -280,7 +287,7 @@ def _pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        optimizer=None if optimizer is None else optimizer(_parameters(modules, plan)),
+        optimizer=_optimizer(optimizer, modules, plan),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(_names_in(modules)),

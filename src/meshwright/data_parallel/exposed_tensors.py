@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
+from meshwright.comm.gradient_part import gradient_part
+from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.parameter_hooks import (
     carry_hooks,
@@ -205,7 +207,10 @@ class ExposedTensors:
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
                 return
-            flat.grad = reduced
+            is_part = is_marked_spread(flat)
+            flat.grad = (
+                gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced
+            )
             for entry in entries:
                 entry.exposed.grad = None
         targets: list[torch.Tensor] = []

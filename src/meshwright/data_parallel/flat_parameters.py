@@ -33,8 +33,10 @@ from meshwright.comm.dtensor import (
     local_gradient,
     local_of,
 )
-from meshwright.comm.spread import ManyInOne, spread_of, spread_over
+from meshwright.comm.gradient_part import gradient_part
+from meshwright.comm.spread import ManyInOne, is_marked_spread, spread_of, spread_over
 from meshwright.data_parallel.in_place import is_dense
+from meshwright.gradients import look_at_optimizers
 
 __all__ = ["FlatParameter", "flat_parameters"]
 
@@ -134,7 +136,8 @@ class FlatParameter(ManyInOne):
         if all(gradient is None for gradient in found):
             return None
         alone = self._alone(found)
-        return self._gathered(found) if alone is None else alone
+        whole = self._gathered(found) if alone is None else alone
+        return gradient_part(whole, self.members[0].name) if is_marked_spread(self) else whole
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -236,6 +239,7 @@ def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParam
         kind = (parameter.dtype, parameter.device, spread_of(parameter))
         alike.setdefault(kind, []).append((name, parameter))
     _watch_steps()
+    look_at_optimizers()
     return [_flat_of(piece) for group in alike.values() for piece in _pieces(group)]
 
 
@@ -281,7 +285,7 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
     flat.members = tuple(members)
     flat.singles = tuple(parameter for _, parameter in named)
     flat._gradient = None
-    spread_over(flat, axes)
+    spread_over(flat, axes, is_line=True)
     for _, parameter in named:
         vars(parameter)[_PLACE] = _Place(flat)
     return flat

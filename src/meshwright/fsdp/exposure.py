@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.gradient_part import gradient_part, plain_gradient
+from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.parameter_hooks import change_by_hooks, has_hooks, run_after_hooks
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
@@ -197,7 +199,7 @@ class FlatExposure:
         flat = self.flat
         _change_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
-            _give_gradient(flat, reduced, self._gradient_dtype)
+            _give_gradient(flat, reduced, self._gradient_dtype, FLAT)
         else:
             flat.grad.add_(reduced)
         run_after_hooks(flat)
@@ -298,7 +300,7 @@ class OriginalExposure:
                 continue
             part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
             if original.grad is None:
-                _give_gradient(original, part, self._gradient_dtype)
+                _give_gradient(original, part, self._gradient_dtype, slot.name)
             else:
                 original.grad.add_(part)
         for original in hooked:
@@ -338,7 +340,7 @@ class OriginalExposure:
         self._targets = []
         for group in unit.groups:
             for slot in group.slots:
-                _mark(slot.original, group, [slot])
+                _mark(slot.original, group, [slot], is_line=False)
         for slot, target in _places_in_shards(unit.groups):
             if keep:
                 target.copy_(slot.original.data)
@@ -353,12 +355,12 @@ def gradients_by_axes(
     exposure = exposed_of(unit)
     for group in unit.groups:
         pieces = own_pieces(group)
-        line = exposure.flat.grad if isinstance(exposure, FlatExposure) else None
+        line = plain_gradient(exposure.flat) if isinstance(exposure, FlatExposure) else None
         if line is not None and len(_cuts(group, group.slots)) == 1:
             yield from ((axes, [line]) for axes in _cuts(group, group.slots))
             continue
         for index, slot in enumerate(group.slots):
-            piece, own = pieces.get(index), slot.original.grad
+            piece, own = pieces.get(index), plain_gradient(slot.original)
             if isinstance(exposure, FlatExposure):
                 own = None
                 if line is not None and piece is not None:
@@ -372,8 +374,11 @@ def _cuts(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicato
     return {cut_axes(slot.outer, group.axes.shard) for slot in slots}
 
 
-def _mark(parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot]) -> None:
-    mark_spread(parameter, [slot.outer for slot in slots], group.axes.shard, slots[0].name)
+def _mark(
+    parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot], *, is_line: bool = True
+) -> None:
+    outers, name = [slot.outer for slot in slots], slots[0].name
+    mark_spread(parameter, outers, group.axes.shard, name, is_line=is_line)
 
 
 def _change_by_hooks(
@@ -396,10 +401,11 @@ def _change_by_hooks(
 
 
 def _give_gradient(
-    parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
+    parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None, name: str
 ) -> None:
     """Set ``.grad``, perhaps in another dtype than the parameter's."""
-    parameter.grad = gradient
+    is_part = is_marked_spread(parameter)
+    parameter.grad = gradient_part(gradient, name) if is_part else gradient
     if dtype is not None and parameter.grad is not None:
         # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
         parameter.grad.data = gradient.to(dtype)

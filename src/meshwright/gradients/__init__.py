@@ -1,7 +1,8 @@
 """What happens to gradients over all axes: the loss they are of, their norm, clipping, the stop.
 
 Bottom-up: `loss` (a mean or (sum, count), over microbatches and ranks), `finite` (all ranks skip
-or stop together), `norm` (one norm over all axes, and clipping).
+or stop together), `norm` (one norm over all axes, and clipping), `optimizers` (those that would
+compute other numbers from parts of parameters).
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from meshwright.gradients.norm import (
     require_finite_norm,
     scale_to_norm,
 )
+from meshwright.gradients.optimizers import (
+    check_optimizer,
+    declare_element_wise,
+    look_at_optimizers,
+    mark_stage,
+)
 
 __all__ = [
     "LocalLoss",
@@ -32,10 +39,14 @@ __all__ = [
     "agree_on_non_finite",
     "apply_loss",
     "call_module",
+    "check_optimizer",
     "clip_grad_norm_",
     "cut_batch",
+    "declare_element_wise",
     "global_norm",
     "group_by_spread",
+    "look_at_optimizers",
+    "mark_stage",
     "non_finite_gradients",
     "read_loss",
     "require_finite_norm",

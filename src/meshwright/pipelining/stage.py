@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.errors import PipeliningShapeError
+from meshwright.gradients import mark_stage
 from meshwright.pipelining.backward import (
     Junction,
     stage_backward,
@@ -114,6 +115,7 @@ class PipelineStage:
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "
                 f"{num_stages}"
             )
+        mark_stage(submodule.parameters(), self.communicator)
         self.dw_builder = dw_builder
         self.get_mesh = get_mesh
         self.all_edges = tuple(edges or map(adjacent, range(num_stages)))
