@@ -8,7 +8,7 @@ looks at several elements together: that raises, and says what to call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -81,9 +81,12 @@ class GradientPart(torch.Tensor):
             raise _refusal(func, args)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func in _FRESH or result is None or (args and result is args[0]):
+            kind = type(result)
+            if (kind is torch.Tensor or kind is tuple or kind is list) and args:
+                return (
+                    result if func in _FRESH or result is args[0] else _marked(func, result, args)
+                )
             return result
-        return _marked(func, result, args)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """As that of a plain tensor."""
@@ -101,7 +104,7 @@ class GradientPart(torch.Tensor):
 
 def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
     """This rank's elements of the gradient of parameter ``name``, as a `GradientPart`."""
-    found = gradient.as_subclass(GradientPart)
+    found = torch.Tensor._make_subclass(GradientPart, gradient)
     found._meshwright_name = name
     return found
 
@@ -122,22 +125,26 @@ def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
     """What is computed from parts, and has as many elements, is one."""
-    if type(result) in (list, tuple):
-        return type(result)([_marked(func, each, args) for each in result])
     if type(result) is not torch.Tensor:
+        if type(result) in (list, tuple):
+            return type(result)([_marked(func, each, args) for each in result])
         return result
-    part = next(_parts(args), None)
+    part = _first_part(args)
     if part is None or (result.numel() != part.numel() and func not in _JOINED):
         return result
     return gradient_part(result, part._meshwright_name)
 
 
-def _parts(values: Iterable[object]) -> Iterator[GradientPart]:
+def _first_part(values: Iterable[object]) -> GradientPart | None:
     for value in values:
         if isinstance(value, GradientPart):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _parts(cast("Iterable[object]", value))
+            return value
+    for value in values:
+        if type(value) in (list, tuple):
+            part = _first_part(cast("Iterable[object]", value))
+            if part is not None:
+                return part
+    return None
 
 
 def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
@@ -146,7 +153,7 @@ def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
 
 
 def _refusal(func: Callable[..., object], args: tuple[object, ...]) -> RuntimeError:
-    part = next(_parts(args), None)
+    part = _first_part(args)
     held = "" if part is None else f" of {part._meshwright_name!r}: {part.numel()} elements here"
     return RuntimeError(
         f"{getattr(func, '__name__', func)} of a gradient of which each rank holds a part{held}. "

@@ -199,7 +199,7 @@ class FlatExposure:
         flat = self.flat
         _change_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
-            _give_gradient(flat, reduced, self._gradient_dtype, FLAT)
+            _give_gradient(flat, _part(reduced, flat, FLAT), self._gradient_dtype)
         else:
             flat.grad.add_(reduced)
         run_after_hooks(flat)
@@ -288,23 +288,44 @@ class OriginalExposure:
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
         """See `Exposure`. A parameter without elements here, or used nowhere, gets none."""
-        pieces = own_pieces(group)
         hooked: list[nn.Parameter] = []
-        for index, slot in enumerate(group.slots):
-            piece, original = pieces.get(index), slot.original
-            if has_hooks(original) and used[index] and original.requires_grad:
-                part = reduced[:0] if piece is None else reduced[piece.offset :][: piece.numel]
-                _change_by_hooks(group, original, part.view(original.shape), slot.name)
-                hooked.append(original)
-            if piece is None or not used[index] or not original.requires_grad:
+        for slot, part, is_used in zip(group.slots, self._on(group, reduced), used, strict=True):
+            original = slot.original
+            if not is_used or not original.requires_grad:
                 continue
-            part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
+            if has_hooks(original):
+                nothing = reduced[:0].view(original.shape) if part is None else part
+                _change_by_hooks(group, original, nothing, slot.name)
+                hooked.append(original)
+            if part is None:
+                continue
             if original.grad is None:
-                _give_gradient(original, part, self._gradient_dtype, slot.name)
+                _give_gradient(original, part, self._gradient_dtype)
             else:
                 original.grad.add_(part)
         for original in hooked:
             run_after_hooks(original)
+
+    def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor | None]:
+        """What ``reduced`` has of each parameter, None where this rank has no elements of one.
+
+        Where that is memory which is kept from step to step, so are they.
+        """
+        kept, slots = group.kept, group.slots
+        is_kept = kept.holds(reduced) and self._gradient_dtype is None
+        if is_kept and kept.guests:
+            held = {id(original): part for part, original in kept.guests}
+            return [held.get(id(slot.original)) for slot in slots]
+        pieces = own_pieces(group)
+        parts: list[torch.Tensor | None] = [None] * len(slots)
+        for index, piece in pieces.items():
+            line = reduced[piece.offset : piece.offset + piece.numel]
+            shaped = line.view(slots[index].original.shape).detach()
+            parts[index] = _part(shaped, slots[index].original, slots[index].name)
+        if is_kept:
+            mine = zip(parts, slots, strict=True)
+            kept.guests = [(p, slot.original) for p, slot in mine if p is not None]
+        return parts
 
     def refresh(self, unit: Unit) -> None:
         """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
@@ -401,14 +422,17 @@ def _change_by_hooks(
 
 
 def _give_gradient(
-    parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None, name: str
+    parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
     """Set ``.grad``, perhaps in another dtype than the parameter's."""
-    is_part = is_marked_spread(parameter)
-    parameter.grad = gradient_part(gradient, name) if is_part else gradient
+    parameter.grad = gradient
     if dtype is not None and parameter.grad is not None:
         # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
         parameter.grad.data = gradient.to(dtype)
+
+
+def _part(gradient: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
+    return gradient_part(gradient, name) if is_marked_spread(parameter) else gradient
 
 
 def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
