@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.dtensor import (
     AtRest,
     dtensor_like,
@@ -231,8 +232,7 @@ class _Lent:
             return
         add_to_gradient(parameter, gradient)
         if self.local.is_local:
-            for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+            run_after_hooks(parameter)
 
     @constant
     def _has_hooks(self) -> bool:

@@ -12,16 +12,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
 from meshwright.comm.gradient_part import gradient_part
 from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
-from meshwright.data_parallel.parameter_hooks import (
-    carry_hooks,
-    change_by_hooks,
-    has_hooks,
-    run_after_hooks,
-)
+from meshwright.data_parallel.parameter_hooks import carry_hooks, change_by_hooks, has_hooks
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
@@ -34,7 +30,7 @@ class _Entry:
 
     __slots__ = ("cells", "exposed", "gradient", "shape", "slot", "start", "stop", "trains", "wrap")
 
-    def __init__(self, group: ParameterGroup, index: int) -> None:
+    def __init__(self, group: ParameterGroup, index: int, before: nn.Parameter) -> None:
         layout = group.buffer.layout
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a DTensor at rest needs a chunked layout")
@@ -52,8 +48,8 @@ class _Entry:
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
         self.exposed = cast("nn.Parameter", savable(exposed))
-        self.exposed.__dict__.update(slot.original.__dict__)
-        carry_hooks(slot.original, self.exposed)
+        self.exposed.__dict__.update(before.__dict__)
+        carry_hooks(before, self.exposed, slot.name)
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
         self.cells: list[tuple[dict[str, Any], str]] = []
@@ -83,13 +79,15 @@ class ExposedTensors:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
         found = self._entries.get(group)
         if found is None:
-            found = [_Entry(group, index) for index in range(len(group.slots))]
+            known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
+            before = [known.get(slot, slot.original) for slot in group.slots]
+            found = [_Entry(group, index, given) for index, given in enumerate(before)]
             self._entries[group] = found
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
         """What modules hold of ``slot`` at rest."""
-        entries = (entry for group in self._entries.values() for entry in group)
+        entries = (entry for group in reversed(self._entries.values()) for entry in group)
         return next(entry.exposed for entry in entries if entry.slot is slot)
 
     def flat(self, group: ParameterGroup) -> nn.Parameter:
@@ -193,6 +191,8 @@ class ExposedTensors:
         self._add(group, reduced, fresh, used)
         for exposed in hooked:
             run_after_hooks(exposed)
+        if group in self._flat:
+            _run_hooks_of_flat(self._flat[group], group)
 
     def _add(
         self,
@@ -265,6 +265,16 @@ class ExposedTensors:
                 entry.exposed = parameter
                 # The parameter stays the object that optimizers know; its memory is the shard's.
                 parameter._local_tensor = mine.detach()
+
+
+def _run_hooks_of_flat(flat: nn.Parameter, group: ParameterGroup) -> None:
+    if flat._backward_hooks:
+        raise RuntimeError(
+            f"the flat parameter of {group.slots[0].name!r} and {len(group.slots) - 1} more has a "
+            "hook on its gradient, which no shape and no parameter belongs to: put the hook on the "
+            "parameters of the model, which are DTensors"
+        )
+    run_after_hooks(flat)
 
 
 def _held(entry: _Entry) -> Any:  # noqa: ANN401

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -153,6 +153,18 @@ class FlatParameter(ManyInOne):
             "model, and call flat_groups on the copy"
         )
 
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refuse: see `view_as`."""
+        raise _not_computed_with()
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refuse: see `view_as`."""
+        raise _not_computed_with()
+
+    def view_as(self, other: torch.Tensor) -> NoReturn:
+        """Refuse a graph: the model computes with the parameters, so none would reach this one."""
+        raise _not_computed_with()
+
     def parts_of(self, line: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters, and for each its part of ``line``, a DTensor where it is one."""
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
@@ -214,6 +226,13 @@ class FlatParameter(ManyInOne):
 @functools.cache
 def _watch_steps() -> None:
     register_optimizer_step_post_hook(_stepped)
+
+
+def _not_computed_with() -> TypeError:
+    return TypeError(
+        "a flat parameter is the memory of others, with which the model computes: hooks, and "
+        "optimizers in the backward, belong to the parameters of the model"
+    )
 
 
 def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:

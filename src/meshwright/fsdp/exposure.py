@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.gradient_part import gradient_part, plain_gradient
 from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
-from meshwright.data_parallel.parameter_hooks import change_by_hooks, has_hooks, run_after_hooks
+from meshwright.data_parallel.parameter_hooks import change_by_hooks, has_hooks
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import FlatLayout, Piece
