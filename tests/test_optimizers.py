@@ -32,10 +32,10 @@ from meshwright.testing import Ranks
 Wrap = Callable[[nn.Module], Any]
 
 
-def net() -> nn.Module:
-    """Rows that 2 and 4 ranks divide, and rows that they do not."""
+def net(rows: int = 3) -> nn.Module:
+    """Rows that 2 and 4 ranks divide, and a last layer with ``rows``."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, rows)).double()
 
 
 def uneven() -> nn.Module:
@@ -444,7 +444,43 @@ def body_whole() -> None:
     assert not check_optimizer(torch.optim.LBFGS(mw.flat_groups(net())))
 
 
-@pytest.mark.parametrize("body", [body_elements, body_parts, body_dtensors, body_whole])
+def body_losses() -> None:
+    """Ranks whose losses differ take the same steps of LBFGS: those of one process."""
+    world = communicator()
+    inputs = batch(0) * torch.arange(1.0, 9.0).double().square().unsqueeze(1)
+    for layout in ("replicate", "class", "fully_shard"):
+        one = net(4)
+        wrap: Any = mw.DistributedDataParallel if layout == "class" else WHOLE[layout]
+        model = wrap(net(4))  # torch does not flatten DTensors with uneven rows
+        for module, part in ((one, inputs), (model, inputs.chunk(world.size)[world.rank])):
+            optimizer = torch.optim.LBFGS(
+                module.parameters(), max_iter=8, line_search_fn="strong_wolfe"
+            )
+            calls = 0
+
+            def closure(module: Any = module, part: Any = part, optimizer: Any = optimizer) -> Any:
+                nonlocal calls
+                calls += 1
+                optimizer.zero_grad()
+                loss = (module(part) - part).square().mean()
+                loss.backward()
+                return loss
+
+            losses = [optimizer.step(closure), optimizer.step(closure=closure)]
+            assert calls > 10
+            if module is one:
+                expected = losses
+        torch.testing.assert_close(losses, [loss.detach() for loss in expected])
+        whole = model.module if layout == "class" else model
+        with torch.no_grad():
+            for (name, q), p in zip(one.named_parameters(), whole.parameters(), strict=True):
+                found = p.full_tensor() if hasattr(p, "full_tensor") else p
+                torch.testing.assert_close(found, q, rtol=1e-6, atol=1e-8, msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize(
+    "body", [body_elements, body_losses, body_parts, body_dtensors, body_whole]
+)
 def test_an_optimizer_has_what_it_looks_at(ranks: Ranks, body: Any) -> None:
     ranks(2, body, **({"in_all": False} if body in (body_elements, body_dtensors) else {}))
 

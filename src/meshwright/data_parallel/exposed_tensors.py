@@ -20,6 +20,7 @@ from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.parameter_hooks import carry_hooks, change_by_hooks, has_hooks
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
+from meshwright.gradients import mark_mean
 from meshwright.layout import ChunkedLayout
 
 __all__ = ["ExposedTensors"]
@@ -83,6 +84,7 @@ class ExposedTensors:
             before = [known.get(slot, slot.original) for slot in group.slots]
             found = [_Entry(group, index, given) for index, given in enumerate(before)]
             self._entries[group] = found
+            mark_mean([entry.exposed for entry in found], group.axes.communicators)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:

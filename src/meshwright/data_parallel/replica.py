@@ -20,6 +20,7 @@ from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.traced import Marking
+from meshwright.gradients import mark_mean
 
 __all__ = ["Replica", "left_out"]
 
@@ -57,6 +58,7 @@ class Replica:
                 check_axes(name, known, communicator)
         self.buffers = tuple(b for b in module.buffers() if id(b) not in skipped)
         """The buffers that are kept equal."""
+        mark_mean([parameter for _, parameter in parameters], [communicator])
         sparse = _sparse_names(module, parameters)
         compare_parameters(communicator, parameters, sparse)
         if options.init_sync:

@@ -28,6 +28,7 @@ from meshwright.gradients.optimizers import (
     check_optimizer,
     declare_element_wise,
     look_at_optimizers,
+    mark_mean,
     mark_stage,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "global_norm",
     "group_by_spread",
     "look_at_optimizers",
+    "mark_mean",
     "mark_stage",
     "non_finite_gradients",
     "read_loss",

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -29,7 +29,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from meshwright.comm import Communicator
 from meshwright.comm.spread import is_distributed, is_line, is_marked_spread
 
-__all__ = ["check_optimizer", "declare_element_wise", "look_at_optimizers", "mark_stage"]
+__all__ = [
+    "check_optimizer",
+    "declare_element_wise",
+    "look_at_optimizers",
+    "mark_mean",
+    "mark_stage",
+]
 
 Class = TypeVar("Class", bound=type)
 
@@ -76,17 +82,21 @@ _NOT_FOR_DTENSORS: MappingProxyType[type, str] = MappingProxyType(
 )
 """Classes of torch whose operators DTensors do not have."""
 
+_BY_LOSS = frozenset({torch.optim.LBFGS})
+"""Classes whose steps depend on the loss: ranks with losses of their own would step apart."""
+
 _DECLARED = "_meshwright_looks_at_elements"
 _STAGE = "_meshwright_stage"
+_MEAN = "_meshwright_mean"
 
 
-class _Stage:
-    """The mark of a parameter of which other stages hold the rest. Copies have none."""
+class _Mark:
+    """What a parameter has to do with other ranks. Copies of it have nothing."""
 
-    __slots__ = ("axis",)
+    __slots__ = ("axes",)
 
-    def __init__(self, axis: str) -> None:
-        self.axis = axis
+    def __init__(self, axes: Sequence[Communicator]) -> None:
+        self.axes = tuple(axes)
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -117,10 +127,28 @@ def declare_element_wise(cls: Class) -> Class:
 
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
     """Let optimizers of ``parameters`` know that ``pipeline`` has others of the model elsewhere."""
-    if pipeline.size > 1:
+    _mark(parameters, _STAGE, (pipeline,))
+
+
+def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) -> None:
+    """Let optimizers of ``parameters`` know that their gradients are means over ``axes``.
+
+    LBFGS decides by the loss, too: it is given the mean of what its closure returns on all ranks.
+    """
+    _mark(parameters, _MEAN, axes)
+
+
+def _mark(parameters: Iterable[torch.Tensor], name: str, axes: Sequence[Communicator]) -> None:
+    wide = [axis for axis in axes if axis.size > 1]
+    if wide:
         look_at_optimizers()
         for parameter in parameters:
-            vars(parameter)[_STAGE] = _Stage(pipeline.axis)
+            vars(parameter)[name] = _Mark(wide)
+
+
+def _marked(parameters: Iterable[torch.Tensor], name: str) -> tuple[Communicator, ...]:
+    marks = (vars(parameter).get(name) for parameter in parameters)
+    return next((mark.axes for mark in marks if isinstance(mark, _Mark)), ())
 
 
 @functools.cache
@@ -134,17 +162,41 @@ class _Watch:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._warned: weakref.WeakSet[type] = weakref.WeakSet()
 
-    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def __call__(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if torch.compiler.is_compiling():
-            return
+            return None
         size = sum([len(group["params"]) for group in optimizer.param_groups])
-        if self._seen.get(optimizer) == size:
-            return
-        doubt = check_optimizer(optimizer)
-        if doubt and type(optimizer) not in self._warned:
-            self._warned.add(type(optimizer))
-            warnings.warn(doubt, UserWarning, stacklevel=3)
-        self._seen[optimizer] = size
+        if self._seen.get(optimizer) != size:
+            doubt = check_optimizer(optimizer)
+            if doubt and type(optimizer) not in self._warned:
+                self._warned.add(type(optimizer))
+                warnings.warn(doubt, UserWarning, stacklevel=3)
+            self._seen[optimizer] = size
+        return _with_mean_loss(optimizer, args, kwargs) if type(optimizer) in _BY_LOSS else None
+
+
+def _with_mean_loss(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step whose closure returns the mean over the ranks of one data axis."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    def mean() -> torch.Tensor:
+        loss = torch.as_tensor(closure(), dtype=torch.float64).detach()
+        # Known now: replicas are set up in their first forward pass.
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        for axis in _marked(held, _MEAN):
+            loss = loss.to(axis.device) / axis.size
+            axis.all_reduce(loss, label="loss of a closure").wait()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], mean, *args[2:]), kwargs
+    return args, {**kwargs, "closure": mean}
 
 
 def check_optimizer(optimizer: Optimizer) -> str:
@@ -188,7 +240,7 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
             f"{found} (of FullyShardedDataParallel or flat_groups)",
             "shard with fully_shard, whose parameters are DTensors, or use replicate",
         )
-    stages = [stage for p in held if isinstance(stage := vars(p).get(_STAGE), _Stage)]
+    stages = _marked(held, _STAGE)
     if stages and looks is not _Looks.PARAMETER:
         return (
             f"its parameters are those of this rank's stages, and other ranks of axis "
