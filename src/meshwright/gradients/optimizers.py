@@ -245,7 +245,8 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
         return (
             f"its parameters are those of this rank's stages, and other ranks of axis "
             f"{stages[0].axis!r} hold the others",
-            "one that looks at each parameter alone; [train] clip_norm clips by a norm over all",
+            "one that looks at each parameter alone; [train] clip_norm, and clip_grad_norm_ of "
+            "meshwright.pipelining, clip by a norm over all stages",
         )
     return "", ""
 
