@@ -108,8 +108,7 @@ class PipelineStage:
         self.device = torch.device(device)
         self.communicator = comm.communicator(group, axis="pipeline")
         self.group = self.communicator.group
-        self.group_rank = self.communicator.rank
-        self.group_size = self.communicator.size
+        self.group_rank, self.group_size = self.communicator.rank, self.communicator.size
         if self.group_size > num_stages:
             raise RuntimeError(
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "
