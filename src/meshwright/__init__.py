@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from meshwright.fsdp import FullyShardedDataParallel
-    from meshwright.gradients import clip_grad_norm_
+    from meshwright.gradients import clip_grad_norm_, declare_element_wise
     from meshwright.mesh import init_device_mesh
     from meshwright.pipelining import pipeline
     from meshwright.plan import Plan
@@ -70,6 +70,7 @@ __all__ = [
     "ScheduleError",
     "__version__",
     "clip_grad_norm_",
+    "declare_element_wise",
     "flat_groups",
     "fully_shard",
     "init_device_mesh",
@@ -85,6 +86,7 @@ _HOME = MappingProxyType(
         "FullyShardedDataParallel": "fsdp",
         "Plan": "plan",
         "clip_grad_norm_": "gradients",
+        "declare_element_wise": "gradients",
         "flat_groups": "data_parallel",
         "fully_shard": "data_parallel",
         "init_device_mesh": "mesh",

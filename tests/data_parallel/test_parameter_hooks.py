@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import itertools
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
+from meshwright import parallelize_module
 from meshwright.comm import communicator
-from meshwright.data_parallel import DistributedDataParallel, flat_groups, fully_shard
+from meshwright.data_parallel import (
+    DistributedDataParallel,
+    FSDPModule,
+    flat_groups,
+    fully_shard,
+)
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
+from meshwright.mesh import init_device_mesh
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
 from meshwright.testing import Ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 
 class Net(nn.Module):
@@ -102,40 +119,159 @@ def body_flat_view() -> None:
         assert_equal(one, many)
 
 
+def body_hooks_while_sharding() -> None:
+    """What was put on a parameter whose unit was sharded alone, and lost a shared weight later."""
+    net = Net()
+    heard: list[str] = []
+    net.a.bias.register_post_accumulate_grad_hook(lambda _: heard.append("before"))
+    fully_shard(net.a)
+    net.a.bias.register_post_accumulate_grad_hook(lambda _: heard.append("after"))
+    net.a.weight.register_post_accumulate_grad_hook(lambda _: heard.append("weight"))
+    fully_shard(net.b)
+    backward(Net(), fully_shard(net), 0)
+    assert sorted(heard) == ["after", "before", "weight"]
+
+
 def test_hooks_on_gradients_get_the_mean(ranks: Ranks) -> None:
     ranks(2, body_gradient_hooks)
+    ranks(2, body_hooks_while_sharding)
     ranks(2, body_flat_view)
 
 
-def body_optimizer_in_backward(strategy: str) -> None:
-    one = Net()
-    many: Any = copy.deepcopy(one)
-    if strategy == "fully_shard":
-        shard(many)
-    else:
-        policy = ModuleWrapPolicy([nn.Linear]) if strategy == "original" else None
-        many = FSDP(many, auto_wrap_policy=policy, use_orig_params=strategy == "original")
-    mine = torch.optim.AdamW(one.parameters(), lr=0.1)
-    theirs = {p: torch.optim.AdamW([p], lr=0.1) for p in many.parameters()}
+STRATEGIES: dict[str, Any] = {
+    "fully_shard": shard,
+    "flat": FSDP,
+    "original": functools.partial(
+        FSDP, auto_wrap_policy=ModuleWrapPolicy([nn.Linear]), use_orig_params=True
+    ),
+    "hybrid": lambda net: fully_shard(net, mesh=hybrid_mesh()),
+    "hybrid original": lambda net: FSDP(
+        net,
+        device_mesh=hybrid_mesh(),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True,
+    ),
+    "flat groups": shard,
+    "tensor": lambda net: parallelize_module(
+        net,
+        init_device_mesh("cpu", (communicator().size,), mesh_dim_names=("tensor",)),
+        {
+            "a": ColwiseParallel(),
+            "b": RowwiseParallel(),
+            "c": ColwiseParallel(output_layouts=Replicate()),
+        },
+    ),
+}
 
-    def step_now(parameter: nn.Parameter) -> None:
-        theirs[parameter].step()
-        parameter.grad = None
 
-    for parameter in theirs:
+def hybrid_mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def not_tied(net: Net) -> Net:
+    net.b = nn.Linear(5, 5).double()
+    return net
+
+
+def by_hook(parameters: Any, **options: Any) -> None:
+    """A step of each parameter in a hook of the user's own."""
+    for parameter in parameters:
+        optimizer = torch.optim.AdamW([parameter], **options)
+
+        def step_now(parameter: Any, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            parameter.grad = None
+
         parameter.register_post_accumulate_grad_hook(step_now)
-    for step in range(4):
-        backward(one, many, step)
-        mine.step()
-        mine.zero_grad()
-        assert all(parameter.grad is None for parameter in theirs)
-        with FSDP.summon_full_params(many) if strategy != "fully_shard" else torch.no_grad():
-            assert_equal(one, many.module if isinstance(many, FSDP) else many)
 
 
-@pytest.mark.parametrize("strategy", ["fully_shard", "flat", "original"])
-def test_an_optimizer_may_step_each_parameter_in_the_backward(ranks: Ranks, strategy: str) -> None:
-    ranks(2, body_optimizer_in_backward, strategy)
+def by_torch(parameters: Any, **options: Any) -> None:
+    _apply_optimizer_in_backward(torch.optim.AdamW, parameters, options)
+
+
+def body_optimizer_in_backward(strategies: list[str], apply: Any) -> None:
+    """Also where it was applied before, and where several passes make one gradient."""
+    for strategy, when in itertools.product(strategies, ("before", "after")):
+        where = f"{strategy}, applied {when}"
+        one = not_tied(Net()) if strategy == "tensor" else Net()
+        many: Any = copy.deepcopy(one)
+        if when == "before":
+            if strategy == "flat groups":
+                continue
+            apply(many.parameters(), lr=0.1)
+            if strategy in ("flat", "tensor"):
+                with pytest.raises(ValueError, match=r"has hooks for its gradient"):
+                    STRATEGIES[strategy](many)
+                continue
+            if apply is by_hook and "original" not in strategy:
+                many = STRATEGIES[strategy](many)  # the hook knows other parameters
+                with pytest.raises(RuntimeError, match="had before it was sharded"):
+                    backward(one, many, 0)
+                continue
+        many = STRATEGIES[strategy](many)
+        held = flat_groups(many) if strategy == "flat groups" else list(many.parameters())
+        if when == "after":
+            apply(held, lr=0.1)
+        mine = torch.optim.AdamW(one.parameters(), lr=0.1)
+        for step in range(4):
+            for is_last in (False, True) if step % 2 and strategy != "tensor" else (True,):
+                inputs = batch(2 * step + is_last)
+                one(inputs).square().mean().backward()
+                world = communicator()
+                share = inputs if strategy == "tensor" else inputs.chunk(world.size)[world.rank]
+                with passing(many, is_last):
+                    many(share).square().mean().backward()
+            mine.step()
+            mine.zero_grad()
+            assert all(parameter.grad is None for parameter in held), where
+            with FSDP.summon_full_params(many) if isinstance(many, FSDP) else torch.no_grad():
+                assert_equal(one, many.module if isinstance(many, FSDP) else many)
+
+
+@contextlib.contextmanager
+def passing(model: Any, is_last: bool) -> Iterator[None]:
+    """Gradients of a pass that is not the last stay whole on each rank."""
+    if isinstance(model, FSDP):
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            yield
+    else:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
+        yield
+
+
+@pytest.mark.parametrize("apply", [by_hook, by_torch])
+def test_an_optimizer_may_step_each_parameter_in_the_backward(ranks: Ranks, apply: Any) -> None:
+    few = [name for name in STRATEGIES if "hybrid" not in name]
+    ranks(2, body_optimizer_in_backward, few, apply)
+    ranks(4, body_optimizer_in_backward, ["hybrid", "hybrid original"], apply)
+
+
+def body_not_in_the_backward() -> None:
+    """What torch was told not to hook, what has state of whole parameters, and flat parameters."""
+    wanted = functools.partial(_apply_optimizer_in_backward, torch.optim.SGD)
+    many: Any = shard(Net())
+    wanted(many.parameters(), {"lr": 0.1}, register_hook=False)
+    backward(Net(), many, 0)
+    assert all(parameter.grad is not None for parameter in many.parameters())
+    net = Net()
+    _apply_optimizer_in_backward(torch.optim.Adagrad, net.parameters(), {})
+    with pytest.raises(ValueError, match=r"Adagrad that steps 'weight' in the backward has state"):
+        shard(net)
+    (flat,) = flat_groups(Net())
+    for register in (flat.register_hook, flat.register_post_accumulate_grad_hook):
+        with pytest.raises(TypeError, match="belong to the parameters of the model"):
+            register(print)
+    with pytest.raises(TypeError, match="optimizers in the backward, belong to the parameters"):
+        wanted([flat], {"lr": 0.1})
+    many = shard(Net())
+    flat_groups(many)[0].register_hook(unit_norm)
+    with pytest.raises(RuntimeError, match="flat parameter of '.*' and . more has a hook"):
+        backward(Net(), many, 0)
+
+
+def test_what_cannot_step_in_the_backward_is_refused(ranks: Ranks) -> None:
+    ranks(2, body_not_in_the_backward)
 
 
 def body_pieces() -> None:

@@ -16,11 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from meshwright import declare_element_wise
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, StateDictType
 from meshwright.testing import Ranks
 
 
+@declare_element_wise
 class Odd(torch.optim.Optimizer):
     """Momentum, with state of every kind: parts, numbers, and a counter that is a tensor."""
 

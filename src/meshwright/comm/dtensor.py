@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -51,6 +52,21 @@ __all__ = [
     "torch_placements",
 ]
 
+
+def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
+    """The one number of a DTensor as Python has it: of the whole tensor, so all its ranks ask."""
+    (tensor,) = args
+    if all(is_replicated(placement) for placement in tensor.placements):
+        return tensor._local_tensor.item()
+    with torch.no_grad():
+        return tensor.full_tensor().item()
+
+
+# torch takes this rank's part of a sum or norm for the whole: an optimizer that asks for a norm as
+# a number would scale each rank's rows by another one. Where torch knows better, its own stays.
+cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers).setdefault(
+    torch.ops.aten._local_scalar_dense.default, _number_of
+)
 
 AnyPlacement = Placement | TorchPlacement
 """A placement of ours, or the same as torch says it."""

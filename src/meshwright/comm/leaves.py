@@ -13,6 +13,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.dtensor import dtensor_like, local_of
 from meshwright.comm.untraced import apart
 
@@ -139,8 +140,7 @@ def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         changed = hook(dtensor_like(gradient, parameter))
         gradient = gradient if changed is None else local_of(changed)
     add_to_gradient(parameter, gradient)
-    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
-        hook(parameter)
+    run_after_hooks(parameter)
 
 
 def add_to_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import torch
 
 from meshwright.comm.collectives import Communicator
+from meshwright.comm.gradient_part import plain
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 
@@ -26,6 +27,8 @@ __all__ = [
     "ManyInOne",
     "check_meshes",
     "is_distributed",
+    "is_line",
+    "is_marked_spread",
     "local_part",
     "refuse_spread",
     "singles_of",
@@ -34,15 +37,26 @@ __all__ = [
 ]
 
 
+_MARKER = "_meshwright_spread"
+
+
 class _Marker:
     """The communicators of one shard. Copies of the tensor, and pickles, are not marked."""
 
-    __slots__ = ("communicators", "refusal")
+    __slots__ = ("communicators", "is_line", "refusal")
 
-    def __init__(self, communicators: tuple[Communicator, ...] = (), refusal: str = "") -> None:
+    def __init__(
+        self,
+        communicators: tuple[Communicator, ...] = (),
+        refusal: str = "",
+        *,
+        is_line: bool = False,
+    ) -> None:
         self.communicators = communicators
         self.refusal = refusal
         """Why there is no one answer."""
+        self.is_line = is_line
+        """Whether it is 1-D memory of parameters with other shapes."""
 
     def __deepcopy__(self, memo: object) -> _Marker:
         return self
@@ -107,15 +121,33 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return _distributed(tensor) is not None or _view(tensor) is not None
 
 
-def spread_over(tensor: torch.Tensor, communicators: Sequence[Communicator]) -> None:
-    """Mark ``tensor`` as a shard of which each rank of ``communicators`` holds other elements."""
+def spread_over(
+    tensor: torch.Tensor, communicators: Sequence[Communicator], *, is_line: bool = False
+) -> None:
+    """Mark ``tensor`` as a shard of which each rank of ``communicators`` holds other elements.
+
+    ``is_line`` says that it holds parameters of other shapes in one line.
+    """
     # An attribute lives and dies with the tensor, as no table beside it can.
-    vars(tensor)["_meshwright_spread"] = _Marker(tuple(c for c in communicators if c.size > 1))
+    axes = tuple(c for c in communicators if c.size > 1)
+    vars(tensor)[_MARKER] = _Marker(axes, is_line=is_line)
 
 
 def refuse_spread(tensor: torch.Tensor, why: str) -> None:
     """Let `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
-    vars(tensor)["_meshwright_spread"] = _Marker(refusal=why)
+    vars(tensor)[_MARKER] = _Marker(refusal=why, is_line=True)
+
+
+def is_marked_spread(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, a plain one, was marked as a shard of which other ranks hold the rest."""
+    marker = vars(tensor).get(_MARKER)
+    return isinstance(marker, _Marker) and bool(marker.communicators or marker.refusal)
+
+
+def is_line(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds parameters of other shapes in one line."""
+    marker = vars(tensor).get(_MARKER)
+    return isinstance(marker, _Marker) and marker.is_line
 
 
 def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -135,7 +167,7 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
         return _spread_of_view(tensor, view)
     distributed = _distributed(tensor)
     if distributed is None:
-        marker = vars(tensor).get("_meshwright_spread") if hasattr(tensor, "__dict__") else None
+        marker = vars(tensor).get(_MARKER) if hasattr(tensor, "__dict__") else None
         if isinstance(marker, _Marker) and marker.refusal:
             raise LayoutError(marker.refusal)
         return marker.communicators if isinstance(marker, _Marker) else ()
@@ -166,12 +198,12 @@ def _spread_of_view(tensor: torch.Tensor, view: _View) -> tuple[Communicator, ..
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a DTensor or `ShardView`; any other tensor as it is. Not copied."""
+    """This rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
     view = _view(tensor)
     if view is not None:
         return view.local
     distributed = _distributed(tensor)
-    return tensor if distributed is None else distributed.to_local()
+    return plain(tensor) if distributed is None else distributed.to_local()
 
 
 def check_meshes(tensors: Iterable[torch.Tensor]) -> None:

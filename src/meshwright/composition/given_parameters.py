@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from meshwright.composition.laying_out import optimized_parameters
 from meshwright.composition.other_stages import HeldElsewhere
 from meshwright.errors import PlanError
+from meshwright.gradients import check_optimizer
 from meshwright.plan import Plan
 
 __all__ = ["GivenParameters"]
@@ -74,11 +75,13 @@ class GivenParameters:
         """Call ``make`` with what this rank trains; it may return an optimizer that was there.
 
         From that the parameters of other stages are taken out. Raises PlanError for one of
-        parameters that others have replaced, whose steps would change nothing.
+        parameters that others have replaced, whose steps would change nothing, TypeError for
+        one that may not have what this rank trains.
         """
         if make is None:
             return None
         optimizer = make(optimized_parameters(module, plan))
+        check_optimizer(optimizer)
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         held = {id(parameter) for parameter in module.parameters()}
         given = {

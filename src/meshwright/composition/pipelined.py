@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -36,6 +37,7 @@ from meshwright.composition.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import (
     EvalResult,
     Loss,
+    StepResult,
     Trainable,
     autocast_of,
     tensors_in,
@@ -153,6 +155,27 @@ class PipelinedTrainable(Trainable):
         self._last = self.schedule.schedule.stage_ranks[-1]
         """The rank of the pipeline that has the last stage."""
         self._has_target = True
+        self._versions = 0
+        """Of the gradients when they were computed."""
+
+    def forward_backward(
+        self, batch: object, target: object = None, *, is_last: bool = True
+    ) -> None:
+        """See `Trainable`."""
+        super().forward_backward(batch, target, is_last=is_last)
+        self._versions = self._pipelined.versions()
+
+    def optimizer_step(self) -> StepResult:
+        """See `Trainable`. Warns where gradients have been changed since they were computed."""
+        if self._pipelined.versions() != self._versions:
+            warnings.warn(
+                "gradients were changed between forward_backward and optimizer_step. Each rank has "
+                "those of its own stages, so a norm over them, as clip_grad_norm_ takes it, is "
+                "another number on each rank: clip by [train] clip_norm, whose norm is over all",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().optimizer_step()
 
     @property
     def draws(self) -> tuple[object, ...]:

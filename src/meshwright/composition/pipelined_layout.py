@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator
+from meshwright.comm.dtensor import local_of
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description, ParameterRow, cut_of
 from meshwright.composition.peers import Peers
@@ -159,6 +160,11 @@ class PipelinedLayout:
     def every_gradient(self) -> list[torch.Tensor]:
         """This rank's parts of all gradients, copies of tied ones too."""
         return [g for each in self._layouts for part in each.gradients() for g in part.gradients]
+
+    def versions(self) -> int:
+        """Grows with what is written to this rank's gradients."""
+        held = [p.grad for stage in self._stages for p in stage.parameters()]
+        return sum([local_of(gradient)._version for gradient in held if gradient is not None])
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""

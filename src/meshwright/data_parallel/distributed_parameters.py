@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator
+from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.dtensor import (
     AtRest,
     dtensor_like,
@@ -36,6 +37,7 @@ from meshwright.comm.dtensor import (
 from meshwright.comm.leaves import add_to_gradient, local_leaf, take_over
 from meshwright.comm.spread import refuse_spread, spread_over
 from meshwright.comm.untraced import constant
+from meshwright.gradients import look_at_optimizers
 
 __all__ = [
     "LocalComputation",
@@ -139,13 +141,19 @@ def cut_axes(outer: AtRest | None, shard: Communicator | None) -> tuple[Communic
 
 
 def mark_spread(
-    line: nn.Parameter, outers: Sequence[AtRest | None], shard: Communicator | None, name: str
+    line: nn.Parameter,
+    outers: Sequence[AtRest | None],
+    shard: Communicator | None,
+    name: str,
+    *,
+    is_line: bool = True,
 ) -> None:
     """Let sums over all parameters, as of the gradient norm, know what other ranks hold of one.
 
     ``line`` holds parts of the tensors that were ``outers``. Where they lie spread in several ways
-    such a sum is refused; ``name`` is that of the first.
+    such a sum is refused; ``name`` is that of the first. Without ``is_line`` it is one parameter.
     """
+    look_at_optimizers()
     cuts = {cut_axes(outer, shard) for outer in outers}
     if len(cuts) > 1:
         refuse_spread(
@@ -155,7 +163,7 @@ def mark_spread(
             "themselves, or by clip_grad_norm_ of the FullyShardedDataParallel",
         )
     else:
-        spread_over(line, cuts.pop())
+        spread_over(line, cuts.pop(), is_line=is_line)
 
 
 class _Lent:
@@ -226,8 +234,7 @@ class _Lent:
             return
         add_to_gradient(parameter, gradient)
         if self.local.is_local:
-            for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+            run_after_hooks(parameter)
 
     @constant
     def _has_hooks(self) -> bool:

@@ -7,20 +7,18 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
+from meshwright.comm.gradient_part import gradient_part
+from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
-from meshwright.data_parallel.parameter_hooks import (
-    carry_hooks,
-    change_by_hooks,
-    has_hooks,
-    run_after_hooks,
-)
+from meshwright.data_parallel.parameter_hooks import carry_hooks, change_by_hooks, has_hooks
 from meshwright.data_parallel.replaced_parameters import (
     check_given,
     data_assigned,
@@ -29,6 +27,7 @@ from meshwright.data_parallel.replaced_parameters import (
 )
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
+from meshwright.gradients import mark_mean
 from meshwright.layout import ChunkedLayout
 
 __all__ = ["HOME", "ExposedTensors"]
@@ -54,7 +53,7 @@ class _Entry:
         "wrap",
     )
 
-    def __init__(self, group: ParameterGroup, index: int) -> None:
+    def __init__(self, group: ParameterGroup, index: int, before: nn.Parameter) -> None:
         layout = group.buffer.layout
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a DTensor at rest needs a chunked layout")
@@ -72,8 +71,8 @@ class _Entry:
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
         self.exposed: Any = savable(exposed)
-        self.exposed.__dict__.update(slot.original.__dict__)
-        carry_hooks(slot.original, self.exposed)
+        self.exposed.__dict__.update(before.__dict__)
+        carry_hooks(before, cast("nn.Parameter", self.exposed), slot.name)
         self.note_memory()
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
@@ -112,13 +111,16 @@ class ExposedTensors:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
         found = self._entries.get(group)
         if found is None:
-            found = [_Entry(group, index) for index in range(len(group.slots))]
+            known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
+            before = [known.get(slot, slot.original) for slot in group.slots]
+            found = [_Entry(group, index, given) for index, given in enumerate(before)]
             self._entries[group] = found
+            mark_mean([entry.exposed for entry in found], group.axes.communicators)
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
         """What modules hold of ``slot`` at rest."""
-        entries = (entry for group in self._entries.values() for entry in group)
+        entries = (entry for group in reversed(self._entries.values()) for entry in group)
         return next(entry.exposed for entry in entries if entry.slot is slot)
 
     def shows(self, parameter: nn.Parameter) -> bool:
@@ -250,6 +252,8 @@ class ExposedTensors:
         self._add(group, reduced, fresh, used)
         for exposed in hooked:
             run_after_hooks(exposed)
+        if group in self._flat:
+            _run_hooks_of_flat(self._flat[group], group)
 
     def _add(
         self,
@@ -264,7 +268,10 @@ class ExposedTensors:
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
                 return
-            flat.grad = reduced
+            is_part = is_marked_spread(flat)
+            flat.grad = (
+                gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced
+            )
             for entry in entries:
                 entry.exposed.grad = None
         targets: list[torch.Tensor] = []
@@ -375,6 +382,16 @@ def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
     module, axes = _whereabouts(entry, cells, name)
     check_given(entry.slot, module, found, axes)
     return False
+
+
+def _run_hooks_of_flat(flat: nn.Parameter, group: ParameterGroup) -> None:
+    if flat._backward_hooks:
+        raise RuntimeError(
+            f"the flat parameter of {group.slots[0].name!r} and {len(group.slots) - 1} more has a "
+            "hook on its gradient, which no shape and no parameter belongs to: put the hook on the "
+            "parameters of the model, which are DTensors"
+        )
+    run_after_hooks(flat)
 
 
 def _held(entry: _Entry) -> Any:  # noqa: ANN401

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -33,8 +33,10 @@ from meshwright.comm.dtensor import (
     local_gradient,
     local_of,
 )
-from meshwright.comm.spread import ManyInOne, spread_of, spread_over
+from meshwright.comm.gradient_part import gradient_part
+from meshwright.comm.spread import ManyInOne, is_marked_spread, spread_of, spread_over
 from meshwright.data_parallel.in_place import is_dense
+from meshwright.gradients import look_at_optimizers
 
 __all__ = ["FlatParameter", "flat_parameters"]
 
@@ -134,7 +136,8 @@ class FlatParameter(ManyInOne):
         if all(gradient is None for gradient in found):
             return None
         alone = self._alone(found)
-        return self._gathered(found) if alone is None else alone
+        whole = self._gathered(found) if alone is None else alone
+        return gradient_part(whole, self.members[0].name) if is_marked_spread(self) else whole
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -149,6 +152,18 @@ class FlatParameter(ManyInOne):
             "a flat parameter is the memory of a model, so it cannot be copied alone: copy the "
             "model, and call flat_groups on the copy"
         )
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refuse: see `view_as`."""
+        raise _not_computed_with()
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refuse: see `view_as`."""
+        raise _not_computed_with()
+
+    def view_as(self, other: torch.Tensor) -> NoReturn:
+        """Refuse a graph: the model computes with the parameters, so none would reach this one."""
+        raise _not_computed_with()
 
     def parts_of(self, line: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters, and for each its part of ``line``, a DTensor where it is one."""
@@ -213,6 +228,13 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
+def _not_computed_with() -> TypeError:
+    return TypeError(
+        "a flat parameter is the memory of others, with which the model computes: hooks, and "
+        "optimizers in the backward, belong to the parameters of the model"
+    )
+
+
 def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -236,6 +258,7 @@ def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParam
         kind = (parameter.dtype, parameter.device, spread_of(parameter))
         alike.setdefault(kind, []).append((name, parameter))
     _watch_steps()
+    look_at_optimizers()
     return [_flat_of(piece) for group in alike.values() for piece in _pieces(group)]
 
 
@@ -281,7 +304,7 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
     flat.members = tuple(members)
     flat.singles = tuple(parameter for _, parameter in named)
     flat._gradient = None
-    spread_over(flat, axes)
+    spread_over(flat, axes, is_line=True)
     for _, parameter in named:
         vars(parameter)[_PLACE] = _Place(flat)
     return flat

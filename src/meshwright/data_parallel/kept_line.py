@@ -30,7 +30,7 @@ class KeptLine:
 
     def __init__(self) -> None:
         self.guests: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """DTensors on the line, each with the parameter that it is the gradient of."""
+        """Tensors on the line, each with the parameter that it is the gradient of."""
         self._line: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -61,12 +61,12 @@ class KeptLine:
         """Whether the memory is used by the line and the guests alone, and those by nobody."""
         # One use each by the line, the storage that is asked for here, and each guest's local part.
         used = torch._C._storage_Use_Count(line.untyped_storage()._cdata)
-        if used > 2 + len(self.guests):
+        if used != 2 + len(self.guests):
             return False
         for guest, parameter in self.guests:
             # References to a guest: the pair, the name, the argument. To its part: one less.
             if parameter.grad is guest or sys.getrefcount(guest) > OURS:
                 return False
-            if sys.getrefcount(local_of(guest)) >= OURS:
+            if local_of(guest) is not guest and sys.getrefcount(local_of(guest)) >= OURS:
                 return False
         return True

@@ -11,22 +11,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.comm.after_hooks import carry_after_hooks, has_after_hooks
 from meshwright.comm.dtensor import local_of
 
-__all__ = ["carry_hooks", "change_by_hooks", "has_hooks", "run_after_hooks"]
+__all__ = ["carry_hooks", "change_by_hooks", "has_hooks"]
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether anything waits for the gradient of ``parameter``."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return bool(parameter._backward_hooks) or has_after_hooks(parameter)
 
 
-def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
     """Let ``target``, which takes the place of ``source``, have its hooks; handles remove both."""
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
-    if source._post_accumulate_grad_hooks:
-        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+    carry_after_hooks(source, target, name)
 
 
 def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
@@ -42,9 +42,3 @@ def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) 
                 f"gradient as a {type(gradient).__name__} of shape {tuple(gradient.shape)}."
             )
             raise
-
-
-def run_after_hooks(parameter: nn.Parameter) -> None:
-    """Call what was to be called when ``parameter.grad`` is there."""
-    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
-        hook(parameter)

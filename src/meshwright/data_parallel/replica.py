@@ -22,6 +22,7 @@ from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.traced import Marking, Route
+from meshwright.gradients import mark_mean
 
 __all__ = ["Replica"]
 
@@ -57,6 +58,7 @@ class Replica:
         parameters = self._held.named
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
         self._check_axes(parameters)
+        mark_mean([parameter for _, parameter in parameters], [communicator])
         sparse = _sparse_names(module, parameters)
         sends_buffers = options.init_sync or options.broadcast_buffers
         buffers = self.buffers.look() if sends_buffers else {}

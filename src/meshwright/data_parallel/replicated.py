@@ -28,6 +28,7 @@ from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.data_parallel.traced import Route, TracedForward
+from meshwright.gradients import look_at_optimizers
 
 __all__ = [
     "Replicate",
@@ -274,6 +275,7 @@ class Replicate:
 
     def apply(self, module: nn.Module, options: ReplicateOptions) -> nn.Module:
         """Apply to ``module`` what ``options`` say; `__call__` with the arguments made up."""
+        look_at_optimizers()
         states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
         if NAME in states:
             raise AssertionError(

@@ -43,6 +43,7 @@ from meshwright.data_parallel.unit import (
     collect_slots,
     group_slots,
 )
+from meshwright.gradients import look_at_optimizers
 from meshwright.layout import FlatLayout
 from meshwright.mesh import DeviceMesh, init_device_mesh
 
@@ -159,6 +160,7 @@ class FullyShard:
         """
         modules = [module] if isinstance(module, nn.Module) else list(module)
         _check_modules(modules)
+        look_at_optimizers()
         options = ShardOptions(
             target=target_of(_mesh(mesh), dp_mesh_dims),
             reshard_after_forward=reshard_after_forward,

@@ -122,7 +122,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         ),
     )
     moved.local = local.clone()
-    carry_hooks(unit.exposure.shown(slot), moved.original)
+    carry_hooks(unit.exposure.shown(slot), moved.original, slot.name)
     return moved
 
 

@@ -123,8 +123,9 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_para
             )
         if not use_orig_params and has_hooks(parameter):
             raise ValueError(
-                f"parameter {name} has hooks for its gradient, and becomes a part of one flat "
-                "parameter that has none: set use_orig_params=True, or use fully_shard"
+                f"parameter {name} has hooks for its gradient, or an optimizer in the backward, "
+                "and becomes a part of one flat parameter that has none: set use_orig_params=True, "
+                "use fully_shard, or apply the optimizer to parameters of the wrapped model"
             )
     if not named:
         return

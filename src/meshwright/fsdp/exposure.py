@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.parameter_hooks import has_hooks, run_after_hooks
+from meshwright.comm.after_hooks import run_after_hooks
+from meshwright.comm.gradient_part import plain_gradient
+from meshwright.data_parallel.parameter_hooks import has_hooks
 from meshwright.data_parallel.replaced_parameters import (
     check_given,
     is_given_for_call,
@@ -28,6 +30,7 @@ from meshwright.fsdp.pieces import (
     give_gradient,
     mark_pieces,
     own_pieces,
+    part_of,
     places_in_shards,
     write_back,
 )
@@ -124,7 +127,7 @@ class FlatExposure:
         group = self._only_group(unit)
         trains = group.slots[0].original.requires_grad
         flat = FlatParameter(group.buffer.shard, requires_grad=trains)
-        mark_pieces(flat, group, group.slots)
+        mark_pieces(flat, group, group.slots, is_line=True)
         for slot in group.slots:
             for module, name in slot.places:
                 module._parameters.pop(name, None)
@@ -233,7 +236,7 @@ class FlatExposure:
         flat = self.flat
         change_piece_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
-            give_gradient(flat, reduced, self._gradient_dtype)
+            give_gradient(flat, part_of(reduced, flat, FLAT), self._gradient_dtype)
         else:
             flat.grad.add_(reduced)
         run_after_hooks(flat)
@@ -350,23 +353,44 @@ class OriginalExposure:
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
         """See `Exposure`. A parameter without elements here, or used nowhere, gets none."""
-        pieces = own_pieces(group)
         hooked: list[nn.Parameter] = []
-        for index, slot in enumerate(group.slots):
-            piece, original = pieces.get(index), slot.original
-            if has_hooks(original) and used[index] and original.requires_grad:
-                part = reduced[:0] if piece is None else reduced[piece.offset :][: piece.numel]
-                change_piece_by_hooks(group, original, part.view(original.shape), slot.name)
-                hooked.append(original)
-            if piece is None or not used[index] or not original.requires_grad:
+        for slot, part, is_used in zip(group.slots, self._on(group, reduced), used, strict=True):
+            original = slot.original
+            if not is_used or not original.requires_grad:
                 continue
-            part = reduced[piece.offset : piece.offset + piece.numel].view(original.shape)
+            if has_hooks(original):
+                nothing = reduced[:0].view(original.shape) if part is None else part
+                change_piece_by_hooks(group, original, nothing, slot.name)
+                hooked.append(original)
+            if part is None:
+                continue
             if original.grad is None:
                 give_gradient(original, part, self._gradient_dtype)
             else:
                 original.grad.add_(part)
         for original in hooked:
             run_after_hooks(original)
+
+    def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor | None]:
+        """What ``reduced`` has of each parameter, None where this rank has no elements of one.
+
+        Where that is memory which is kept from step to step, so are they.
+        """
+        kept, slots = group.kept, group.slots
+        is_kept = kept.holds(reduced) and self._gradient_dtype is None
+        if is_kept and kept.guests:
+            held = {id(original): part for part, original in kept.guests}
+            return [held.get(id(slot.original)) for slot in slots]
+        pieces = own_pieces(group)
+        parts: list[torch.Tensor | None] = [None] * len(slots)
+        for index, piece in pieces.items():
+            line = reduced[piece.offset : piece.offset + piece.numel]
+            shaped = line.view(slots[index].original.shape).detach()
+            parts[index] = part_of(shaped, slots[index].original, slots[index].name)
+        if is_kept:
+            mine = zip(parts, slots, strict=True)
+            kept.guests = [(p, slot.original) for p, slot in mine if p is not None]
+        return parts
 
     def refresh(self, unit: Unit) -> None:
         """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
@@ -400,7 +424,9 @@ class OriginalExposure:
         before, slot.original = slot.original, new
         before.data = before.data.clone()  # whoever holds it keeps it
         setattr(new, TAKEN, getattr(before, TAKEN))
-        mark_pieces(new, next(group for group in unit.groups if slot in group.slots), [slot])
+        group = next(group for group in unit.groups if slot in group.slots)
+        group.kept.forget()
+        mark_pieces(new, group, [slot], is_line=False)
         for module, name in slot.places:
             module._parameters[name] = new
 
@@ -421,7 +447,7 @@ class OriginalExposure:
         self._targets = []
         for group in unit.groups:
             for slot in group.slots:
-                mark_pieces(slot.original, group, [slot])
+                mark_pieces(slot.original, group, [slot], is_line=False)
         for slot, target in places_in_shards(unit.groups):
             if keep:
                 target.copy_(slot.original.data)
@@ -436,12 +462,12 @@ def gradients_by_axes(
     exposure = exposed_of(unit)
     for group in unit.groups:
         pieces = own_pieces(group)
-        line = exposure.flat.grad if isinstance(exposure, FlatExposure) else None
+        line = plain_gradient(exposure.flat) if isinstance(exposure, FlatExposure) else None
         if line is not None and len(cuts_of(group, group.slots)) == 1:
             yield from ((axes, [line]) for axes in cuts_of(group, group.slots))
             continue
         for index, slot in enumerate(group.slots):
-            piece, own = pieces.get(index), slot.original.grad
+            piece, own = pieces.get(index), plain_gradient(slot.original)
             if isinstance(exposure, FlatExposure):
                 own = None
                 if line is not None and piece is not None:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.comm.gradient_part import gradient_part
+from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.parameter_hooks import change_by_hooks
 from meshwright.data_parallel.unit import ParameterGroup, Slot
@@ -24,6 +26,7 @@ __all__ = [
     "give_gradient",
     "mark_pieces",
     "own_pieces",
+    "part_of",
     "places_in_shards",
     "write_back",
 ]
@@ -47,9 +50,12 @@ def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communica
     return {cut_axes(slot.outer, group.axes.shard) for slot in slots}
 
 
-def mark_pieces(parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot]) -> None:
+def mark_pieces(
+    parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot], *, is_line: bool
+) -> None:
     """Let sums over all parameters know which ranks hold the rest of those in ``parameter``."""
-    mark_spread(parameter, [slot.outer for slot in slots], group.axes.shard, slots[0].name)
+    outers, name = [slot.outer for slot in slots], slots[0].name
+    mark_spread(parameter, outers, group.axes.shard, name, is_line=is_line)
 
 
 def change_piece_by_hooks(
@@ -79,6 +85,11 @@ def give_gradient(
     if dtype is not None and parameter.grad is not None:
         # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
         parameter.grad.data = gradient.to(dtype)
+
+
+def part_of(gradient: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
+    """``gradient``, in a class that knows that it is a part, where ``parameter`` is one."""
+    return gradient_part(gradient, name) if is_marked_spread(parameter) else gradient
 
 
 def places_in_shards(

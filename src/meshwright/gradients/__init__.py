@@ -1,7 +1,8 @@
 """What happens to gradients over all axes: the loss they are of, their norm, clipping, the stop.
 
 Bottom-up: `loss` (a mean or (sum, count), over microbatches and ranks), `finite` (all ranks skip
-or stop together), `norm` (one norm over all axes, and clipping).
+or stop together), `norm` (one norm over all axes, and clipping), `optimizers` (those that would
+compute other numbers from parts of parameters).
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ from meshwright.gradients.norm import (
     require_finite_norm,
     scale_to_norm,
 )
+from meshwright.gradients.optimizers import (
+    check_optimizer,
+    declare_element_wise,
+    look_at_optimizers,
+    mark_mean,
+    mark_stage,
+)
 
 __all__ = [
     "LocalLoss",
@@ -40,11 +48,16 @@ __all__ = [
     "agree_on_non_finite",
     "apply_loss",
     "call_module",
+    "check_optimizer",
     "clip_grad_norm_",
     "cut_batch",
+    "declare_element_wise",
     "global_norm",
     "group_by_spread",
     "leaves_of",
+    "look_at_optimizers",
+    "mark_mean",
+    "mark_stage",
     "non_finite_error",
     "non_finite_gradients",
     "read_loss",

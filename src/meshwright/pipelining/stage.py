@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.errors import PipeliningShapeError
+from meshwright.gradients import mark_stage
 from meshwright.pipelining.backward import (
     Junction,
     stage_backward,
@@ -107,13 +108,13 @@ class PipelineStage:
         self.device = torch.device(device)
         self.communicator = comm.communicator(group, axis="pipeline")
         self.group = self.communicator.group
-        self.group_rank = self.communicator.rank
-        self.group_size = self.communicator.size
+        self.group_rank, self.group_size = self.communicator.rank, self.communicator.size
         if self.group_size > num_stages:
             raise RuntimeError(
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "
                 f"{num_stages}"
             )
+        mark_stage(submodule.parameters(), self.communicator)
         self.dw_builder = dw_builder
         self.get_mesh = get_mesh
         self.all_edges = tuple(edges or map(adjacent, range(num_stages)))

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
+from meshwright.gradients import look_at_optimizers
 
 __all__ = ["watch_optimizers"]
 
@@ -31,6 +32,7 @@ def watch_optimizers(
     ``became`` is the name of what a parameter has become, "" for any other. The watch lasts as
     long as ``axis``.
     """
+    look_at_optimizers()
     if _KEPT not in axis.kept:
         axis.kept[_KEPT] = _Watch(became, steps)
 

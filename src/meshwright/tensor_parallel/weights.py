@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from meshwright.comm.after_hooks import has_after_hooks
 from meshwright.comm.dtensor import (
     AnyPlacement,
     dtensor_at_rest,
@@ -124,11 +125,11 @@ def check_ties(root: nn.Module) -> None:
 
 def _check_hooks(given: nn.Parameter, name: str) -> None:
     """Raise ValueError for hooks: they would stay with an object that gets no gradient any more."""
-    if given._backward_hooks or given._post_accumulate_grad_hooks:
+    if given._backward_hooks or has_after_hooks(given):
         raise ValueError(
             f"{name} has hooks for its gradient, which the DTensor that takes its place would not "
-            "have: register hooks after parallelize_module, and call it before replicate, "
-            "DistributedDataParallel or fully_shard"
+            "have: register hooks, and optimizers in the backward, after parallelize_module, and "
+            "call it before replicate, DistributedDataParallel or fully_shard"
         )
 
 

@@ -1,0 +1,66 @@
+"""What runs when ``.grad`` of a parameter is there, where autograd computes with another tensor.
+
+Autograd never accumulates into a parameter that is sharded, or that computes as a local leaf. So
+hooks of `register_post_accumulate_grad_hook` are called here, and the optimizers that torch's
+``_apply_optimizer_in_backward`` has left on the parameter step, as its own hook would let them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["carry_after_hooks", "has_after_hooks", "run_after_hooks"]
+
+_OPTIMIZERS = "_in_backward_optimizers"
+"""Where torch keeps them on a parameter."""
+_CARRIED = "_meshwright_in_backward"
+_HOME = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def has_after_hooks(parameter: torch.Tensor) -> bool:
+    """Whether anything is to run when ``.grad`` of ``parameter`` is there."""
+    return bool(parameter._post_accumulate_grad_hooks) or _OPTIMIZERS in parameter.__dict__
+
+
+def run_after_hooks(parameter: torch.Tensor) -> None:
+    """Run what waits for ``parameter.grad``, which is there."""
+    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+    if _OPTIMIZERS in parameter.__dict__ and (optimizers := _stepping(parameter)):
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None
+
+
+def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
+    """Let ``target``, which takes the place of ``source``, have what waits for its gradient.
+
+    Handles remove hooks of both. Raises ValueError for an optimizer with state: it is that of
+    ``source``.
+    """
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+    if _OPTIMIZERS not in source.__dict__:
+        return
+    target.__dict__[_OPTIMIZERS] = source.__dict__[_OPTIMIZERS]
+    for optimizer in _stepping(source):
+        if optimizer.state:
+            raise ValueError(
+                f"the {type(optimizer).__name__} that steps {name!r} in the backward has state of "
+                "the whole parameter: apply it to the parameters of the sharded module"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [target if each is source else each for each in group["params"]]
+        target.__dict__[_CARRIED] = True
+
+
+def _stepping(parameter: torch.Tensor) -> Sequence[Optimizer]:
+    """The optimizers that step it in the backward: none where torch's hook was not wanted."""
+    hooked = getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
+    is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in hooked
+    return parameter.__dict__[_OPTIMIZERS] if is_hooked else ()

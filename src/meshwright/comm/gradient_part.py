@@ -1,0 +1,164 @@
+"""GradientPart: this rank's elements of a gradient, which no sum over them may be taken for.
+
+Optimizers and clipping by value work element by element, so a plain tensor of this rank's part is
+all they need. Its norm is that of a part, and nobody would notice: torch's ``clip_grad_norm_``
+would scale each rank's part by another factor. So such a tensor computes as any other, but for what
+looks at several elements together: that raises, and says what to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["GradientPart", "gradient_part", "plain", "plain_gradient"]
+
+_NAMES = """
+    argmax argmin argsort amax amin aminmax corrcoef count_nonzero cov cummax cummin cumprod cumsum
+    diff dist dot histc inner kthvalue logcumsumexp logsumexp matmul max mean median min mm mode
+    msort mv nanmean nanmedian nanquantile nansum norm nuclear_norm outer prod quantile renorm sort
+    std std_mean sum topk trace unique unique_consecutive var var_mean vdot
+    vector_norm matrix_norm cond svd svdvals svd_lowrank cross_entropy cosine_similarity normalize
+    log_softmax softmax softmin layer_norm rms_norm mse_loss l1_loss smooth_l1_loss huber_loss
+    einsum tensordot chain_matmul addmm addmv addr addbmm bmm ger
+    _foreach_norm _foreach_max __matmul__ __rmatmul__
+"""
+"""Of functions that look at several elements together."""
+
+
+def _functions() -> frozenset[object]:
+    homes = (torch, torch.Tensor, torch.linalg, F, torch.special)
+    found = (getattr(home, name, None) for home in homes for name in _NAMES.split())
+    return frozenset(each for each in found if each is not None)
+
+
+_WHOLE = _functions()
+
+_OF_PAIRS = frozenset({torch.max, torch.Tensor.max, torch.min, torch.Tensor.min})
+
+_FRESH = frozenset(
+    getattr(home, name)
+    for home in (torch, torch.Tensor)
+    for name in (
+        *("clone", "empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+        *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "as_subclass", "new"),
+    )
+    if hasattr(home, name)
+)
+"""Functions whose result is no gradient any more: optimizers make their state by them."""
+
+_JOINED = frozenset(
+    {torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.stack, torch.vstack}
+)
+
+
+class GradientPart(torch.Tensor):
+    """This rank's elements of the gradient of ``name``, on memory that it shares.
+
+    What is computed from it element by element is one, too; copies, and what is cut out of it, are
+    plain. ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this
+    rank's elements alone.
+    """
+
+    is_sparse = False  # asked of each gradient by each step of an optimizer
+    _meshwright_name: str
+    """Of the parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what any function of torch returns
+        """Compute on plain tensors, unless ``func`` looks at all elements together."""
+        del types
+        if func in _WHOLE and not (func in _OF_PAIRS and _is_pair(args, kwargs or {})):
+            raise _refusal(func, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            kind = type(result)
+            if (kind is torch.Tensor or kind is tuple or kind is list) and args:
+                return (
+                    result if func in _FRESH or result is args[0] else _marked(func, result, args)
+                )
+            return result
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """As that of a plain tensor."""
+        return repr(plain(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy the elements: they are a plain tensor then."""
+        memo[id(self)] = copy = plain(self).clone()
+        return copy
+
+    def __reduce_ex__(self, proto: object) -> Any:  # noqa: ANN401 - as torch says it
+        """As a plain tensor, which needs nothing of this library to be read."""
+        return plain(self).__reduce_ex__(proto)
+
+
+def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    """This rank's elements of the gradient of parameter ``name``, as a `GradientPart`."""
+    found = torch.Tensor._make_subclass(GradientPart, gradient)
+    found._meshwright_name = name
+    return found
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the same memory where it is a `GradientPart`; any other as it is."""
+    if type(tensor) is not GradientPart:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The ``.grad`` of ``parameter``, `plain`."""
+    gradient = parameter.grad
+    return None if gradient is None else plain(gradient)
+
+
+def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """What is computed from parts, and has as many elements, is one."""
+    if type(result) is not torch.Tensor:
+        if type(result) in (list, tuple):
+            return type(result)([_marked(func, each, args) for each in result])
+        return result
+    part = _first_part(args)
+    if part is None or (result.numel() != part.numel() and func not in _JOINED):
+        return result
+    return gradient_part(result, part._meshwright_name)
+
+
+def _first_part(values: Iterable[object]) -> GradientPart | None:
+    for value in values:
+        if isinstance(value, GradientPart):
+            return value
+    for value in values:
+        if type(value) in (list, tuple):
+            part = _first_part(cast("Iterable[object]", value))
+            if part is not None:
+                return part
+    return None
+
+
+def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether the larger or smaller of two tensors is asked for, element by element."""
+    return isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), torch.Tensor)
+
+
+def _refusal(func: Callable[..., object], args: tuple[object, ...]) -> RuntimeError:
+    part = _first_part(args)
+    held = "" if part is None else f" of {part._meshwright_name!r}: {part.numel()} elements here"
+    return RuntimeError(
+        f"{getattr(func, '__name__', func)} of a gradient of which each rank holds a part{held}. "
+        "That would be a number of this rank's elements alone, and another one on each rank. Take "
+        "norms and clip with meshwright.clip_grad_norm_(parameters, max_norm), or with "
+        "clip_grad_norm_ of the FullyShardedDataParallel; to work on this rank's elements, and sum "
+        "over the ranks yourself, take .grad.as_subclass(torch.Tensor)"
+    )

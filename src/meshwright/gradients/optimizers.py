@@ -1,0 +1,269 @@
+"""Optimizers that would compute other numbers from parts of parameters than from whole ones.
+
+What each class looks at, and what its parameters may be so that it computes what one process does::
+
+    looks at          whole   DTensor   a part, or a line of several   a stage of a pipeline
+    elements          yes     yes       yes                            yes
+    each parameter    yes     torch's   refused                        yes
+    all parameters    yes     torch's   refused, unless it is whole    refused
+    nobody knows      yes     torch's   a warning                      a warning
+
+Operators on DTensors are those of whole tensors, or torch refuses them. Each optimizer is looked at
+before its first step, and when it has got more parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from meshwright.comm import Communicator
+from meshwright.comm.spread import is_distributed, is_line, is_marked_spread
+
+__all__ = [
+    "check_optimizer",
+    "declare_element_wise",
+    "look_at_optimizers",
+    "mark_mean",
+    "mark_stage",
+]
+
+Class = TypeVar("Class", bound=type)
+
+
+class _Looks(StrEnum):
+    """What an optimizer looks at to change one element."""
+
+    ELEMENTS = "that element of parameter, gradient and state"
+    PARAMETER = "the whole parameter: its norm, rows, columns or shape"
+    ALL = "all parameters together"
+    UNKNOWN = "nobody knows what"
+
+
+_KNOWN = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                torch.optim.ASGD,
+                torch.optim.Adadelta,
+                torch.optim.Adagrad,
+                torch.optim.Adam,
+                torch.optim.AdamW,
+                torch.optim.Adamax,
+                torch.optim.NAdam,
+                torch.optim.RAdam,
+                torch.optim.RMSprop,
+                torch.optim.Rprop,
+                torch.optim.SGD,
+                torch.optim.SparseAdam,
+            ),
+            _Looks.ELEMENTS,
+        ),
+        torch.optim.Adafactor: _Looks.PARAMETER,
+        torch.optim.Muon: _Looks.PARAMETER,
+        torch.optim.LBFGS: _Looks.ALL,
+    }
+)
+
+_NOT_FOR_DTENSORS: MappingProxyType[type, str] = MappingProxyType(
+    {
+        torch.optim.Adafactor: "Use AdamW, or replicate, where parameters are whole",
+        torch.optim.Rprop: "Give it flat_groups(model), which are plain tensors",
+    }
+)
+"""Classes of torch whose operators DTensors do not have."""
+
+_BY_LOSS = frozenset({torch.optim.LBFGS})
+"""Classes whose steps depend on the loss: ranks with losses of their own would step apart."""
+
+_DECLARED = "_meshwright_looks_at_elements"
+_STAGE = "_meshwright_stage"
+_MEAN = "_meshwright_mean"
+
+
+class _Mark:
+    """What a parameter has to do with other ranks. Copies of it have nothing."""
+
+    __slots__ = ("axes",)
+
+    def __init__(self, axes: Sequence[Communicator]) -> None:
+        self.axes = tuple(axes)
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def declare_element_wise(cls: Class) -> Class:
+    """Say that the optimizer ``cls`` changes each element by that element's own history alone.
+
+    So it may be given parts of parameters: those of `FullyShardedDataParallel` and `flat_groups`.
+    SGD, Adam and torch's others like them are known. It holds for subclasses with the same
+    ``step``. Returns ``cls``, so it can decorate it. Raises TypeError for what is no class with a
+    ``step``, and for classes of torch that are known to look at more.
+
+    >>> @meshwright.declare_element_wise
+    ... class Lion(torch.optim.Optimizer): ...
+    """
+    if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
+        raise TypeError(f"expected a class of optimizers with a method step, found {cls!r}")
+    looks = _looks(cls)
+    if looks in (_Looks.PARAMETER, _Looks.ALL):
+        raise TypeError(f"{cls.__name__} is not element-wise: it looks at {looks}")
+    setattr(cls, _DECLARED, True)
+    return cls
+
+
+def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
+    """Let optimizers of ``parameters`` know that ``pipeline`` has others of the model elsewhere."""
+    _mark(parameters, _STAGE, (pipeline,))
+
+
+def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) -> None:
+    """Let optimizers of ``parameters`` know that their gradients are means over ``axes``.
+
+    LBFGS decides by the loss, too: it is given the mean of what its closure returns on all ranks.
+    """
+    _mark(parameters, _MEAN, axes)
+
+
+def _mark(parameters: Iterable[torch.Tensor], name: str, axes: Sequence[Communicator]) -> None:
+    wide = [axis for axis in axes if axis.size > 1]
+    if wide:
+        look_at_optimizers()
+        for parameter in parameters:
+            vars(parameter)[name] = _Mark(wide)
+
+
+def _marked(parameters: Iterable[torch.Tensor], name: str) -> tuple[Communicator, ...]:
+    marks = (vars(parameter).get(name) for parameter in parameters)
+    return next((mark.axes for mark in marks if isinstance(mark, _Mark)), ())
+
+
+@functools.cache
+def look_at_optimizers() -> None:
+    """Let every optimizer of this process be looked at before its first step, from now on."""
+    register_optimizer_step_pre_hook(_Watch())
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+    def __call__(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            return None
+        size = sum([len(group["params"]) for group in optimizer.param_groups])
+        if self._seen.get(optimizer) != size:
+            doubt = check_optimizer(optimizer)
+            if doubt and type(optimizer) not in self._warned:
+                self._warned.add(type(optimizer))
+                warnings.warn(doubt, UserWarning, stacklevel=3)
+            self._seen[optimizer] = size
+        return _with_mean_loss(optimizer, args, kwargs) if type(optimizer) in _BY_LOSS else None
+
+
+def _with_mean_loss(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step whose closure returns the mean over the ranks of one data axis."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    def mean() -> torch.Tensor:
+        loss = torch.as_tensor(closure(), dtype=torch.float64).detach()
+        # Known now: replicas are set up in their first forward pass.
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        for axis in _marked(held, _MEAN):
+            loss = loss.to(axis.device) / axis.size
+            axis.all_reduce(loss, label="loss of a closure").wait()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], mean, *args[2:]), kwargs
+    return args, {**kwargs, "closure": mean}
+
+
+def check_optimizer(optimizer: Optimizer) -> str:
+    """Raise TypeError where ``optimizer`` would compute other numbers than one process.
+
+    Returns what is in doubt about a class that nobody knows, "" where nothing is.
+    """
+    looks, name = _looks(type(optimizer)), type(optimizer).__name__
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    lacks = next(
+        (_NOT_FOR_DTENSORS[c] for c in type(optimizer).__mro__ if c in _NOT_FOR_DTENSORS), ""
+    )
+    if lacks and looks is not _Looks.UNKNOWN and any(map(_is_cut_dtensor, held)):
+        raise TypeError(
+            f"{name} uses operators that torch has not for DTensors, which the parameters of "
+            f"fully_shard and parallelize_module are. {lacks}"
+        )
+    found, instead = _unlike_one_process(held, looks)
+    if not found:
+        return ""
+    if looks is not _Looks.UNKNOWN:
+        raise TypeError(
+            f"{name} looks at {looks}, but {found}: it would compute other numbers than one "
+            f"process. Use an element-wise optimizer such as AdamW, or {instead}"
+        )
+    return (
+        f"{name} is not known to look at single elements alone, and {found}. If its step takes a "
+        "norm, a mean or a shape of what it is given, it computes other numbers than one process: "
+        f"then {instead}. If not, call meshwright.declare_element_wise({name}) before"
+    )
+
+
+def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[str, str]:
+    """What is not as in one process of what an optimizer ``looks`` at, and what to use instead."""
+    if looks is _Looks.ELEMENTS:
+        return "", ""
+    parts, lines = sum(map(is_marked_spread, held)), sum(map(is_line, held))
+    if parts or (lines and looks is not _Looks.ALL):
+        found = f"{max(parts, lines)} of its {len(held)} parameters are parts, or lines of several"
+        return (
+            f"{found} (of FullyShardedDataParallel or flat_groups)",
+            "shard with fully_shard, whose parameters are DTensors, or use replicate",
+        )
+    stages = _marked(held, _STAGE)
+    if stages and looks is not _Looks.PARAMETER:
+        return (
+            f"its parameters are those of this rank's stages, and other ranks of axis "
+            f"{stages[0].axis!r} hold the others",
+            "one that looks at each parameter alone; [train] clip_norm, and clip_grad_norm_ of "
+            "meshwright.pipelining, clip by a norm over all stages",
+        )
+    return "", ""
+
+
+def _looks(cls: type) -> _Looks:
+    """By the class whose ``step`` runs: who overrides it may do anything."""
+    step = inspect.unwrap(cls.step)
+    for base in cls.__mro__:
+        if inspect.unwrap(getattr(base, "step", print)) is not step:
+            break
+        if _DECLARED in vars(base):
+            return _Looks.ELEMENTS
+        if base in _KNOWN:
+            return _KNOWN[base]
+    return _Looks.UNKNOWN
+
+
+def _is_cut_dtensor(parameter: torch.Tensor) -> bool:
+    placements = getattr(parameter, "placements", ())
+    return is_distributed(parameter) and not all(p.is_replicate() for p in placements)
