@@ -157,6 +157,7 @@ def disconnect() -> None:
             _abandon(PROCESS.communicators.values())
         PROCESS.communicators.clear()
         dist.destroy_process_group()
+    PROCESS.release()
     # Works and futures that are in reference cycles own transport threads; they must end before
     # the interpreter does, or the C++ runtime aborts the process.
     gc.collect()

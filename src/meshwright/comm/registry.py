@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Iterator, MutableMapping
@@ -69,6 +70,18 @@ class ProcessState:
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What this process keeps from others until it leaves its run or ends, by name; each has a
+    method ``release``."""
+    holding: threading.RLock = field(default_factory=threading.RLock)
+    """Whoever changes ``held`` has this; a fork waits for it."""
+
+    def release(self) -> None:
+        """Give back what is held."""
+        with self.holding:
+            for held in self.held.values():
+                held.release()
+            self.held.clear()
 
     def tell_issued(self, collective: Collective) -> None:
         """Tell every observer that ``collective`` is about to run."""
