@@ -59,7 +59,9 @@ class ProcessState:
     communicators: MutableMapping[Any, Communicator] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """One communicator for each c10d process group."""
+    """One communicator for each c10d process group, which it does not keep."""
+    idle_waiters: list[Any] = field(default_factory=list)
+    """Threads that have waited for a transfer and may wait for the next; see `pending`."""
     observers: list[Observer] = field(default_factory=list)
     """Who hears of every collective; empty means that nothing is paid."""
     phases: list[PhaseRecord] = field(default_factory=list)

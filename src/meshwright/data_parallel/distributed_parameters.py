@@ -13,13 +13,14 @@ parameter stays what it is::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import (
@@ -32,9 +33,9 @@ from meshwright.comm.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.leaves import add_to_gradient, local_leaf, take_over
+from meshwright.comm.leaves import add_to_gradient, give_up, local_leaf, take_over
 from meshwright.comm.spread import refuse_spread, spread_over
-from meshwright.comm.untraced import constant
+from meshwright.comm.untraced import apart, constant
 
 __all__ = [
     "LocalComputation",
@@ -167,13 +168,13 @@ class _Lent:
         self.local = local
         self.leaf = take_over(parameter)
 
-    def hook(self, arrived: Callable[[torch.Tensor], None]) -> None:
+    def hook(self, arrived: Callable[[torch.Tensor], None]) -> Iterator[RemovableHandle]:
         """Call ``arrived`` when this rank's gradient is complete."""
-        self.leaf.register_post_accumulate_grad_hook(arrived)
+        yield self.leaf.register_post_accumulate_grad_hook(arrived)
         if self.local.is_local:
-            self.leaf.register_hook(self._by_hooks_of_parameter)
+            yield self.leaf.register_hook(self._by_hooks_of_parameter)
         else:
-            self.parameter.register_post_accumulate_grad_hook(arrived)
+            yield self.parameter.register_post_accumulate_grad_hook(arrived)
 
     def lend(self) -> None:
         """Let what the parameter has gathered so far be part of the leaf's gradient."""
@@ -267,7 +268,12 @@ class ReducedLeaves:
         """In the order given."""
         self._given = tuple(parameters)
         self._hooked: set[int] = set()
+        self._handles: list[RemovableHandle] = []
         self._is_lent = False
+        # Parameters may outlive who reduces them: a model that was wrapped, and is no more.
+        leaving = [lent.parameter for lent in self._lent.values()]
+        last = weakref.finalize(self, _let_go, self._handles, leaving)
+        last.atexit = False  # pyrefly: ignore[missing-attribute]
 
     @property
     def computes_on_dtensors(self) -> bool:
@@ -299,16 +305,18 @@ class ReducedLeaves:
     ) -> None:
         """Call one with its index when a gradient is complete here: the second for DTensors.
 
-        Parameters that do not require grad have no such hook yet.
+        Both are methods, whose object the parameters do not keep alive. Parameters that do not
+        require grad have no such hook yet.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
                 continue
             self._hooked.add(index)
             if index in self._lent:
-                self._lent[index].hook(partial(arrived_at_leaf, index))
+                self._handles.extend(self._lent[index].hook(_weakly(arrived_at_leaf, index)))
             else:
-                parameter.register_post_accumulate_grad_hook(partial(arrived, index))
+                hook = _weakly(arrived, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @property
     def has_hooks_of_others(self) -> bool:
@@ -367,3 +375,29 @@ class ReducedLeaves:
             self._is_lent = False
             for lent in self._lent.values():
                 lent.give_up()
+
+
+def _weakly(
+    method: Callable[[int, torch.Tensor], None], index: int
+) -> Callable[[torch.Tensor], None]:
+    """Make a hook that calls ``method`` with ``index`` for as long as its object lives.
+
+    The garbage collector does not see what hooks of accumulated gradients refer to: a reducer that
+    they held would stay with its parameters, buckets and communicator for ever.
+    """
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    @apart
+    def arrived(parameter: torch.Tensor) -> None:
+        reducer = owner()
+        if reducer is not None:
+            function(reducer, index, parameter)
+
+    return arrived
+
+
+def _let_go(handles: Sequence[RemovableHandle], parameters: Sequence[nn.Parameter]) -> None:
+    for handle in handles:
+        handle.remove()
+    for parameter in parameters:
+        give_up(parameter)
