@@ -90,8 +90,8 @@ def wait_until_gone(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs, and has shown its second step."""
+def started(*words: str, shown: str = "step 2/") -> Iterator[subprocess.Popen[str]]:
+    """A command that runs, and has shown its second step, or a line that begins so."""
     process = subprocess.Popen(
         program(*words),
         env=environment(),
@@ -102,7 +102,7 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step 2/"):
+            if line.startswith(shown):
                 break
         yield process
     finally:
@@ -277,6 +277,31 @@ def test_ranks_end_when_their_launcher_is_killed(config: Path) -> None:
         process.kill()
         process.wait()
         wait_until_gone(config)
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_and_a_restart_after_kill_9_goes_on_at_once(
+    config: Path, tmp_path: Path
+) -> None:
+    words = ("train", str(config), "--run.steps=4000", "--run.save_every=2")
+    with started(*words) as first:
+        second = run(*words)
+        third = run("train", str(config), "--resume", str(tmp_path / "run"))
+        assert first.poll() is None
+        for process in processes_about(config):
+            os.kill(process, signal.SIGKILL)
+    for refused in (second, third):
+        assert refused.returncode == 1
+        assert len(refused.stderr.strip().splitlines()) == 1
+        assert f"{tmp_path / 'run' / 'checkpoints'} belongs to process " in refused.stderr
+        assert "-m meshwright train" in refused.stderr
+    with started(*words, shown="step ") as again:
+        again.send_signal(signal.SIGINT)
+        _, error = again.communicate(timeout=DEADLINE)
+    assert again.returncode == 128 + signal.SIGINT, error
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert verify(newest).step == max(losses(tmp_path))
 
 
 def test_a_rank_that_dies_at_the_start_is_named(config: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         replicate,
     )
     from meshwright.errors import (
+        CheckpointClaimedError,
         CheckpointDamagedError,
         CheckpointError,
         CheckpointMismatchError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointClaimedError",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointMismatchError",

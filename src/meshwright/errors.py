@@ -14,6 +14,7 @@
     │   ├── CheckpointDamagedError          bytes differ from those written; names file and tensor
     │   ├── CheckpointMismatchError         the checkpoint belongs to another model or plan
     │   └── CheckpointWriteError (OSError)  it could not be written; the previous one is intact
+    │       └── CheckpointClaimedError      another job saves to the folder; names it
     ├── ScheduleError (AssertionError)      an order of actions is incomplete or never ends
     ├── PipeliningShapeError (RuntimeError) a value of a pipeline is not what its stage was told
     ├── ParityError (RuntimeError)          numbers differ from one process; names the tensor
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "CheckpointClaimedError",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointMismatchError",
@@ -113,6 +115,10 @@ class CheckpointMismatchError(CheckpointError):
 
 class CheckpointWriteError(CheckpointError, OSError):
     """A checkpoint could not be written. Earlier checkpoints are untouched."""
+
+
+class CheckpointClaimedError(CheckpointWriteError):
+    """Another job saves to the folder. The message names its process, host and command."""
 
 
 class ScheduleError(MeshwrightError, AssertionError):

@@ -5,12 +5,15 @@ import math
 import os
 import resource
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.checkpoint import latest, verify
+from checkpoint.jobs import job
+from meshwright.checkpoint import claim, latest, verify
 from meshwright.comm import connect
 from meshwright.errors import (
     CheckpointDamagedError,
@@ -102,6 +105,29 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     assert resumed[0].is_finished
     assert losses(parts) == losses(whole)
     assert saved_tensors(parts) == saved_tensors(whole)
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def other_run(tell: Callable[[object], None]) -> None:
+        claim(folder / "checkpoints")
+        tell("")
+        time.sleep(60)
+
+    with job(other_run) as other:
+        other.told()
+        for given in ((), (f"run.resume={folder}",)):
+            first, second = ranks(2, refusal, tmp_path, TWO, *given)
+            assert first[0] == "CheckpointClaimedError"
+            assert f"{folder / 'checkpoints'} belongs to process {other.pid} on host " in first[1]
+            assert second[0] == "RankFailedError"
+            assert second[1].startswith("rank 0 failed first in set up")
+            assert f"CheckpointClaimedError: {folder / 'checkpoints'} belongs to" in second[1]
+        assert sorted(os.listdir(folder)) == ["checkpoints"], "nothing was written over"
+    ranks(2, run_tiny, tmp_path, TWO)
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert not (folder / "checkpoints" / ".claim").exists()
 
 
 IN_DOUBLE = ("precision.parameters=float64", "train.clip_norm=0.5")

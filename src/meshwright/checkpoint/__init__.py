@@ -3,15 +3,17 @@
 A *checkpoint* is a directory ``step_00000120`` with one safetensors file for each rank that wrote
 and a *manifest* that names every tensor, its *pieces* (boxes of the global shape) and their
 checksums. A *torso* is what an interrupted save leaves: it has another name and is never read. No
-pickle anywhere.
+pickle anywhere. One job at a time writes to a folder of checkpoints, which it *claims*.
 
 Bottom-up: `document` (sealed JSON), `tensor_file` (bytes of a safetensors file), `manifest`,
-`pieces` (who writes what), `storage` (file operations), `reading`, `steps` (the folder), `writing`,
-`nested` (nested state as named tensors), `optimizers` (an optimizer's, by parameter name).
+`pieces` (who writes what), `storage` (file operations), `claims` (one job in a folder), `reading`,
+`steps` (the folder), `writing`, `nested` (nested state as named tensors), `optimizers` (an
+optimizer's, by parameter name).
 """
 
 from __future__ import annotations
 
+from meshwright.checkpoint.claims import release
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorRecord
 from meshwright.checkpoint.nested import flatten, unflatten
@@ -27,7 +29,7 @@ from meshwright.checkpoint.reading import (
 )
 from meshwright.checkpoint.steps import latest, step_directory
 from meshwright.checkpoint.storage import Storage
-from meshwright.checkpoint.writing import Communicator, save
+from meshwright.checkpoint.writing import Communicator, claim, save
 
 __all__ = [
     "JSON",
@@ -39,6 +41,7 @@ __all__ = [
     "ShardedPiece",
     "Storage",
     "TensorRecord",
+    "claim",
     "flatten",
     "latest",
     "load",
@@ -46,6 +49,7 @@ __all__ = [
     "load_optimizer_state",
     "optimizer_state",
     "read_manifest",
+    "release",
     "save",
     "step_directory",
     "unflatten",

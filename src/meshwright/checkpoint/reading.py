@@ -56,7 +56,7 @@ class Reader:
     Opening reads the manifest and compares the list and the sizes of the files. Each file's header
     and each piece is verified when it is read. Raises ``CheckpointDamagedError`` naming file and
     tensor, ``CheckpointMismatchError`` for another format version, and ``CheckpointError`` where
-    the system refuses to read.
+    the system refuses to read, or a job that keeps its last checkpoints only has removed it.
     """
 
     directory: Path
@@ -218,6 +218,19 @@ class Reader:
     def _damaged(self, file: str, text: str) -> CheckpointDamagedError:
         return CheckpointDamagedError(f"{self.directory / file}: {text}; {_ADVICE}")
 
+    def _missing(self, file: str) -> CheckpointError:
+        """The error for a file that is not there: damage, unless all of the checkpoint has gone."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._handle), self.directory.stat())
+        except OSError:
+            is_there = False
+        if is_there:
+            return self._damaged(file, "the file is missing")
+        return CheckpointError(
+            f"{self.directory} was removed while it was read, as a job does that keeps its last "
+            "checkpoints only; read the newest, or a copy"
+        )
+
     def _read_manifest(self) -> Manifest:
         with self._open_plain(MANIFEST_NAME) as handle:
             size = os.fstat(handle).st_size
@@ -241,16 +254,21 @@ class Reader:
             found = set(os.listdir(self._handle))
         except OSError as error:
             raise CheckpointError(f"cannot list {self.directory}: {error.strerror}") from error
-        problems = [
-            str(self._damaged(file, "the file is missing"))
-            for file in sorted(expected.keys() - found)
-        ]
+        problems: list[str] = []
+        for file in sorted(expected.keys() - found):
+            error = self._missing(file)
+            if not isinstance(error, CheckpointDamagedError):
+                raise error
+            problems.append(str(error))
         problems += [
             str(self._damaged(ascii(file)[1:-1], "the file does not belong to the checkpoint"))
             for file in sorted(found - expected.keys() - {MANIFEST_NAME})
         ]
         for file in sorted(expected.keys() & found):
-            size = os.stat(file, dir_fd=self._handle, follow_symlinks=False).st_size
+            try:
+                size = os.stat(file, dir_fd=self._handle, follow_symlinks=False).st_size
+            except FileNotFoundError:
+                raise self._missing(file) from None
             if size != expected[file].size:
                 problems.append(str(self._damaged(file, self._size_problem(file, size))))
         return problems
@@ -271,7 +289,7 @@ class Reader:
         try:
             handle = os.open(file, flags, dir_fd=self._handle)
         except FileNotFoundError:
-            raise self._damaged(file, "the file is missing") from None
+            raise self._missing(file) from None
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise self._damaged(file, "a symbolic link instead of the file") from None

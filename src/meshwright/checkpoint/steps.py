@@ -5,8 +5,9 @@
     step_00000120               a checkpoint: it got this name when all of it was on the disk
     .step_00000130.tmp-1f0c22d9 torso of an interrupted save: never read, removed by the next save
     .step_00000110.old-77ab01c3 torso of an interrupted removal: the same
+    .claim                      locked by the job that saves here: see `claims`
 
-A folder belongs to one run at a time: a save removes what it takes for torsos.
+Who removes anything has claimed the folder: all torsos are those of jobs that have ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import secrets
 from pathlib import Path
 
+from meshwright.checkpoint.claims import is_claimed
 from meshwright.checkpoint.manifest import MAX_STEP
 from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.storage import Storage
@@ -45,20 +47,27 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint of a folder; ``None`` when there is none to resume from.
 
     Complete means: a sound manifest for this step, and every file there with its right size; the
-    contents are verified when they are loaded. What is passed over is named in the log.
+    contents are verified when they are loaded. What is passed over is named in the log. A job may
+    save to the folder meanwhile, and remove what is returned when it saves the next.
     Raises ``CheckpointDamagedError`` when there are checkpoints but none is usable (a crash
     alone never leads there, and starting over silently would lose the run), and
     ``CheckpointError`` when the folder cannot be read.
     """
     for torso in _torsos(Path(folder)):
-        _log.warning("ignoring %s: left by an interrupted save", torso)
-    problems: list[str] = []
-    for step, path in reversed(_steps(Path(folder))):
-        problem = _incomplete(step, path)
-        if problem is None:
-            return path
-        _log.warning("ignoring %s: %s", path, problem)
-        problems.append(problem)
+        if not is_claimed(Path(folder)) and os.path.lexists(torso):
+            _log.warning("ignoring %s: left by an interrupted save", torso)
+    while True:
+        problems: list[str] = []
+        for step, path in reversed(_steps(Path(folder))):
+            problem = _incomplete(step, path)
+            if problem is None:
+                return path
+            if not path.is_dir():
+                break  # the job that saves here has removed it, and saved others: look again
+            _log.warning("ignoring %s: %s", path, problem)
+            problems.append(problem)
+        else:
+            break
     if problems:
         raise CheckpointDamagedError(
             f"no checkpoint in {folder} is usable; the newest: {problems[0]};"
@@ -99,15 +108,17 @@ def _incomplete(step: int, path: Path) -> str | None:
     try:
         with Reader(path) as reader:
             found = reader.manifest.step
-    except CheckpointDamagedError as error:
-        return str(error)
+    except CheckpointError as error:
+        if isinstance(error, CheckpointDamagedError) or not path.is_dir():
+            return str(error)
+        raise
     if found != step:
         return f"{path} holds step {found}"
     return None
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """The directories named after a step, by step."""
+    """The directories named after a step, by step, as they are at one moment."""
     found: list[tuple[int, Path]] = []
     for name in _names(folder):
         match = _STEP.fullmatch(name)
@@ -116,8 +127,10 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             found.append((int(match[1]), path))
-        else:
+        elif os.path.lexists(path):
             _log.warning("ignoring %s: not a directory", path)
+        else:  # a job that saves here has removed it, and others are there since
+            return _steps(folder)
     return sorted(found)
 
 

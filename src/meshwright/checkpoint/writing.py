@@ -3,7 +3,8 @@
 ::
 
     1 describe   every rank says what it holds; all compute who writes what
-    2 prepare    rank 0 checks name and space, removes torsos, makes  .step_00000120.tmp-1f0c22d9
+    2 prepare    rank 0 claims the folder, checks name and space, removes torsos, makes
+                 .step_00000120.tmp-1f0c22d9
     3 write      every rank writes its file and syncs it
     4 commit     rank 0 writes the manifest, syncs it and the directory, renames, syncs the parent
 
@@ -20,7 +21,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -28,6 +29,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from meshwright import comm
+from meshwright.checkpoint import claims
 from meshwright.checkpoint.document import JSON, Fields, canonical, check_json
 from meshwright.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -50,9 +52,9 @@ from meshwright.checkpoint.pieces import (
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import file_name
-from meshwright.errors import CheckpointError, CheckpointWriteError
+from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
 
-__all__ = ["Communicator", "save"]
+__all__ = ["Communicator", "claim", "save"]
 
 _log = logging.getLogger(__name__)
 STORAGE_LIMIT = 3600.0
@@ -149,26 +151,57 @@ def save(
         group=communicator if communicator is not None else _Alone(),
         storage=storage if storage is not None else Storage(),
     )
-    is_first = request.group.rank == 0
     _, rows = _agree(request, "describe", lambda: _describe(request, keep_last))
-    try:
-        writes, names = _agree(request, "prepare", lambda: _prepare(request, rows))
-        torso = target.with_name(str(names[0]))
-        _, checksums = _agree(request, "write", lambda: _write(request, writes, torso))
-        _agree(request, "commit", lambda: _commit(request, writes, checksums))
-    except BaseException:
-        if is_first:
-            _discard(request)
-        raise
-    if is_first and keep_last is not None:
-        try:
-            prune(target, keep_last, request.storage)
-        except (OSError, CheckpointError) as error:
-            _log.warning("checkpoints older than %s could not be removed: %s", target, error)
+    with ExitStack() as held:
+        _save_all(request, rows, held)
+        if request.group.rank == 0 and keep_last is not None:
+            try:
+                prune(target, keep_last, request.storage)
+            except (OSError, CheckpointError) as error:
+                _log.warning("checkpoints older than %s could not be removed: %s", target, error)
     return target
 
 
+def claim(directory: str | os.PathLike[str], *, communicator: Communicator | None = None) -> None:
+    """Claim the folder ``directory`` for this job before its first save, which would do so, too.
+
+    Every rank of ``communicator`` calls it. One job at a time saves to a folder. The claim ends
+    with the process of the first rank, when that leaves its run, or with `release`; others may
+    read meanwhile.
+
+    Raises ``CheckpointClaimedError`` on all ranks, naming the process that saves there, and
+    ``CheckpointWriteError`` where nothing can be written.
+    """
+    group = communicator if communicator is not None else _Alone()
+    told: dict[str, JSON] = {}
+    if group.rank == 0:
+        try:
+            Storage().make_directories(Path(directory))
+            claims.hold(Path(directory), stays=True)
+        except CheckpointClaimedError as error:
+            told = {"claimed": True, "text": str(error)}
+        except OSError as error:
+            told = {"claimed": False, "text": f"{_reason(error)}; {_advice(error)}"}
+    rows = group.gather_bytes(json.dumps(told).encode(), label=f"claim {directory}")
+    first: dict[str, JSON] = json.loads(rows[0])
+    if first:
+        raise _kind(bool(first["claimed"]))(str(first["text"]))
+
+
 # ------------------------------------------------------------------ the four steps
+
+
+def _save_all(request: _Request, rows: Sequence[JSON], held: ExitStack) -> None:
+    """Prepare, write and commit; rank 0 has the folder until ``held`` is closed."""
+    try:
+        writes, names = _agree(request, "prepare", lambda: _prepare(request, rows, held))
+        torso = request.target.with_name(str(names[0]))
+        _, checksums = _agree(request, "write", lambda: _write(request, writes, torso))
+        _agree(request, "commit", lambda: _commit(request, writes, checksums))
+    except BaseException:
+        if request.group.rank == 0:
+            _discard(request)
+        raise
 
 
 def _describe(request: _Request, keep_last: int | None) -> tuple[None, JSON]:
@@ -184,12 +217,13 @@ def _describe(request: _Request, keep_last: int | None) -> tuple[None, JSON]:
     }
 
 
-def _prepare(request: _Request, rows: Sequence[JSON]) -> tuple[_Writes, JSON]:
+def _prepare(request: _Request, rows: Sequence[JSON], held: ExitStack) -> tuple[_Writes, JSON]:
     writes = _plan(request, rows)
     if request.group.rank != 0:
         return writes, None
     storage, target = request.storage, request.target
     storage.make_directories(target.parent)
+    held.enter_context(claims.saving(target.parent, stays=comm.is_connected()))
     remove_torsos(target.parent, storage)
     if os.path.lexists(target):
         raise FileExistsError(
@@ -342,6 +376,7 @@ def _agree(
         except Exception as error:
             failure = error
             message["error"], message["advice"] = _reason(error), _advice(error)
+            message["claimed"] = isinstance(error, CheckpointClaimedError)
     group = request.group
     if failure is not None and group.size == 1 and isinstance(failure, ValueError | TypeError):
         raise failure
@@ -350,8 +385,13 @@ def _agree(
     answers: list[dict[str, JSON]] = [json.loads(payload) for payload in gathered]
     failed = {rank: row for rank, row in enumerate(answers) if "error" in row}
     if failed or result is None:
-        raise CheckpointWriteError(_summary(request, phase, failed)) from failure
+        claimed = any(row["claimed"] for row in failed.values())
+        raise _kind(claimed)(_summary(request, phase, failed)) from failure
     return result[0], [row["answer"] for row in answers]
+
+
+def _kind(claimed: bool) -> type[CheckpointWriteError]:
+    return CheckpointClaimedError if claimed else CheckpointWriteError
 
 
 def _summary(request: _Request, phase: str, failed: Mapping[int, Mapping[str, JSON]]) -> str:
@@ -385,7 +425,9 @@ def _reason(error: Exception) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ValueError | TypeError | CheckpointClaimedError):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 def _advice(error: Exception) -> str:
@@ -398,8 +440,15 @@ def _advice(error: Exception) -> str:
             return "allow more open files (ulimit -n)"
         case errno.EEXIST | errno.ENOTDIR:
             return "move it away or choose another folder"
+        case errno.ENOLCK | errno.ENOSYS | errno.EOPNOTSUPP:
+            return (
+                "its file system keeps no locks, by which other jobs are kept out: mount it with "
+                "locks (Lustre: -o flock), or choose another folder"
+            )
         case errno.ENOENT:
             return "all ranks need a folder that they share and nobody removes"
+        case None if isinstance(error, CheckpointClaimedError):
+            return "use one folder for each job"
         case None:
             return "correct the arguments of save"
         case _:

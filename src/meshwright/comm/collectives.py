@@ -7,36 +7,25 @@ A collective carries an axis and a label saying why it is made ("unshard layers.
 from __future__ import annotations
 
 import struct
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from meshwright.comm import gloo, lookup, shared_memory
 from meshwright.comm.lookup import Transfer
 from meshwright.comm.pending import Pending, TransferWaiter, Work
 from meshwright.comm.registry import PROCESS, PhaseRecord
 from meshwright.comm.streams import Clock
+from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
 
 __all__ = ["Communicator", "Issued"]
-
-REDUCTIONS = MappingProxyType(
-    {
-        "sum": dist.ReduceOp.SUM,
-        "product": dist.ReduceOp.PRODUCT,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-        "band": dist.ReduceOp.BAND,
-        "bor": dist.ReduceOp.BOR,
-        "bxor": dist.ReduceOp.BXOR,
-    }
-)
-"""The reductions by name. A mean is a sum of tensors that were scaled on the way in."""
 
 REMEMBERED = 16
 """How many of the last operations a rank can name in a hang report."""
@@ -63,15 +52,19 @@ class Communicator:
 
     Ask `meshwright.comm.communicator` for it; one group has one communicator, so that sequence
     numbers count all operations of the group. Ranks in arguments are ranks of this group.
+
+    It does not keep its group from going. After that, every operation raises `CommunicationError`.
     """
 
-    _labelled: shared_memory.SharedMemoryGroup | None = None
-    """The group, where its backend compares the labels of all ranks before data moves."""
+    _is_labelled = False
+    """True where the group's backend compares the labels of all ranks before data moves."""
 
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float
     ) -> None:
-        self.group = group
+        self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
+        self._living: Container[Any] = c10d._world.pg_map
+        """c10d's groups that were not destroyed."""
         self.axis = axis
         self.device = device
         self.timeout = timeout
@@ -84,8 +77,7 @@ class Communicator:
         self.name: str = group.group_name
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
-        if isinstance(group, shared_memory.SharedMemoryGroup):
-            self._labelled = group
+        self._is_labelled = isinstance(group, shared_memory.SharedMemoryGroup)
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
@@ -95,7 +87,23 @@ class Communicator:
         """Those of the ranks of this axis and others, by the names of the others' groups."""
         self.kept: dict[str, Any] = {}
         """What other rooms keep for this axis, by name."""
-        self._idle_waiters: list[Any] = []
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Raises `CommunicationError` when it was destroyed."""
+        group = self._group()
+        if group is None or group not in self._living:
+            raise CommunicationError(
+                f"axis {self.axis} communicates over process group {self.name!r} of ranks "
+                f"{list(self.ranks)}, which this rank has destroyed: destroy a group after the "
+                "last use of what was built on it, and build that anew on a new group"
+            )
+        return group
+
+    @property
+    def is_open(self) -> bool:
+        """True until the group is destroyed."""
+        return self._group() in self._living
 
     def __eq__(self, other: object) -> bool:
         """Equal when it is the same rank of the same group, whatever axis it is named by."""
@@ -123,12 +131,12 @@ class Communicator:
         async_op: bool = True,
     ) -> Pending:
         """Reduce ``tensor`` over all ranks, in place."""
-        op = _reduction(reduction)
+        op = lookup.reduction(reduction)
         self._check(tensor)
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("all_reduce")
-            return _works(call(tensor, op=op, group=self.group, async_op=async_op)), None
+            return _works(call(tensor, op=op, group=group, async_op=async_op)), None
 
         return self._issue("all_reduce", tensor, label, launch, reduction=reduction)
 
@@ -148,13 +156,13 @@ class Communicator:
         self._check(output, tensor)
         self._check_share(output, tensor, "all_gather")
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             if self.backend == "gloo" and lookup.replacement("all_gather") is None:
-                works = gloo.all_gather(output, tensor, self.group, self.ranks)
+                works = gloo.all_gather(output, tensor, group, self.ranks)
                 if works is not None:
                     return works, None
             line, mine = output.view(-1), tensor.view(-1)
-            return _works(lookup.all_gather(line, mine, self.group, async_op=async_op)), None
+            return _works(lookup.all_gather(line, mine, group, async_op=async_op)), None
 
         return self._issue("all_gather", output, label, launch)
 
@@ -174,9 +182,9 @@ class Communicator:
         self._check_share(output, tensor, "all_gather")
         rows = list(output.view(self.size, *tensor.shape).unbind(0))
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("all_gather_list")
-            return _works(call(rows, tensor, group=self.group, async_op=async_op)), None
+            return _works(call(rows, tensor, group=group, async_op=async_op)), None
 
         return self._issue("all_gather", output, label, launch)
 
@@ -193,17 +201,17 @@ class Communicator:
 
         ``tensor`` holds ``size`` equal shares, rank-major, and is left as it was.
         """
-        op = _reduction(reduction)
+        op = lookup.reduction(reduction)
         self._check(output, tensor)
         self._check_share(tensor, output, "reduce_scatter")
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             if self.backend == "gloo" and lookup.replacement("reduce_scatter") is None:
-                launched = gloo.reduce_scatter(output, tensor, self.group, reduction)
+                launched = gloo.reduce_scatter(output, tensor, group, reduction)
                 if launched is not None:
                     return launched
             line, mine = output.view(-1), tensor.view(-1)
-            work = lookup.reduce_scatter(line, mine, self.group, op=op, async_op=async_op)
+            work = lookup.reduce_scatter(line, mine, group, op=op, async_op=async_op)
             return _works(work), None
 
         return self._issue(
@@ -228,9 +236,9 @@ class Communicator:
         gathers = kind == "all_gather"
         options = {"async_op": True} if gathers else {"op": dist.ReduceOp.SUM}
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             line, mine = output.view(-1), tensor.view(-1)
-            work = call(output_tensor=line, input_tensor=mine, group=self.group, **options)
+            work = call(output_tensor=line, input_tensor=mine, group=group, **options)
             return _works(work), None
 
         if gathers:
@@ -244,9 +252,9 @@ class Communicator:
         self._check(tensor)
         root = self._global(source)
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("broadcast")
-            return _works(call(tensor, src=root, group=self.group, async_op=async_op)), None
+            return _works(call(tensor, src=root, group=group, async_op=async_op)), None
 
         return self._issue("broadcast", tensor, label, launch, peer=source)
 
@@ -266,13 +274,13 @@ class Communicator:
         """
         self._check(output, tensor)
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             work = lookup.current("all_to_all")(
                 output,
                 tensor,
                 output_split_sizes=None if output_splits is None else list(output_splits),
                 input_split_sizes=None if input_splits is None else list(input_splits),
-                group=self.group,
+                group=group,
                 async_op=async_op,
             )
             return _works(work), None
@@ -283,12 +291,12 @@ class Communicator:
         """Pass when every rank has come. Waits before it returns, unless ``async_op``."""
         token = torch.zeros(1, device=self.device)
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             if self.device.type == "cpu":
-                return _works(lookup.current("barrier")(group=self.group, async_op=True)), None
+                return _works(lookup.current("barrier")(group=group, async_op=True)), None
             # NCCL's barrier guesses the device; a one-element sum is the same thing on ours.
             call = lookup.current("all_reduce")
-            return _works(call(token, group=self.group, async_op=True)), None
+            return _works(call(token, group=group, async_op=True)), None
 
         pending = self._issue("barrier", token, label, launch)
         if not async_op:
@@ -326,7 +334,7 @@ class Communicator:
             ]
         )
 
-        def launch() -> Launched:
+        def launch(group: dist.ProcessGroup) -> Launched:
             return works, None
 
         return [self._issue(t.direction, t.tensor, t.label, launch, peer=t.peer) for t in transfers]
@@ -335,10 +343,10 @@ class Communicator:
         self._check(transfer.tensor)
         peer = self._global(transfer.peer)
 
-        def launch() -> Launched:
-            work = lookup.transfer(transfer, peer, self.group)
+        def launch(group: dist.ProcessGroup) -> Launched:
+            work = lookup.transfer(transfer, peer, group)
             if self.backend == "gloo":
-                return [TransferWaiter(work, self._idle_waiters)], None
+                return [TransferWaiter(work, PROCESS.idle_waiters)], None
             return [work], None
 
         return self._issue(
@@ -384,8 +392,8 @@ class Communicator:
 
         They are still compared by kind, shape, dtype, reduction and root.
         """
-        if self._labelled is not None:
-            self._labelled.sends_labels = False
+        if self._is_labelled:
+            self.group.sends_labels = False  # pyrefly: ignore[missing-attribute]
 
     # ------------------------------------------------------------------ the door
 
@@ -394,13 +402,16 @@ class Communicator:
         kind: str,
         tensor: torch.Tensor,
         label: str,
-        launch: Callable[[], Launched],
+        launch: Callable[[Any], Launched],
         *,
         reduction: str | None = None,
         peer: int | None = None,
         value: torch.Tensor | None = None,
     ) -> Pending:
         """Number the operation, tell the observers, run it."""
+        group: Any = self._group()
+        if group not in self._living:
+            group = self.group  # raises; where it does not, the property would cost a call more
         sequence = self._next(kind, peer)
         phases = PROCESS.phases
         self.issued.append(Issued(sequence, kind, label, phases[-1] if phases else None))
@@ -419,14 +430,14 @@ class Communicator:
             )
             PROCESS.tell_issued(collective)
             pending.observed(collective, self.clock.mark())
-        if self._labelled is None:
-            pending.launched(*launch())
+        if not self._is_labelled:
+            pending.launched(*launch(group))
             return pending
-        self._labelled.next_label = f"{label} on axis {self.axis}" if label else ""
+        group.next_label = f"{label} on axis {self.axis}" if label else ""
         try:
-            pending.launched(*launch())
+            pending.launched(*launch(group))
         finally:
-            self._labelled.next_label = ""
+            group.next_label = ""
         return pending
 
     def number(self, what: str) -> int:
@@ -473,15 +484,6 @@ class Communicator:
                 f"{kind} on axis {self.axis} (size {self.size}): expected {self.size} x "
                 f"{share.numel()} elements of {share.dtype}, found {whole.numel()} of {whole.dtype}"
             )
-
-
-def _reduction(name: str) -> dist.ReduceOp.RedOpType:
-    try:
-        return REDUCTIONS[name]
-    except KeyError:
-        raise ValueError(
-            f"unknown reduction {name!r}: expected one of {', '.join(REDUCTIONS)}"
-        ) from None
 
 
 def _works(work: Work | None) -> Sequence[Work]:

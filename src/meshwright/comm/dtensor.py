@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.process_groups import communicator, peers
-from meshwright.errors import LayoutError
+from meshwright.errors import CommunicationError, LayoutError
 from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
 
 __all__ = [
@@ -241,9 +241,22 @@ def current_mesh() -> DeviceMesh:
 
 
 def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Communicator, ...]:
-    """The communicator of each dim of ``mesh``, under the mesh's own axis names, or ``unnamed``."""
+    """The communicator of each dim of ``mesh``, under the mesh's own axis names, or ``unnamed``.
+
+    Raises `CommunicationError` when the group of one was destroyed.
+    """
     names = mesh.mesh_dim_names or (unnamed,) * mesh.ndim
-    return tuple(communicator(mesh.get_group(dim), axis=name) for dim, name in enumerate(names))
+    try:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    except RuntimeError as error:
+        if "Could not resolve the process group" not in str(error):
+            raise
+        raise CommunicationError(
+            f"a process group of {mesh} was destroyed. torch gives DTensors of "
+            "a later mesh of the same ranks the mesh that it has seen first: keep the groups of a "
+            "mesh for as long as the process has DTensors on its ranks"
+        ) from error
+    return tuple(communicator(group, axis=name) for group, name in zip(groups, names, strict=True))
 
 
 def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:

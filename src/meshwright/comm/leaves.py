@@ -6,6 +6,7 @@ it goes to ``.grad`` of the parameter, as a DTensor that is placed alike.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,7 @@ from meshwright.comm.untraced import apart
 __all__ = [
     "add_to_gradient",
     "deliver",
+    "give_up",
     "hand_over",
     "local_leaf",
     "sum_partial",
@@ -32,9 +34,10 @@ _HELD = "_meshwright_local_leaf"
 class _Held:
     """The leaf of one parameter. A copy of the parameter makes a leaf of its own."""
 
-    __slots__ = ("is_hooked", "is_taken", "leaf", "local", "partial")
+    __slots__ = ("__weakref__", "is_hooked", "is_taken", "leaf", "local", "parameter", "partial")
 
-    def __init__(self, leaf: nn.Parameter, local: torch.Tensor) -> None:
+    def __init__(self, parameter: nn.Parameter, leaf: nn.Parameter, local: torch.Tensor) -> None:
+        self.parameter = parameter
         self.leaf = leaf
         self.local = local
         """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
@@ -72,14 +75,22 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     if held is None or held.local is not parameter._local_tensor:
         local = parameter._local_tensor
         requires_grad = parameter.requires_grad
-        held = _Held(nn.Parameter(local.detach(), requires_grad=requires_grad), local)
+        leaf = nn.Parameter(local.detach(), requires_grad=requires_grad)
+        held = _Held(parameter, leaf, local)
         vars(parameter)[_HELD] = held
     leaf = held.leaf
     if leaf.requires_grad is not parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
     if not held.is_hooked and leaf.requires_grad:
-        _hook(parameter, held)
+        _hook(held)
     return leaf
+
+
+def give_up(parameter: nn.Parameter) -> None:
+    """Take `take_over` back."""
+    held = vars(parameter).get(_HELD)
+    if held is not None:
+        held.is_taken = False
 
 
 def take_over(parameter: nn.Parameter) -> nn.Parameter:
@@ -156,24 +167,30 @@ def add_to_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     local_of(given).add_(gradient)
 
 
-def _hook(parameter: nn.Parameter, held: _Held) -> None:
+def _hook(held: _Held) -> None:
     outside = _disable_dynamo(hand_over)
+    # The garbage collector does not see what such a hook refers to: a cycle through it would stay.
+    # torch converts no parameter that has weak references itself.
+    vars(held.leaf)[_HELD] = held
+    owner = weakref.ref(held)
 
-    # A cycle, for the garbage collector: torch converts no parameter that has weak references.
     @apart
     def accumulated(leaf: torch.Tensor) -> None:
+        held = owner()
+        if held is None:
+            return
         if torch.compiler.is_compiling():
             if not held.is_taken:
-                outside(parameter)
+                outside(held.parameter)
             return
-        mine = vars(parameter).get(_HELD)
+        mine = vars(held.parameter).get(_HELD)
         if mine is None or mine.leaf is not leaf:
             raise RuntimeError(
                 f"a backward pass reached a parameter of local shape {tuple(leaf.shape)} that was "
                 "converted after its forward pass: run the forward pass again"
             )
         if not mine.is_taken:
-            hand_over(parameter)
+            hand_over(held.parameter)
 
     held.leaf.register_post_accumulate_grad_hook(accumulated)
     held.is_hooked = True

@@ -25,12 +25,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
+    "REDUCTIONS",
     "SPELLINGS",
     "Transfer",
     "all_gather",
     "checks_in_detail",
     "current",
     "reduce_scatter",
+    "reduction",
     "replacement",
     "transfer",
 ]
@@ -51,6 +53,19 @@ SPELLINGS = MappingProxyType(
 )
 """The names of each operation on `torch.distributed`, the preferred one first."""
 
+REDUCTIONS = MappingProxyType(
+    {
+        "sum": dist.ReduceOp.SUM,
+        "product": dist.ReduceOp.PRODUCT,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+        "band": dist.ReduceOp.BAND,
+        "bor": dist.ReduceOp.BOR,
+        "bxor": dist.ReduceOp.BXOR,
+    }
+)
+"""The reductions by name. A mean is a sum of tensors that were scaled on the way in."""
+
 _AT_IMPORT = MappingProxyType(
     {
         name: getattr(dist, name)
@@ -70,6 +85,16 @@ class Transfer:
     peer: int
     tag: int = 0
     label: str = ""
+
+
+def reduction(name: str) -> dist.ReduceOp.RedOpType:
+    """Look a reduction up by its name. Raises ``ValueError`` for any other."""
+    try:
+        return REDUCTIONS[name]
+    except KeyError:
+        raise ValueError(
+            f"unknown reduction {name!r}: expected one of {', '.join(REDUCTIONS)}"
+        ) from None
 
 
 def replacement(kind: str) -> Callable[..., Any] | None:

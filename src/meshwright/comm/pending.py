@@ -26,6 +26,10 @@ SLICE = timedelta(seconds=0.5)
 """How long one wait inside c10d lasts before the peers' failures are looked at."""
 
 
+IDLE_FOR = 10.0
+"""Seconds after which a thread that has nothing to wait for ends."""
+
+
 class Work(Protocol):
     """What c10d returns for an asynchronous operation."""
 
@@ -47,7 +51,14 @@ class _WaiterThread(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self.inbox.get().run_here()
+            try:
+                self.inbox.get(timeout=IDLE_FOR).run_here()
+            except queue.Empty:
+                try:
+                    PROCESS.idle_waiters.remove(self)
+                except ValueError:  # somebody has just taken it
+                    continue
+                return
 
 
 class TransferWaiter:

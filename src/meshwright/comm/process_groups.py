@@ -154,9 +154,10 @@ def disconnect() -> None:
         monitor.stop()
     if dist.is_initialized():
         if not clean:
-            _abandon(PROCESS.communicators.values())
+            _abandon(PROCESS.communicators)
         PROCESS.communicators.clear()
         dist.destroy_process_group()
+    PROCESS.release()
     # Works and futures that are in reference cycles own transport threads; they must end before
     # the interpreter does, or the C++ runtime aborts the process.
     gc.collect()
@@ -211,7 +212,7 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
     if mine[0] == parent.ranks:
         return communicator(parent.group, axis)
     for known in list(PROCESS.communicators.values()):
-        if known.ranks == mine[0] and known.axis == axis:
+        if known.is_open and known.ranks == mine[0] and known.axis == axis:
             return known
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     if not isinstance(group, dist.ProcessGroup):
@@ -234,7 +235,7 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     if wanted == parent.ranks:
         return communicator(parent.group, axis)
     for known in list(PROCESS.communicators.values()):
-        if known.ranks == wanted and known.axis == axis:
+        if known.is_open and known.ranks == wanted and known.axis == axis:
             return known
     group = dist.new_group(list(wanted), use_local_synchronization=True)
     if not isinstance(group, dist.ProcessGroup):
@@ -253,7 +254,7 @@ def union(axes: Sequence[Communicator]) -> Communicator:
     key = tuple(axis.name for axis in others)
     if not others:
         return first
-    if key not in first.unions:
+    if key not in first.unions or not first.unions[key].is_open:
         name = "+".join(axis.axis for axis in (first, *others))
         ranks = {dist.get_rank()}
         for is_check in (False, True):
@@ -441,14 +442,14 @@ def _leave_together(monitor: FailureMonitor) -> bool:
     return False
 
 
-def _abandon(communicators: Iterable[Communicator]) -> None:
+def _abandon(groups: Iterable[dist.ProcessGroup]) -> None:
     """Keep the groups of a failed run alive until the process ends.
 
     A Gloo group's destructor joins threads that may sit in an operation whose peer is gone or
     stopped: it would block the exit for ever.
     """
-    for communicator in communicators:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator.group))
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _wait_for_count(monitor: FailureMonitor, key: str, expected: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Iterator, MutableMapping
@@ -58,7 +59,9 @@ class ProcessState:
     communicators: MutableMapping[Any, Communicator] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """One communicator for each c10d process group."""
+    """One communicator for each c10d process group, which it does not keep."""
+    idle_waiters: list[Any] = field(default_factory=list)
+    """Threads that have waited for a transfer and may wait for the next; see `pending`."""
     observers: list[Observer] = field(default_factory=list)
     """Who hears of every collective; empty means that nothing is paid."""
     phases: list[PhaseRecord] = field(default_factory=list)
@@ -69,6 +72,18 @@ class ProcessState:
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What this process keeps from others until it leaves its run or ends, by name; each has a
+    method ``release``."""
+    holding: threading.RLock = field(default_factory=threading.RLock)
+    """Whoever changes ``held`` has this; a fork waits for it."""
+
+    def release(self) -> None:
+        """Give back what is held."""
+        with self.holding:
+            for held in self.held.values():
+                held.release()
+            self.held.clear()
 
     def tell_issued(self, collective: Collective) -> None:
         """Tell every observer that ``collective`` is about to run."""

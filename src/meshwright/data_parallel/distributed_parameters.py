@@ -13,9 +13,9 @@ parameter stays what it is::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -34,9 +34,9 @@ from meshwright.comm.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.leaves import add_to_gradient, local_leaf, take_over
+from meshwright.comm.leaves import add_to_gradient, give_up, local_leaf, take_over
 from meshwright.comm.spread import refuse_spread, spread_over
-from meshwright.comm.untraced import constant
+from meshwright.comm.untraced import apart, constant
 from meshwright.gradients import look_at_optimizers
 
 __all__ = [
@@ -278,6 +278,10 @@ class ReducedLeaves:
         self._hooked: dict[int, list[RemovableHandle]] = {}
         """The hooks on each parameter that has some, by its position."""
         self._is_lent = False
+        # Parameters may outlive who reduces them: a model that was wrapped, and is no more.
+        leaving = [lent.parameter for lent in self._lent.values()]
+        self._last = weakref.finalize(self, _let_go, self._hooked, leaving)
+        self._last.atexit = False  # pyrefly: ignore[missing-attribute]
 
     @property
     def computes_on_dtensors(self) -> bool:
@@ -309,22 +313,22 @@ class ReducedLeaves:
     ) -> None:
         """Call one with its index when a gradient is complete here: the second for DTensors.
 
-        Parameters that do not require grad have no such hook yet.
+        Both are methods, whose object the parameters do not keep alive. Parameters that do not
+        require grad have no such hook yet.
         """
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
                 continue
             if index in self._lent:
-                self._hooked[index] = self._lent[index].hook(partial(arrived_at_leaf, index))
+                hook = _weakly(arrived_at_leaf, index)
+                self._hooked[index] = self._lent[index].hook(hook)
             else:
-                handle = parameter.register_post_accumulate_grad_hook(partial(arrived, index))
-                self._hooked[index] = [handle]
+                hook = _weakly(arrived, index)
+                self._hooked[index] = [parameter.register_post_accumulate_grad_hook(hook)]
 
     def release(self) -> None:
         """Remove all hooks: other parameters take the place of these."""
-        for handles in self._hooked.values():
-            for handle in handles:
-                handle.remove()
+        self._last()
         self._hooked.clear()
 
     @property
@@ -384,3 +388,32 @@ class ReducedLeaves:
             self._is_lent = False
             for lent in self._lent.values():
                 lent.give_up()
+
+
+def _weakly(
+    method: Callable[[int, torch.Tensor], None], index: int
+) -> Callable[[torch.Tensor], None]:
+    """Make a hook that calls ``method`` with ``index`` for as long as its object lives.
+
+    The garbage collector does not see what hooks of accumulated gradients refer to: a reducer that
+    they held would stay with its parameters, buckets and communicator for ever.
+    """
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    @apart
+    def arrived(parameter: torch.Tensor) -> None:
+        reducer = owner()
+        if reducer is not None:
+            function(reducer, index, parameter)
+
+    return arrived
+
+
+def _let_go(
+    hooked: Mapping[int, Sequence[RemovableHandle]], parameters: Sequence[nn.Parameter]
+) -> None:
+    for handles in hooked.values():
+        for handle in handles:
+            handle.remove()
+    for parameter in parameters:
+        give_up(parameter)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshwright.checkpoint import latest, read_manifest
+from meshwright.checkpoint import claim, latest, read_manifest
 from meshwright.comm import Communicator
 from meshwright.errors import CheckpointError, CheckpointMismatchError, PlanError
 from meshwright.recipes.config import TrainConfig
@@ -65,7 +65,8 @@ class RunFolder:
 def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
     """Decide on rank 0 where this run writes and what it resumes from; the same on all ranks.
 
-    Raises ``PlanError`` when [run] folder and resume do not fit what is on the disk.
+    From here on the folder belongs to this run. Raises ``PlanError`` when [run] folder and resume
+    do not fit what is on the disk, ``CheckpointClaimedError`` when another run writes there.
     """
     answer = b""
     if communicator.rank == 0:
@@ -142,17 +143,20 @@ def _choose(config: TrainConfig) -> RunFolder:
     if resume in ("auto", "never"):
         path = Path(folder) if folder else _fresh_folder(config)
         require_folder(path)
+        claim(path / CHECKPOINTS)
         if resume == "never" and any((path / CHECKPOINTS).glob("step_*")):
             raise PlanError(
                 f"[run] resume = never, but {path} holds checkpoints of an earlier run, which are "
                 "never overwritten; choose another [run] folder, or resume = auto"
             )
         return RunFolder(path=path, checkpoint=latest(path / CHECKPOINTS))
-    checkpoint, home = _named_start(Path(resume))
-    path = Path(folder) if folder else home
+    named = Path(resume)
+    path = Path(folder) if folder else _home_of(named)
     require_folder(path)
+    claim(path / CHECKPOINTS)
+    checkpoint = _named_start(named)
     # What is passed over is named in the log: the same folder is not looked through twice.
-    is_looked_through = path.absolute() == Path(resume).absolute()
+    is_looked_through = path.absolute() == named.absolute()
     newest = checkpoint if is_looked_through else latest(path / CHECKPOINTS)
     if newest is not None and read_manifest(newest).step > read_manifest(checkpoint).step:
         raise PlanError(
@@ -162,16 +166,24 @@ def _choose(config: TrainConfig) -> RunFolder:
     return RunFolder(path=path, checkpoint=checkpoint)
 
 
-def _named_start(named: Path) -> tuple[Path, Path]:
-    """The checkpoint that ``named`` is or holds, and the folder of its run."""
+def _named_start(named: Path) -> Path:
+    """The checkpoint that ``named`` is, or the newest of the run that it is."""
+    if not (named / CHECKPOINTS).is_dir():
+        require_start(str(named))
+        return named
+    newest = latest(named / CHECKPOINTS)
+    if newest is None:
+        raise PlanError(
+            f"[run] resume = {named}: expected a complete checkpoint in {named / CHECKPOINTS}, "
+            "found none; leave resume out to start anew"
+        )
+    return newest
+
+
+def _home_of(named: Path) -> Path:
+    """The folder of the run that ``named`` is, or that it is a checkpoint of."""
     if (named / CHECKPOINTS).is_dir():
-        newest = latest(named / CHECKPOINTS)
-        if newest is None:
-            raise PlanError(
-                f"[run] resume = {named}: expected a complete checkpoint in {named / CHECKPOINTS}, "
-                "found none; leave resume out to start anew"
-            )
-        return newest, named
+        return named
     require_start(str(named))
     # A checkpoint stands in checkpoints/ of its run; one that was copied elsewhere stands alone.
     home = named.absolute().parent
@@ -180,17 +192,22 @@ def _named_start(named: Path) -> tuple[Path, Path]:
             f"{named} is not in a run's {CHECKPOINTS} folder, so it does not say where to write; "
             "give [run] folder too"
         )
-    return named, home.parent
+    return home.parent
 
 
 def _fresh_folder(config: TrainConfig) -> Path:
     name = Path(config.origin.source).stem or "run"
     path = first = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    require_folder(path)
     number = 1
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # another run that was started in the same second
+            number += 1
+            path = first.with_name(f"{first.name}-{number}")
+        else:
+            return path
 
 
 def _fingerprint(data: Tensor) -> str:

@@ -36,7 +36,7 @@ class FakeCommunicator(Communicator):
     """
 
     def __init__(self, world: World, ranks: Sequence[int], rank: int, axis: str = "world") -> None:
-        self.group = None  # pyrefly: ignore[bad-assignment] # there is none
+        self._group, self._living = lambda: None, (None,)  # there is none
         self.axis = axis
         self.device = torch.device("cpu")
         self.timeout = 60.0
@@ -178,7 +178,7 @@ class FakeCommunicator(Communicator):
     ) -> Pending:
         """Pass the door with a launch that brings this rank's part to the others."""
 
-        def launch() -> tuple[list[FakeWork], None]:
+        def launch(group: object) -> tuple[list[FakeWork], None]:
             collective = Collective(
                 kind=kind,
                 axis=self.axis,

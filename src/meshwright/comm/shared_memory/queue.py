@@ -203,6 +203,7 @@ class _Announcer(threading.Thread):
         """Announce what comes."""
         while (operation := self._inbox.get()) is not None:
             operation.announce()
+            del operation  # with its tensors, which a thread that waits would keep
             self._idle.append(self)
 
 
@@ -289,6 +290,7 @@ class OperationQueue:
         self._ended: deque[_Operation] = deque()
         self._checked = 0.0
         self._name = name
+        self._announcers: list[_Announcer] = []
         self._idle_announcers: list[_Announcer] = []
         self._background = Background(
             name, lambda: bool(self._pending), self._look, meeting.break_with
@@ -363,6 +365,7 @@ class OperationQueue:
                 announcer = self._idle_announcers.pop()
             except IndexError:
                 announcer = _Announcer(self._idle_announcers, f"{self._name} callbacks")
+                self._announcers.append(announcer)
             announcer.take(operation)
 
     def describe_missing(self, operation: _Operation, seconds: float) -> str:
@@ -372,8 +375,8 @@ class OperationQueue:
     def close(self) -> None:
         """End the threads; operations still waiting raise."""
         self._background.close()
-        for announcer in self._idle_announcers:
-            announcer.take(None)
+        for announcer in self._announcers:
+            announcer.take(None)  # after what it may be busy with
 
     # ------------------------------------------------------------------ with the lock held
 

@@ -1,0 +1,389 @@
+"""The claim of one job to a folder of checkpoints: two locks, which end with the process.
+
+::
+
+    the folder itself   from the first save until the process ends     seen on this host
+    the file .claim     during a save; of a rank that has joined a     seen on every host that the
+                        run, from its first save until it leaves       folder is shared with
+
+Both are locks of flock, which belong to an open file. A POSIX lock would go when any other open of
+the file is closed, as by a copy of the folder in the same process. However the process ends, its
+kernel gives the locks back; a file server does so when it gives up a host that is gone. A forked
+child shares open files, so that a worker of a data loader would hold the claim of a rank that was
+killed: a child closes them before it does anything else, and a program that is started gets none.
+
+What a process has saved alone, the processes that it starts may go on with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import json
+import operator
+import os
+import platform
+import shlex
+import socket
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshwright.comm.registry import PROCESS
+from meshwright.errors import CheckpointClaimedError
+
+__all__ = ["CLAIM_NAME", "Claim", "Holder", "hold", "is_claimed", "release", "saving"]
+
+CLAIM_NAME = ".claim"
+GRACE = 0.1
+"""Seconds in which a lock that another process has taken for a moment is asked for again."""
+ENDING = 30.0
+"""Seconds in which a process that was killed has given back what it holds."""
+FOLDERS = 64
+"""Folders that a process keeps after saving alone; with more, those claimed first are let go."""
+
+_PENDING_KILL = 1 << 8
+_EXITING = 4
+_STATE, _PARENT, _FLAGS, _START = 0, 1, 6, 19
+"""Fields of /proc/PID/stat after the name."""
+_TEXT = 160
+_RECORD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The process that holds a claim, as it has written or as its host knows it."""
+
+    pid: int
+    host: str = ""
+    place: str = ""
+    """Host, boot and process-id namespace: where ``pid`` means this process."""
+    started: int = 0
+    """In clock ticks after the boot, to tell it from a later process of that number."""
+    since: str = ""
+    run: str = ""
+    command: str = ""
+
+    @classmethod
+    def of_process(cls, pid: int) -> Holder:
+        """Describe the process ``pid`` of this host."""
+        fields = _fields(pid)
+        started = int(fields[_START]) if fields else 0
+        begun = time.localtime(_boot_time() + started / os.sysconf("SC_CLK_TCK"))
+        environment = dict(
+            entry.split("=", 1) for entry in _proc_list(pid, "environ") if "=" in entry
+        )
+        return cls(
+            pid=pid,
+            host=socket.gethostname(),
+            place=_place(),
+            started=started,
+            since=time.strftime("%Y-%m-%d %H:%M:%S", begun) if started else "",
+            run=environment.get("TORCHELASTIC_RUN_ID", environment.get("SLURM_JOB_ID", ""))[:_TEXT],
+            command=" ".join(shlex.join(_proc_list(pid, "cmdline")).split())[:_TEXT],
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Holder | None:
+        """Read what a holder has written; None for anything else."""
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError):
+            return None
+
+    def __str__(self) -> str:
+        run = f" of run {self.run}" if self.run else ""
+        since = f", running since {self.since}" if self.since else ""
+        command = f" ({self.command})" if self.command else ""
+        return f"process {self.pid}{run} on host {self.host}{since}{command}"
+
+    @property
+    def is_here(self) -> bool:
+        """True when its number is that of a process of this host."""
+        return self.place == _place()
+
+    @property
+    def is_ending(self) -> bool:
+        """True when it was killed or has ended: what it holds comes back by itself."""
+        if not self.is_here:
+            return False
+        fields = _fields(self.pid)
+        if not fields or int(fields[_START]) != self.started or fields[_STATE] in "ZX":
+            return True
+        return bool(int(fields[_FLAGS]) & _EXITING or _pending_signals(self.pid) & _PENDING_KILL)
+
+    @property
+    def has_started_this(self) -> bool:
+        """True when it is this process or has started it, directly or through others."""
+        pid = os.getpid() if self.is_here else 0
+        while pid not in (0, self.pid):
+            fields = _fields(pid)
+            pid = int(fields[_PARENT]) if fields else 0
+        return pid > 0
+
+
+_UNKNOWN = Holder(pid=0)
+
+
+class Claim:
+    """The claim of this process to one folder; its locks come and go as the module says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stays = False
+        """True when the file's lock is kept after a save."""
+        self.is_saving = False
+        self._home = -1
+        self._file = -1
+
+    def take(self) -> Holder | None:
+        """Take what is missing of the locks: None, or who has them."""
+        if self._home >= 0 and not _is_at(self._home, self.folder):
+            self.close()  # the folder was removed, and made again
+        path = self.folder / CLAIM_NAME
+        if self._file >= 0 and not _is_at(self._file, path):
+            self._file = _closed(self._file)  # somebody has given the folder to another job
+        had_home = self._home >= 0
+        other = None if had_home else self._take_home()
+        if other is None and self._file < 0:
+            other = self._take_file(path)
+        if other is not None and not had_home:
+            self._home = _closed(self._home)  # it is for whoever has the file
+        return other
+
+    def let_go(self) -> None:
+        """Give the file's lock back, and remove the file."""
+        if self._file >= 0:
+            path = self.folder / CLAIM_NAME
+            if _is_at(self._file, path):
+                with contextlib.suppress(OSError):  # the lock counts; the file may stay
+                    path.unlink()
+            self._file = _closed(self._file)
+
+    def release(self) -> None:
+        """Give all back."""
+        self.let_go()
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and leave theirs on the disk: for a forked child, which has copies."""
+        self._home, self._file = _closed(self._home), _closed(self._file)
+
+    def _take_home(self) -> Holder | None:
+        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder_of_lock(os.fstat(handle))
+            os.close(handle)
+            return None if holder.has_started_this else holder
+        except OSError:  # this file system locks no directories: the file's lock has to do
+            os.close(handle)
+            return None
+        self._home = handle
+        return None
+
+    def _take_file(self, path: Path) -> Holder | None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = Holder.from_bytes(os.pread(handle, _RECORD_BYTES, 0))
+            os.close(handle)
+            return holder or _UNKNOWN
+        except OSError as error:
+            os.close(handle)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        if not _is_at(handle, path):
+            os.close(handle)  # its last holder has removed it meanwhile
+            return _UNKNOWN
+        self._file = handle
+        with contextlib.suppress(OSError):  # on a full disk the claim holds without a name
+            self._sign(handle)
+        return None
+
+    def _sign(self, handle: int) -> None:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(asdict(Holder.of_process(os.getpid()))).encode(), 0)
+        if os.fstat(handle).st_uid == os.geteuid():  # who may write to the folder may claim it
+            os.fchmod(handle, self.folder.stat().st_mode & 0o666)
+        if self.stays:
+            os.fsync(handle)  # other hosts shall read it, too
+
+
+def hold(folder: Path, *, stays: bool) -> Claim:
+    """Claim ``folder``, which is there, for this process, or make sure that it still has it.
+
+    Where it ``stays``, the claim is seen on all hosts until `release` or until the process leaves
+    its run or ends, otherwise until it is let go. Raises ``CheckpointClaimedError`` naming who has
+    it, and ``OSError`` where the file system has no locks.
+    """
+    begun = time.monotonic()
+    while True:
+        with PROCESS.holding:
+            claim = PROCESS.held.setdefault(os.path.realpath(folder), Claim(folder))
+            claim.stays = claim.stays or stays
+            holder = claim.take()
+            if holder is None:
+                _let_go_of_the_first()
+                return claim
+        waited = time.monotonic() - begun
+        if waited > (ENDING if holder.is_ending else GRACE):
+            release(folder)
+            raise CheckpointClaimedError(_refusal(folder, holder))
+        time.sleep(0.01)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Look for another process of this host that has claimed ``folder``."""
+    for path in (folder, folder / CLAIM_NAME):
+        with contextlib.suppress(FileNotFoundError):
+            if _holder_of_lock(path.stat()).pid not in (0, os.getpid()):
+                return True
+    return False
+
+
+def release(directory: str | os.PathLike[str]) -> None:
+    """Give a folder of checkpoints back that this process has saved to, for other jobs.
+
+    It happens by itself when the process leaves its run (`meshwright.comm.disconnect`) or ends.
+    """
+    with PROCESS.holding:
+        claim = PROCESS.held.pop(os.path.realpath(directory), None)
+        if claim is not None:
+            claim.release()
+
+
+@contextlib.contextmanager
+def saving(folder: Path, *, stays: bool) -> Generator[None, None, None]:
+    """Hold ``folder`` during a save. Raises as `hold`, and when another save is under way."""
+    claim = hold(folder, stays=stays)
+    with PROCESS.holding:
+        if claim.is_saving:
+            raise CheckpointClaimedError(
+                f"{folder} is being saved to by another thread of this process: save one "
+                "checkpoint after the other, or choose another folder"
+            )
+        claim.is_saving = True
+    try:
+        yield
+    finally:
+        with PROCESS.holding:
+            claim.is_saving = False
+            if not claim.stays:
+                claim.let_go()
+
+
+def _let_go_of_the_first() -> None:
+    idle = [name for name, claim in PROCESS.held.items() if not (claim.stays or claim.is_saving)]
+    for name in idle[:-FOLDERS]:
+        PROCESS.held.pop(name).release()
+
+
+def _refusal(folder: Path, holder: Holder) -> str:
+    who = str(holder) if holder.pid else "another process"
+    text = (
+        f"{folder} belongs to {who}: one job at a time saves to a folder; end that one, let it "
+        "call meshwright.checkpoint.release, or choose another folder"
+    )
+    if holder.pid and not holder.is_here:
+        text += (
+            f" (where {holder.host} is gone, the file server gives its lock back after a while; "
+            f"otherwise remove {folder / CLAIM_NAME})"
+        )
+    return text
+
+
+# ------------------------------------------------------------------ what the system knows
+
+
+def _closed(handle: int) -> int:
+    if handle >= 0:
+        os.close(handle)
+    return -1
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """True when ``path`` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except OSError:
+        return False
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return platform.node()
+    return f"{platform.node()}/{boot}/{namespace}"
+
+
+def _holder_of_lock(state: os.stat_result) -> Holder:
+    """Find the process of this host that has locked a file, in the kernel's list of locks."""
+    device = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}"
+    found: dict[bool, int] = {}
+    with contextlib.suppress(OSError), open("/proc/locks", encoding="utf-8") as lines:
+        for words in map(str.split, lines):
+            # Some file systems show files under another device than the locks.
+            at, _, inode = words[5].rpartition(":")
+            if words[1] == "FLOCK" and inode == str(state.st_ino):
+                found.setdefault(at == device, int(words[4]))
+    return Holder.of_process(found[max(found)]) if found else _UNKNOWN
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _pending_signals(pid: int) -> int:
+    """Read the signals, as bits, that wait for a process or its first thread."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    rows = [line.split() for line in text.splitlines()]
+    sets = [int(row[1], 16) for row in rows if row and row[0] in ("SigPnd:", "ShdPnd:")]
+    return functools.reduce(operator.or_, sets, 0)
+
+
+def _proc_list(pid: int, name: str) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rstrip("\0").split("\0") if text else []
+
+
+def _boot_time() -> float:
+    try:
+        return time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    except OSError:
+        return 0.0
+
+
+# ------------------------------------------------------------------ forks and the end
+
+
+def _forget_in_child() -> None:
+    for claim in PROCESS.held.values():
+        claim.close()
+    PROCESS.held.clear()
+    PROCESS.holding.release()
+
+
+os.register_at_fork(
+    before=PROCESS.holding.acquire,
+    after_in_parent=PROCESS.holding.release,
+    after_in_child=_forget_in_child,
+)
+atexit.register(PROCESS.release)
