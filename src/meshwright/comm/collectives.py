@@ -69,13 +69,13 @@ class Communicator:
     """The group, where its backend compares the labels of all ranks before data moves."""
 
     def __init__(
-        self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float
+        self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float | None
     ) -> None:
         self.group = group
         self.axis = axis
         self.device = device
         self.timeout = timeout
-        """Seconds after which a wait gives up and names who is missing."""
+        """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))

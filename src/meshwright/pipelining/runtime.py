@@ -140,7 +140,7 @@ class Runtime:
     def disagreement(self, rank: int) -> str:
         """How the schedule of ``rank`` differs from that of this rank."""
         mine = json.loads(self._own)
-        theirs = json.loads(self._notices.read(f"plan/{rank}") or "{}")
+        theirs = self._notices.load(f"plan/{rank}", {}) or {}
         parts = [
             f"{name} is {value!r} on rank {self._rank} and {theirs.get(name)!r} on rank {rank}"
             for name, value in mine.items()
