@@ -109,6 +109,8 @@ class Fleet:
         )
         self._stores: list[object] = []
         self.ranks: list[Rank] = []
+        self.last: list[Rank] = []
+        """The ranks that were cleared last."""
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +205,7 @@ class Fleet:
             if rank.status is None:
                 rank.send(signal.SIGKILL)
         self.wait(10)
-        self.ranks = []
+        self.last, self.ranks = self.ranks, []
         self._stores.clear()
 
 

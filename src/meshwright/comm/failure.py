@@ -167,9 +167,10 @@ class FailureMonitor:
 
     def leave(self) -> None:
         """Tell the others that this rank is done with the run."""
-        self.ranks.is_leaving = True
-        self._post({"kind": "leaving", "rank": self.rank})
-        self.read()
+        if not self.ranks.is_leaving:
+            self.ranks.is_leaving = True
+            self._post({"kind": "leaving", "rank": self.rank})
+            self.read()
 
     def stop(self) -> None:
         """End the thread. The board stays as it is."""
@@ -194,7 +195,7 @@ class FailureMonitor:
             has_posted = self.board.run(lambda: self._post_first(failure, is_difference=is_cause))
             self._posted = has_posted or self._posted
         except RankFailedError:
-            _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
+            self._tell_unpublished(failure)
 
     def end(self, error: BaseException) -> None:
         """Tell the other ranks that ``error`` ends this one's part in the run."""
@@ -208,7 +209,7 @@ class FailureMonitor:
                 self._post({"kind": "ended", "rank": self.rank})
                 self.read()
         except RankFailedError:
-            _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
+            self._tell_unpublished(failure)
 
     def post_failure(self, failure: Failure) -> None:
         """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
@@ -217,7 +218,7 @@ class FailureMonitor:
             self._post({**own, "past": sorted(self._past)})
             self.read()
         except RankFailedError:
-            _log.warning("rank %d cannot reach the store to publish: %s", self.rank, failure)
+            self._tell_unpublished(failure)
 
     def found_ended(self, rank: int) -> None:
         """The process of ``rank`` has ended: it failed, unless it has said more. Does not wait."""
@@ -331,6 +332,10 @@ class FailureMonitor:
             f"{failure.error}; its peers have gone on without it",
             failure.rank,
         )
+
+    def _tell_unpublished(self, failure: Failure) -> None:
+        text = f"{failure.error} ({failure.line})" if failure.line else failure.error
+        _log.warning("rank %d cannot reach the store to publish: %s", self.rank, text)
 
     def _failure_of(self, error: BaseException) -> Failure:
         return Failure(

@@ -78,6 +78,7 @@ def leave() -> bool:
         monitor.read()
         is_clean = not had_raised and _leave_together(monitor)
         if not is_clean:
+            monitor.leave()
             _linger(monitor)
     ending = None if had_raised or is_clean else monitor.ending
     resign()

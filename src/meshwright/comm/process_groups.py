@@ -25,6 +25,7 @@ from meshwright.comm.board import STORE
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
+from meshwright.comm.waiting import explain
 from meshwright.comm.whereabouts import one_line
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 
@@ -344,9 +345,9 @@ def _make_world(
     except RankFailedError:
         raise
     except (RuntimeError, ValueError) as error:
-        raise CommunicationError(
-            f"rank {rank} of {world_size} cannot open backend {backend!r}: {one_line(error)}"
-        ) from error
+        what = f"rank {rank} of {world_size} cannot open backend {backend!r}"
+        explain(monitor, error, what)
+        raise CommunicationError(f"{what}: {one_line(error)}") from error
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

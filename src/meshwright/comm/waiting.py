@@ -35,7 +35,7 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = ["Awaited", "Watch", "blame"]
+__all__ = ["Awaited", "Watch", "blame", "explain"]
 
 MISMATCH_AFTER = 3.0
 """Seconds after which a wait looks whether the other ranks do something else or have left."""
@@ -176,25 +176,8 @@ class Watch:
         """Raise the reason why the transport gave ``error``, naming the rank behind it."""
         if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
             raise error  # by a transport of ours, which names the ranks itself
-        until = time.monotonic() + GRACE
-        while time.monotonic() < until:
-            self._check(error)
-            time.sleep(0.05)
         monitor, what = self._monitor, self._awaited.describe()
-        if isinstance(error, RankFailedError):
-            if monitor.ranks.has_ended(error.rank):
-                _declare_lost(monitor, error.rank, str(error))
-            raise error  # nobody has said more within the grace
-        lost = _find_lost(monitor, self._awaited.ranks)
-        self._check(error)
-        if lost is not None:
-            text = (
-                f"it does not answer (killed, or cut off from the network) while rank "
-                f"{monitor.rank} waited for {what}"
-            )
-            text = "; ".join([text, *monitor.said()])
-            _declare_lost(monitor, lost, text)
-            raise RankFailedError(f"rank {lost} failed first: {text}", lost) from error
+        explain(monitor, error, f"rank {monitor.rank} was waiting for {what}", self._awaited.ranks)
         left = [rank for rank in self._awaited.ranks if rank in monitor.ranks.left]
         if left:
             raise CollectiveMismatchError(
@@ -207,16 +190,14 @@ class Watch:
 
     # ---------------------------------------------------------------- steps
 
-    def _check(self, error: BaseException | None = None) -> None:
+    def _check(self) -> None:
         try:
-            if error is not None:  # what has happened since the board's thread has looked
-                self._monitor.read()
             self._monitor.check()
         except RankFailedError as failed:
             raise RankFailedError(
                 f"{failed}; rank {self._monitor.rank} was waiting for {self._awaited.describe()}",
                 failed.rank,
-            ) from error
+            ) from None
 
     def _ask(self) -> Answers:
         """Call the roll, and look at the processes of those that do not answer."""
@@ -411,6 +392,34 @@ class _Silence:
         return "its process is at work, in a call that lets no other thread of it run"
 
 
+def explain(
+    monitor: FailureMonitor, error: BaseException, what: str, ranks: Sequence[int] | None = None
+) -> None:
+    """Raise `RankFailedError` for the rank behind ``error`` of a transport, if there is one.
+
+    ``what`` says what this rank did, ``ranks`` who may be behind it; None: any.
+    """
+    until = time.monotonic() + GRACE
+    while time.monotonic() < until:
+        try:
+            monitor.read()
+            monitor.check()
+        except RankFailedError as failed:
+            raise RankFailedError(f"{failed}; {what}", failed.rank) from error
+        time.sleep(0.05)
+    if isinstance(error, RankFailedError):
+        if monitor.ranks.has_ended(error.rank):
+            _declare_lost(monitor, error.rank, str(error))
+        raise error  # nobody has said more within the grace
+    others = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
+    lost = _find_lost(monitor, others if ranks is None else ranks)
+    if lost is not None:
+        text = "it does not answer (killed, or cut off from the network)"
+        text = "; ".join([f"{text} while {what}", *monitor.said()])
+        _declare_lost(monitor, lost, text)
+        raise RankFailedError(f"rank {lost} failed first: {text}", lost) from error
+
+
 def blame(monitor: FailureMonitor, error: BaseException) -> str:
     """Name the rank that failed first, where ``error`` came of it outside of our waits; "" if none.
 
@@ -422,7 +431,10 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
     try:
         monitor.read()
         if is_raw or isinstance(error, RankFailedError):
-            _look_for_the_first(monitor, error, is_raw=is_raw)
+            explain(monitor, error, f"rank {monitor.rank} found out outside of a wait of its own")
+            left = monitor.ranks.left
+            if left:
+                error.add_note(_left(min(left)))
         monitor.check()
     except RankFailedError as failed:
         failure = monitor.failure
@@ -438,28 +450,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             return
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _look_for_the_first(monitor: FailureMonitor, error: BaseException, *, is_raw: bool) -> None:
-    """Wait until a failure stands on the board; put a lost rank there where ``error`` is raw."""
-    until = time.monotonic() + GRACE
-    while monitor.failure is None and time.monotonic() < until:
-        time.sleep(0.05)
-        monitor.read()
-    if monitor.failure is not None or not is_raw:
-        return
-    others = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
-    lost = _find_lost(monitor, others)
-    if lost is not None:
-        text = (
-            f"it does not answer (killed, or cut off from the network); rank {monitor.rank} found "
-            f"out outside of a wait of its own: {one_line(error)}"
-        )
-        _declare_lost(monitor, lost, text)
-        return
-    left = [rank for rank in others if rank in monitor.ranks.left]
-    if left:
-        error.add_note(_left(left[0]))
 
 
 def _find_lost(monitor: FailureMonitor, ranks: Iterable[int]) -> int | None:
