@@ -23,6 +23,7 @@ What is on the store may be a stranger's: what is none of these is ignored, with
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -268,6 +269,12 @@ class FailureMonitor:
         """The first failure that stands, as far as this rank has read and not gone on after it."""
         found = self._first(is_due=False)
         return None if found is None else found[1]
+
+    def look(self) -> None:
+        """Read the board, where it can be reached, and `check`."""
+        with contextlib.suppress(RankFailedError):  # what stands already comes before that
+            self.read()
+        self.check()
 
     @property
     def trouble(self) -> RankFailedError | None:

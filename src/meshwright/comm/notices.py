@@ -6,15 +6,11 @@ may be taken back: what it means is up to who reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
 
 from meshwright.comm.board import STORE, Board
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.registry import PROCESS
-from meshwright.comm.whereabouts import object_of
 
 __all__ = ["Notices"]
 
@@ -40,10 +36,6 @@ class Notices:
     def read(self, key: str) -> str | None:
         """Return the text under ``key``; None when there is none."""
         return self._board.get(f"{self._prefix}/{key}") or None
-
-    def load(self, key: str, shape: Mapping[str, type]) -> Mapping[str, Any] | None:
-        """Return the JSON object under ``key``; None for anything without the keys of ``shape``."""
-        return object_of(self.read(key), shape)
 
     def withdraw(self, key: str) -> None:
         """Take back the text under ``key``."""

@@ -21,7 +21,7 @@ __all__ = ["OutsideCall", "watched"]
 class OutsideCall:
     """A call of c10d's own, as a `Watch` sees it."""
 
-    lacks = "does not wait in it"
+    lacks = "is busy"
 
     def __init__(self, monitor: FailureMonitor, what: str) -> None:
         self._what = what

@@ -207,8 +207,10 @@ class Pending:
                 for work in works:
                     try:
                         work.wait(SLICE)
-                    except RuntimeError as error:
-                        self._wait_on(work, error, timeout, watch)
+                        continue
+                    except RuntimeError:
+                        pass
+                    self._wait_on(work, timeout, watch)
             else:
                 for work in works:
                     work.wait()
@@ -236,18 +238,12 @@ class Pending:
             raise InternalError(f"{self.describe()} is observed without a start")
         PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
 
-    def _wait_on(
-        self,
-        work: Work,
-        error: RuntimeError,
-        timeout: float | None,
-        watch: Callable[[], None] | None,
-    ) -> None:
+    def _wait_on(self, work: Work, timeout: float | None, watch: Callable[[], None] | None) -> None:
         """Go on after one slice has passed or the work has failed."""
         monitor = PROCESS.monitor
         limit = self.communicator.timeout if timeout is None else timeout
         if monitor is None:
-            self._wait_alone(work, error, limit, watch)
+            self._wait_alone(work, limit, watch)
             return
         with Watch(monitor, _Awaited(self), limit) as peers:
             while not work.is_completed():
@@ -257,8 +253,8 @@ class Pending:
                 try:
                     work.wait(SLICE)
                     return
-                except RuntimeError as next_error:
-                    error = next_error
+                except RuntimeError:  # kept by nobody, as it would keep the tensors of its frames
+                    continue
             try:
                 work.wait(SLICE)
             except RuntimeError as final:
@@ -267,24 +263,20 @@ class Pending:
                 peers.explain(final)
 
     def _wait_alone(
-        self,
-        work: Work,
-        error: RuntimeError,
-        limit: float | None,
-        watch: Callable[[], None] | None,
+        self, work: Work, limit: float | None, watch: Callable[[], None] | None
     ) -> None:
-        """The wait of a process whose groups were made without `connect`."""
+        """Wait in a process whose groups were made without `connect`."""
         until = float("inf") if limit is None else time.monotonic() + limit
         while not work.is_completed():
             if watch is not None:
                 watch()
             if time.monotonic() > until:
-                raise RuntimeError(f"{self.describe()} has not ended after {limit:g} s") from error
+                raise RuntimeError(f"{self.describe()} has not ended after {limit:g} s")
             try:
                 work.wait(SLICE)
                 return
-            except RuntimeError as next_error:
-                error = next_error
+            except RuntimeError:
+                continue
         work.wait(SLICE)
 
 

@@ -109,10 +109,11 @@ class Watch:
         limit: float | None,
         *,
         first: float = MISMATCH_AFTER,
-        every: float = CALL_EVERY,
+        every: float = float("inf"),
         since: float | None = None,
     ) -> None:
-        """``limit`` is the user's, in seconds. Ranks are asked after ``first``, then ``every``.
+        """``limit`` is the user's, in seconds. Ranks are asked after ``first`` seconds, and then
+        ``every`` so many, until the wait is a long one.
 
         ``since`` is when the wait began, on the monotonic clock; now when None.
         """
@@ -128,6 +129,8 @@ class Watch:
         self._ask_at = min(monitor.hang_after, first)
         self._report_at = monitor.hang_after
         self._reports = 0
+        self._is_complete = False
+        """Whether all ranks had done their part when they were last to be reported."""
         self._has_excused = False
         """Whether the limit was last put off for a rank that may take its time."""
         self._silent: dict[int, _Silence] = {}
@@ -161,11 +164,10 @@ class Watch:
         if self._waited < self._ask_at:
             return None
         answers = self._ask()
-        self._ask_at = self._waited + self._every
+        self._ask_at = self._waited + CALL_EVERY
         if self._waited < self._monitor.hang_after:
-            self._ask_at = min(self._ask_at, self._monitor.hang_after)
-        else:
-            self._every = CALL_EVERY
+            until = min(self._waited + self._every, self._monitor.hang_after)
+            self._ask_at = min(self._ask_at, until)
         if self._differs(answers) or self._lost(answers) or self._is_deadlocked(answers):
             self._end(answers)
         if self._waited >= self._report_at:
@@ -258,9 +260,14 @@ class Watch:
 
     def _report(self, answers: Answers) -> None:
         """Tell who is missing: the first time on every rank, then on one."""
+        missing = self._missing(answers)
+        if not missing and len(answers) == self._monitor.world_size and not self._is_complete:
+            # The last has come just now.
+            self._is_complete = True
+            self._report_at = self._waited + self._monitor.hang_after
+            return
         self._report_at = self._waited + LINE_EVERY
         self._reports += 1
-        missing = self._missing(answers)
         if self._reports > 1 and missing and all(answers[r]["waiting"] for r in missing):
             return  # those that they wait for are named by them
         text = self._describe(answers)
@@ -402,8 +409,7 @@ def explain(
     until = time.monotonic() + GRACE
     while time.monotonic() < until:
         try:
-            monitor.read()
-            monitor.check()
+            monitor.look()
         except RankFailedError as failed:
             raise RankFailedError(f"{failed}; {what}", failed.rank) from error
         time.sleep(0.05)
@@ -429,13 +435,12 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
         type(each) is RuntimeError and _OF_A_TRANSPORT.search(str(each)) for each in _chain(error)
     )
     try:
-        monitor.read()
         if is_raw or isinstance(error, RankFailedError):
             explain(monitor, error, f"rank {monitor.rank} found out outside of a wait of its own")
             left = monitor.ranks.left
             if left:
                 error.add_note(_left(min(left)))
-        monitor.check()
+        monitor.look()
     except RankFailedError as failed:
         failure = monitor.failure
         is_said = str(failed) in str(error) or (failure is not None and failure.error in str(error))

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from meshwright.comm import Communicator
 from meshwright.comm.notices import Notices
 from meshwright.comm.registry import PROCESS
+from meshwright.comm.whereabouts import object_of
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
 from meshwright.pipelining.calls import Call
 
@@ -89,7 +90,7 @@ class Failures:
     def look(self, step: int) -> None:
         """Raise when another rank has failed in ``step`` or in an earlier one."""
         for key in (_FAILED, _REFUSED):
-            found = self._notices.load(key, _SHAPE)
+            found = object_of(self._notices.read(key), _SHAPE)
             if found is None:
                 continue
             if found["step"] > step or found["by"] == self._rank:
@@ -104,7 +105,7 @@ class Failures:
     def compare(self, rank: int, theirs: Call) -> None:
         """Raise when what ``rank`` sends, and this rank waits for, belong to different calls."""
         if self.call.ended_below(theirs):
-            found = self._notices.load(f"{_REFUSED} before/{rank}", _SHAPE)
+            found = object_of(self._notices.read(f"{_REFUSED} before/{rank}"), _SHAPE)
             if found is not None:
                 self._raise(found, "")
             self._seen = {}

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from meshwright.comm import Communicator
 from meshwright.comm.notices import Notices
+from meshwright.comm.whereabouts import object_of
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["Turns"]
@@ -63,7 +64,7 @@ class Turns:
             return
         self._leave_word(step, "")
         for rank in range(len(self._ranks)):
-            word = None if rank == self._rank else self._notices.load(str(rank), _WORD)
+            word = None if rank == self._rank else object_of(self._notices.read(str(rank)), _WORD)
             if word is None:
                 continue
             key, own = f"{_PREFIX}{word['schedule']}", f"{_PREFIX}{self._number}"
