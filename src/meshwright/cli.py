@@ -30,7 +30,7 @@ from meshwright.comm import connect, disconnect, phase
 from meshwright.comm.launch import is_launched, launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
-from meshwright.errors import MeshwrightError, PlanError, RankFailedError, ScheduleError
+from meshwright.errors import MeshwrightError, PlanError, ScheduleError
 from meshwright.recipes.config import TrainConfig, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
@@ -248,11 +248,11 @@ def _train_here(config: TrainConfig) -> int:
             outcome = train(config, world, _print if rank == 0 else _ignore)
     except (MeshwrightError, OSError) as error:
         record_failure(error)
-        is_told = _UNDER_LAUNCHER in os.environ or isinstance(error, RankFailedError)
-        if not is_told:
-            where = f"rank {rank}: " if is_launched() else ""
-            return _fail("train", where + _one_line(error), status=1)
-        return 1
+        disconnect()  # tells the other ranks why, too
+        if _UNDER_LAUNCHER in os.environ:
+            return 1
+        where = f"rank {rank}: " if is_launched() else ""
+        return _fail("train", where + _one_line(error), status=1)
     finally:
         disconnect()
     if rank == 0:

@@ -60,7 +60,7 @@ class Communicator:
     """True where the group's backend compares the labels of all ranks before data moves."""
 
     def __init__(
-        self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float
+        self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float | None
     ) -> None:
         self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
         self._living: Container[Any] = c10d._world.pg_map
@@ -68,7 +68,7 @@ class Communicator:
         self.axis = axis
         self.device = device
         self.timeout = timeout
-        """Seconds after which a wait gives up and names who is missing."""
+        """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))

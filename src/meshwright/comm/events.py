@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from meshwright.comm import Communicator
-from meshwright.comm.failure import Failure, FailureMonitor
+from meshwright.comm.attendance import Answers, Describer
+from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
-from meshwright.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommunicationError,
-    RankFailedError,
-)
+from meshwright.comm.waiting import Watch
+from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["Event", "EventCheck", "wait_for_all"]
+__all__ = ["Coming", "Event", "EventCheck", "register", "wait_for_all"]
 
 FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
 """Seconds until, and between, the questions to ranks that have not come."""
+
+LONGEST_PAUSE = 0.02
+"""Seconds between two looks at whether all ranks have come."""
 
 REMEMBERED = 8
 """Events that a rank can still be asked about."""
@@ -81,7 +81,7 @@ class EventCheck:
         self._known: set[tuple[Event | None, ...]] = set()
         self._said = ""
         """The key of what this rank has said last."""
-        self._key = self._register()
+        self._key = register("events", communicator, self)
 
     def is_new(self, event: Event) -> bool:
         """Whether ``event`` has not followed on the two events before it so far."""
@@ -124,7 +124,7 @@ class EventCheck:
         mine = keys[self._communicator.rank]
         monitor.board.set(mine, said)
         self._wait_until_said(monitor, event, keys)
-        rows = [monitor.board.get(key).decode() for key in keys]
+        rows = [monitor.board.get(key) or "" for key in keys]
         if self._said:  # who is here has read what was said before
             monitor.board.delete_key(self._said)
         self._said = mine
@@ -135,15 +135,6 @@ class EventCheck:
         return {"tail": self._tail, "state": self._state(), "issued": self._issued()}
 
     # --------------------------------------------------------------------------- private
-
-    def _register(self) -> str:
-        monitor = PROCESS.monitor
-        if monitor is None or self._communicator.size == 1:
-            return ""
-        number = monitor.board.add(f"events/{self._communicator.name}/{self._rank}", 1)
-        key = f"events/{self._communicator.name}/{number}"
-        monitor.describers[key] = self
-        return key
 
     def _count(self, event: Event) -> None:
         self._number += 1
@@ -160,63 +151,23 @@ class EventCheck:
         if after:
             votes += f"/{self._tail[-1][-1]}"
 
-        def have_come() -> bool:
-            return self._have_come(monitor, number, event, after, monitor.roll_call())
+        def have_come(answers: Answers) -> bool:
+            return self._have_come(monitor, number, event, after, answers)
 
-        wait_for_all(monitor, self._communicator, votes, have_come)
+        wait_for_all(monitor, votes, self._coming(event), have_come)
 
     def _wait_until_said(self, monitor: FailureMonitor, event: Event, keys: list[str]) -> None:
-        """Wait for ``keys`` as long as for a collective: ranks may compile, or take their time."""
-        number, pause, bound = self._number, 0.0002, self._communicator.timeout
-        now = time.monotonic()
-        next_roll_call, give_up = now + FIRST_ROLL_CALL, now + bound
-        while not monitor.board.check(keys):
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-            monitor.check()
-            now = time.monotonic()
-            if now < min(next_roll_call, give_up):
-                continue
-            answers = monitor.roll_call()
-            self._have_come(monitor, number, event, "", answers)
-            missing = [
-                r
-                for r, key in zip(self._communicator.ranks, keys, strict=True)
-                if not monitor.board.check([key])
-            ]
-            states = [answers.get(rank, {}) for rank in missing]
-            gone = [r for r in missing if r not in answers and monitor.has_ended(r)]
-            left = [r for r, s in zip(missing, states, strict=True) if s.get("leaving")]
-            if any(state.get("compiling") or state.get("excused") for state in states):
-                give_up = time.monotonic() + bound
-            if missing and (gone or left or time.monotonic() > give_up):
-                self._give_up(monitor, event, gone, left, missing)
-            next_roll_call = time.monotonic() + NEXT_ROLL_CALL
-
-    def _give_up(
-        self,
-        monitor: FailureMonitor,
-        event: Event,
-        gone: list[int],
-        left: list[int],
-        missing: list[int],
-    ) -> NoReturn:
-        where = f"where rank {self._rank} is at {event.text} of {self._root}"
-        if gone:
-            text = f"its process has ended, {where}"
-            monitor.post_failure(
-                Failure(rank=gone[0], by=self._rank, phase="", operation="", error=text, line="")
-            )
-            raise RankFailedError(f"rank {gone[0]} failed first: {text}", gone[0])
-        error: CommunicationError
-        if left:
-            error = CollectiveMismatchError(f"ranks {left} leave the run, {where}. {REMEDY}")
-        else:
-            error = CollectiveTimeoutError(
-                f"ranks {missing} have not come within {self._communicator.timeout:.0f} s, {where}"
-            )
-        monitor.publish(error, is_cause=True)
-        raise error
+        """Wait for ``keys`` as for a collective."""
+        if monitor.board.check(keys):
+            return
+        number, pause = self._number, 0.0002
+        with _watch(monitor, self._coming(event)) as watch:
+            while not monitor.board.check(keys):
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                answers = watch.look()
+                if answers is not None:
+                    self._have_come(monitor, number, event, "", answers)
 
     def _have_come(
         self,
@@ -224,16 +175,14 @@ class EventCheck:
         number: int,
         event: Event,
         after: str,
-        answers: Mapping[int, Mapping[str, Any]],
+        answers: Answers,
     ) -> bool:
         """Whether there is nobody left to wait for. Raises when a rank does something else."""
         is_complete = True
         for rank in self._communicator.ranks:
             if rank == self._rank:
                 continue
-            if rank not in answers or answers[rank].get("leaving"):
-                return True  # the wait for the collective names it
-            theirs = answers[rank]["described"].get(self._key)
+            theirs = self._told(answers.get(rank))
             if theirs is None:
                 is_complete = False
                 continue
@@ -246,6 +195,30 @@ class EventCheck:
             elif tail.get(number, (event.text, event.state)) != (event.text, event.state):
                 self._fail(monitor, event, rank, tail[number][0], theirs["state"])
         return is_complete
+
+    def _coming(self, event: Event) -> Coming:
+        number = self._number
+
+        def has_come(answer: Mapping[str, Any]) -> bool:
+            theirs = self._told(answer)
+            return theirs is not None and any(at >= number for at, *_ in theirs["tail"])
+
+        return Coming(
+            communicator=self._communicator,
+            place=f"{event.text} of {self._root}",
+            name=f"{self._key}/{number}",
+            come=has_come,
+        )
+
+    def _told(self, answer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """What the same root says in the ``answer`` of another rank; None when there is none."""
+        theirs = None if answer is None else answer["described"].get(self._key)
+        match theirs:
+            case {"tail": list(tail), "state": dict(), "issued": list()} if all(
+                isinstance(each, list) and len(each) == 4 for each in tail
+            ):
+                return theirs
+        return None
 
     def _compare_issued(
         self, monitor: FailureMonitor, theirs: Sequence[int], rank: int, after: str
@@ -279,35 +252,96 @@ class EventCheck:
         raise error
 
 
+def register(kind: str, communicator: Communicator, describer: Describer) -> str:
+    """Let ``describer`` answer roll calls under a name that is the same on all ranks; return it.
+
+    The name is "" where nobody asks.
+    """
+    monitor = PROCESS.monitor
+    if monitor is None or communicator.size == 1:
+        return ""
+    rank = communicator.ranks[communicator.rank]
+    number = monitor.board.add(f"{kind}/{communicator.name}/{rank}", 1)
+    key = f"{kind}/{communicator.name}/{number}"
+    monitor.ranks.describers[key] = describer
+    return key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coming:
+    """The other ranks' coming to a place of the program, as a `Watch` sees it."""
+
+    communicator: Communicator
+    place: str
+    name: str
+    """Tells it from every other place, the same on all ranks."""
+    come: Callable[[Mapping[str, Any]], bool]
+    """Tells from the answer of a rank whether it has come."""
+
+    @property
+    def lacks(self) -> str:
+        """What messages say of a rank that has not come."""
+        return "has not come to it"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The world's numbers of the other ranks."""
+        mine = self.communicator.rank
+        return [rank for n, rank in enumerate(self.communicator.ranks) if n != mine]
+
+    def describe(self) -> str:
+        """Name it in one phrase."""
+        return f"the comparison of {self.place},"
+
+    def topic(self, answers: Answers) -> str:
+        """Name it for reports."""
+        return self.name
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        """Tell whether ``rank``, which says ``answer``, has come."""
+        return self.come(answer)
+
+    def differences(self, answers: Answers) -> list[str]:
+        """Say which ranks will never come."""
+        left = [r for r in self.ranks if r in answers and answers[r]["leaving"]]
+        left = [rank for rank in left if not self.come(answers[rank])]
+        if not left:
+            return []
+        mine = self.communicator.ranks[self.communicator.rank]
+        return [f"ranks {left} leave the run, where rank {mine} is at {self.place}. {REMEDY}"]
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        """Say nothing more of where a rank is."""
+        return ""
+
+
 def wait_for_all(
     monitor: FailureMonitor,
-    communicator: Communicator,
     votes: str,
-    have_come: Callable[[], bool],
-) -> bool:
-    """Vote for ``votes`` and wait until every rank has; False at the communicator's timeout.
+    awaited: Coming,
+    have_come: Callable[[Answers], bool],
+) -> None:
+    """Vote for ``votes`` and wait until every rank has.
 
-    Ranks that do not vote are asked by ``have_come``, which tells whether nobody is to come any
-    more, or raises. This wait keeps nobody from coming: what others need of this rank has been
-    issued.
+    Ranks that do not vote are asked; ``have_come`` tells from their answers whether nobody is to
+    come any more, or raises. This wait keeps nobody from coming: what others need of this rank has
+    been issued.
     """
-    arrived = monitor.board.add(votes, 1)
-    begun = time.monotonic()
-    next_roll_call = begun + FIRST_ROLL_CALL
-    pause = 0.0002
-    while arrived < communicator.size:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.01)
-        monitor.check()
-        now = time.monotonic()
-        if now > next_roll_call:
-            if have_come():
-                return True
-            next_roll_call = time.monotonic() + NEXT_ROLL_CALL
-        if now > begun + communicator.timeout:
-            return False
-        arrived = monitor.board.add(votes, 0)
-    return True
+    pause, size = 0.0002, awaited.communicator.size
+    if monitor.board.add(votes, 1) >= size:
+        return
+    with _watch(monitor, awaited) as watch:
+        while monitor.board.add(votes, 0) < size:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            answers = watch.look()
+            if answers is not None and have_come(answers):
+                return
+
+
+def _watch(monitor: FailureMonitor, awaited: Coming) -> Watch:
+    limit = awaited.communicator.timeout
+    return Watch(monitor, awaited, limit, first=FIRST_ROLL_CALL, every=NEXT_ROLL_CALL)
 
 
 def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:

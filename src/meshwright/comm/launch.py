@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
 import signal
 import tempfile
+import time
+import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-    get_error_handler,
-)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from meshwright.environment import LOCAL_NETWORK
-from meshwright.errors import LaunchError
+from meshwright.errors import LaunchError, RankFailedError
 
 __all__ = ["first_failure", "is_launched", "launch", "record_failure"]
+
+FOLLOWS_BY = 60
+"""Seconds by which a rank that ended because of another is dated later than it ended."""
 
 
 def is_launched() -> bool:
@@ -66,9 +68,22 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
 
 
 def record_failure(error: BaseException) -> None:
-    """Leave ``error`` where the launcher looks for it, when there is one."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        get_error_handler().record_exception(error)
+    """Leave ``error`` where the launcher looks for it, when there is one.
+
+    An error that follows from another rank's is dated later than any of its kind can be: torchrun
+    takes the earliest for the first.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    later = FOLLOWS_BY if isinstance(error, RankFailedError) else 0
+    trace = "".join(traceback.format_exception(error))
+    said = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()) + later)},
+    }
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": said}, file)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from meshwright.comm.board import STORE, Board
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.registry import PROCESS
 
@@ -15,31 +16,39 @@ __all__ = ["Notices"]
 
 
 class Notices:
-    """The notices of the ranks of one communicator under one topic."""
+    """The notices of the ranks of one communicator under one topic.
+
+    Every method raises `RankFailedError`, naming who hosts the store, when that is lost.
+    """
 
     def __init__(self, communicator: Communicator, topic: str) -> None:
-        monitor = PROCESS.monitor
-        store = dist.distributed_c10d._get_default_store() if monitor is None else monitor.board
-        self._store: dist.Store = store
+        self._board = _board(communicator)
         self._prefix = f"notices/{communicator.name}/{topic}"
 
     def post(self, key: str, text: str) -> bool:
-        """Leave ``text`` under ``key`` unless a text is there; whether it was left."""
-        own = self._store.compare_set(f"{self._prefix}/{key}", "", text)
-        return own.decode() == text
+        """Leave ``text`` under ``key`` unless a text is there; tells whether it was left."""
+        return self._board.compare_set(f"{self._prefix}/{key}", "", text) == text
 
     def replace(self, key: str, text: str) -> None:
         """Leave ``text`` under ``key`` in place of what is there."""
-        self._store.set(f"{self._prefix}/{key}", text)
+        self._board.set(f"{self._prefix}/{key}", text)
 
     def read(self, key: str) -> str | None:
-        """The text under ``key``; None when there is none."""
-        path = f"{self._prefix}/{key}"
-        if not self._store.check([path]):
-            return None
-        return self._store.get(path).decode() or None
+        """Return the text under ``key``; None when there is none."""
+        return self._board.get(f"{self._prefix}/{key}") or None
 
     def withdraw(self, key: str) -> None:
         """Take back the text under ``key``."""
         # Not deleted: a rank that has just seen that it is there would wait for it to come back.
-        self._store.set(f"{self._prefix}/{key}", "")
+        self._board.set(f"{self._prefix}/{key}", "")
+
+
+def _board(communicator: Communicator) -> Board:
+    """The run's board; where nobody watches the run, one that is kept with the communicator."""
+    if PROCESS.monitor is not None:
+        return PROCESS.monitor.board
+    if "board" not in communicator.kept:
+        store = dist.distributed_c10d._get_default_store()
+        communicator.kept["board"] = Board(store, host=STORE)
+    board: Board = communicator.kept["board"]
+    return board

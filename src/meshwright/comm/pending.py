@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from meshwright.comm.attendance import Answers
 from meshwright.comm.registry import PROCESS
 from meshwright.comm.waiting import Watch
 from meshwright.errors import InternalError
@@ -217,8 +218,10 @@ class Pending:
                 for work in works:
                     try:
                         work.wait(SLICE)
-                    except RuntimeError as error:
-                        self._wait_on(work, error, timeout, watch)
+                        continue
+                    except RuntimeError:
+                        pass
+                    self._wait_on(work, timeout, watch)
             else:
                 for work in works:
                     work.wait()
@@ -246,53 +249,106 @@ class Pending:
             raise InternalError(f"{self.describe()} is observed without a start")
         PROCESS.tell_completed(collective, start, self.communicator.clock.mark())
 
-    def _wait_on(
-        self,
-        work: Work,
-        error: RuntimeError,
-        timeout: float | None,
-        watch: Callable[[], None] | None,
-    ) -> None:
+    def _wait_on(self, work: Work, timeout: float | None, watch: Callable[[], None] | None) -> None:
         """Go on after one slice has passed or the work has failed."""
         monitor = PROCESS.monitor
+        limit = self.communicator.timeout if timeout is None else timeout
         if monitor is None:
-            bound = self.communicator.timeout if timeout is None else timeout
-            self._wait_alone(work, error, bound, watch)
+            self._wait_alone(work, limit, watch)
             return
-        peers = Watch(monitor, self, timeout)
-        while not work.is_completed():
-            if watch is not None:
-                watch()
-            peers.look()
+        with Watch(monitor, _Awaited(self), limit) as peers:
+            while not work.is_completed():
+                if watch is not None:
+                    watch()
+                peers.look()
+                try:
+                    work.wait(SLICE)
+                    return
+                except RuntimeError:  # kept by nobody, as it would keep the tensors of its frames
+                    continue
             try:
                 work.wait(SLICE)
-                return
-            except RuntimeError as next_error:
-                error = next_error
-        try:
-            work.wait(SLICE)
-        except RuntimeError as final:
-            if watch is not None:
-                watch()
-            peers.explain(final)
+            except RuntimeError as final:
+                if watch is not None:
+                    watch()
+                peers.explain(final)
 
     def _wait_alone(
-        self,
-        work: Work,
-        error: RuntimeError,
-        bound: float,
-        watch: Callable[[], None] | None,
+        self, work: Work, limit: float | None, watch: Callable[[], None] | None
     ) -> None:
-        """The bounded wait of a process whose groups were made without `connect`."""
-        until = time.monotonic() + bound
+        """Wait in a process whose groups were made without `connect`."""
+        until = float("inf") if limit is None else time.monotonic() + limit
         while not work.is_completed():
             if watch is not None:
                 watch()
             if time.monotonic() > until:
-                raise RuntimeError(f"{self.describe()} has not ended after {bound:g} s") from error
+                raise RuntimeError(f"{self.describe()} has not ended after {limit:g} s")
             try:
                 work.wait(SLICE)
                 return
-            except RuntimeError as next_error:
-                error = next_error
+            except RuntimeError:
+                continue
         work.wait(SLICE)
+
+
+class _Awaited:
+    """An operation that has been issued, as a `Watch` sees it."""
+
+    lacks = "has not issued it"
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        communicator = pending.communicator
+        self._rank = communicator.ranks[communicator.rank]
+        if pending.kind in ("send", "recv") and pending.peer is not None:
+            self.ranks: Sequence[int] = [communicator.ranks[pending.peer]]
+        else:
+            self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
+
+    def topic(self, answers: Answers) -> str:
+        name, key = self._pending.communicator.name, self._key(self._rank)
+        return f"{name}/{key}/{self._pending.sequence}"
+
+    def describe(self) -> str:
+        return self._pending.describe()
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        counts = self._group(answer).get("counts", {})
+        return int(counts.get(self._key(rank), 0)) > self._pending.sequence
+
+    def differences(self, answers: Answers) -> list[str]:
+        """What other ranks have issued at this number, where it is another operation."""
+        pending = self._pending
+        found: list[str] = []
+        if pending.kind in ("send", "recv"):
+            return []
+        for rank in self.ranks:
+            for entry in self._group(answers.get(rank, {})).get("last", ()):
+                at_this_number = entry["sequence"] == pending.sequence
+                if entry["kind"] in ("send", "recv") or not at_this_number:
+                    continue
+                if (entry["kind"], entry["label"]) != (pending.kind, pending.label):
+                    label = f' "{entry["label"]}"' if entry["label"] else ""
+                    found.append(f"rank {rank} issued {entry['kind']} #{pending.sequence}{label}")
+        return found
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        last = self._group(answer).get("last", ())
+        if not last:
+            return ", nothing issued on this axis yet"
+        label = f' "{last[-1]["label"]}"' if last[-1]["label"] else ""
+        return f", last issued {last[-1]['kind']} #{last[-1]['sequence']}{label}"
+
+    def _group(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = answer.get("groups", {}).get(self._pending.communicator.name, {})
+        return found
+
+    def _key(self, rank: int) -> str:
+        """Under which count ``rank`` numbers its side of the operation."""
+        pending = self._pending
+        if pending.kind not in ("send", "recv"):
+            return ""
+        if rank == self._rank:
+            return f"{pending.kind}:{pending.peer}"
+        other = "recv" if pending.kind == "send" else "send"
+        return f"{other}:{pending.communicator.rank}"

@@ -2,9 +2,7 @@
 
 ::
 
-    torchrun's environment ──> store ──> roll of ranks ──> process group ──> Communicator
-                               (prefixed with the restart count, so that a restarted
-                                attempt never reads the addresses of the one before)
+    store ──> membership (watched from here on) ──> roll of ranks ──> process group ──> Communicator
 """
 
 from __future__ import annotations
@@ -15,26 +13,21 @@ import copy
 import ctypes
 import gc
 import json
-import logging
 import os
-import socket
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import shared_memory
+from meshwright.comm import membership, rendezvous, shared_memory
+from meshwright.comm.board import STORE
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failure import FailureMonitor, one_line
-from meshwright.comm.launch import record_failure
+from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
-from meshwright.comm.waiting import blame
-from meshwright.errors import CommunicationError, LayoutError
+from meshwright.comm.waiting import explain
+from meshwright.comm.whereabouts import one_line
+from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 
 __all__ = [
     "check_peers",
@@ -49,22 +42,18 @@ __all__ = [
     "watch_run",
 ]
 
-_log = logging.getLogger("meshwright")
-
-DEFAULT_TIMEOUT = 60.0
-"""Seconds after which a wait gives up on a CPU; compile time does not count."""
-
 HANG_AFTER = 10.0
 """Seconds after which a wait is reported as a hang."""
 
 TRANSPORT_TIMEOUT = timedelta(hours=24)
-"""c10d's own bound. Ours is shorter and names ranks; c10d's would close connections for good."""
+"""c10d's own bound where the user gave none. c10d's would close connections for good, and names
+nobody; waits end by the rules of `meshwright.comm.waiting`."""
+
+TRANSPORT_GRACE = 30.0
+"""Seconds by which c10d's own bound is longer than the user's limit, so that ours speaks first."""
 
 _WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
 """Backends whose ranks are not processes."""
-
-LEAVE_TIMEOUT = 10.0
-"""Seconds that a rank which is done waits for the others before it closes its connections."""
 
 
 def connect(
@@ -73,28 +62,32 @@ def connect(
     rank: int | None = None,
     world_size: int | None = None,
     store: dist.Store | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
     hang_after: float = HANG_AFTER,
 ) -> Communicator:
     """Join the ranks of this run and return the communicator of all of them.
 
     Rank, world size and address come from torchrun's environment variables, from the arguments, or,
     when there is neither, this process is a world of its own. A default group that exists already
-    is used as it is. ``timeout`` and ``hang_after`` are in seconds: a wait longer than
-    ``hang_after`` is reported, one longer than ``timeout`` ends, both naming the missing ranks.
-    ``backend`` is ``"gloo"``, ``"shm"`` or any name that c10d knows. None chooses NCCL on GPUs, and
-    on CPUs what ``MESHWRIGHT_CPU_BACKEND`` says, else ``"shm"``: groups whose ranks share a host
-    and a user communicate through shared memory, other groups through Gloo.
+    is used as it is. ``backend`` is ``"gloo"``, ``"shm"`` or any name that c10d knows. None chooses
+    NCCL on GPUs, and on CPUs what ``MESHWRIGHT_CPU_BACKEND`` says, else ``"shm"``: groups whose
+    ranks share a host and a user communicate through shared memory, other groups through Gloo.
+
+    ``timeout`` and ``hang_after`` are in seconds. A wait longer than ``hang_after`` is reported,
+    naming the missing ranks. Without a ``timeout`` a rank is waited for as long as it lives and
+    works: see `meshwright.comm.waiting`. With one, every wait ends at it, except for a rank
+    that compiles or is in a phase with a longer limit of its own. The timeout of a default group
+    that exists is taken for one, unless it is c10d's default.
 
     Raises `CommunicationError` when the address cannot be reached or used, or when ranks have not
-    come within ``timeout``: the message names them.
+    come within ``timeout`` (ten minutes): the message names them. Raises `RankFailedError` for one
+    that ended meanwhile.
     """
-    if dist.is_initialized():
-        base: dist.Store = dist.distributed_c10d._get_default_store()
-    else:
-        base = _join(backend, rank, world_size, store, timeout)
+    if not dist.is_initialized():
+        _join(backend, rank, world_size, store, timeout, hang_after)
+        return communicator(None, "world", timeout=timeout)
     world = communicator(None, "world", timeout=timeout)
-    _monitor(world, base, hang_after)
+    _watch_world(world, hang_after)
     return world
 
 
@@ -107,16 +100,25 @@ def watch_run(members: Communicator) -> None:
     if PROCESS.monitor is not None or members.size == 1 or not dist.is_initialized():
         return
     if members.size == dist.get_world_size() and dist.get_backend() not in _WITHOUT_PROCESSES:
-        world = communicator(None, timeout=members.timeout)
-        _monitor(world, dist.distributed_c10d._get_default_store(), HANG_AFTER)
+        _watch_world(communicator(None, timeout=members.timeout), HANG_AFTER)
 
 
-def _monitor(world: Communicator, base: dist.Store, hang_after: float) -> None:
+def _watch_world(world: Communicator, hang_after: float) -> None:
+    """Watch the ranks of a default group that exists."""
     if PROCESS.monitor is None:
-        board = dist.PrefixStore(f"meshwright/board/{world.name}", base)
-        PROCESS.monitor = FailureMonitor(board, world.rank, world.size, hang_after=hang_after)
-        _ExceptionHook.install()
-        atexit.register(disconnect)
+        store = dist.distributed_c10d._get_default_store()
+        board = dist.PrefixStore(f"meshwright/board/{world.name}", store)
+        limit = world.timeout
+        monitor = membership.enter(
+            board, world.rank, world.size, hang_after=hang_after, limit=limit
+        )
+        monitor.sign_in({})
+        _be_member()
+
+
+def _be_member() -> None:
+    membership.ExceptionHook.install()
+    atexit.register(_leave_at_exit)
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
@@ -139,28 +141,37 @@ def check_peers() -> None:
 
 
 def disconnect() -> None:
-    """Leave the run: wait for the others, stop the monitor, destroy the groups. Idempotent.
+    """Leave the run: wait for the others, stop watching, destroy the groups. Idempotent.
 
     A rank that closed its connections while another still finishes an operation would look like a
-    failure there, so all ranks wait for each other, briefly, when none has failed.
+    failure there, so all ranks wait for each other, briefly, when none has failed. The rank that
+    hosts the store waits for as long as the others live.
+
+    Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it.
     """
-    monitor, PROCESS.monitor = PROCESS.monitor, None
-    clean = True
-    if monitor is not None:
-        monitor.is_leaving = True
-        atexit.unregister(disconnect)
-        _ExceptionHook.remove()
-        clean = monitor.failure is None and dist.is_initialized() and _leave_together(monitor)
-        monitor.stop()
-    if dist.is_initialized():
-        if not clean:
-            _abandon(PROCESS.communicators)
-        PROCESS.communicators.clear()
-        dist.destroy_process_group()
-    PROCESS.release()
-    # Works and futures that are in reference cycles own transport threads; they must end before
-    # the interpreter does, or the C++ runtime aborts the process.
-    gc.collect()
+    atexit.unregister(_leave_at_exit)
+    membership.ExceptionHook.remove()
+    is_clean = False
+    try:
+        is_clean = membership.leave()
+    finally:
+        if dist.is_initialized():
+            if not is_clean:
+                _abandon(PROCESS.communicators)
+            PROCESS.communicators.clear()
+            dist.destroy_process_group()
+        PROCESS.release()
+        # Works and futures that are in reference cycles own transport threads; they must end before
+        # the interpreter does, or the C++ runtime aborts the process.
+        gc.collect()
+
+
+def _leave_at_exit() -> None:
+    """Leave the run when the interpreter ends; with status 1 where another rank was lost."""
+    try:
+        disconnect()
+    except RankFailedError as error:
+        membership.end_process(error)
 
 
 def communicator(
@@ -173,7 +184,8 @@ def communicator(
 
     ``axis`` is what the caller's operations are recorded and reported under: a group that serves
     two axes counts its operations once and names each by its own. Without it the group's first
-    name holds, "world" when it has none. ``timeout`` is in seconds.
+    name holds, "world" when it has none. ``timeout`` is in seconds; None takes the group's own,
+    where that is not c10d's default.
     """
     if not dist.is_initialized():
         raise CommunicationError(
@@ -184,8 +196,9 @@ def communicator(
         group = dist.distributed_c10d._get_default_group()
     found = PROCESS.communicators.get(group)
     if found is None:
-        bound = timeout or _timeout_of_world() or DEFAULT_TIMEOUT
-        found = Communicator(group, axis or "world", _device_of(group), bound)
+        device = _device_of(group)
+        limit = _limit_of(group, device) if timeout is None else timeout
+        found = Communicator(group, axis or "world", device, limit)
         PROCESS.communicators[group] = found
     if axis is None or axis == found.axis:
         return found
@@ -214,7 +227,9 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
     for known in list(PROCESS.communicators.values()):
         if known.is_open and known.ranks == mine[0] and known.axis == axis:
             return known
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks) for ranks in groups], timeout=_transport_timeout(parent.timeout)
+    )
     if not isinstance(group, dist.ProcessGroup):
         raise LayoutError(f"axis {axis}: rank {dist.get_rank()} is in none of the groups")
     return communicator(group, axis, timeout=parent.timeout)
@@ -237,7 +252,11 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
     for known in list(PROCESS.communicators.values()):
         if known.is_open and known.ranks == wanted and known.axis == axis:
             return known
-    group = dist.new_group(list(wanted), use_local_synchronization=True)
+    group = dist.new_group(
+        list(wanted),
+        timeout=_transport_timeout(parent.timeout),
+        use_local_synchronization=True,
+    )
     if not isinstance(group, dist.ProcessGroup):
         raise LayoutError(f"axis {axis}: c10d made no group of the ranks {list(wanted)}")
     return communicator(group, axis, timeout=parent.timeout)
@@ -280,131 +299,56 @@ def _join(
     rank: int | None,
     world_size: int | None,
     store: dist.Store | None,
-    timeout: float,
-) -> dist.Store:
-    """Make the default group and return the store that all its ranks share."""
+    timeout: float | None,
+    hang_after: float,
+) -> None:
+    """Become a member of the run, and make the default group."""
+    host = STORE
     if store is None:
-        store, rank, world_size = _open_store(rank, world_size, timeout)
+        store, rank, world_size = rendezvous.open_store(rank, world_size, timeout)
+        host = STORE if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     if rank is None or world_size is None:
         raise ValueError("a store was given without rank and world_size: give all three")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = dist.PrefixStore(f"meshwright/attempt/{attempt}", store)
-    roll = _sign_in(run, rank, world_size, timeout)
-    backend = _choose_backend(backend, roll, rank)
+    board = dist.PrefixStore("meshwright/board", run)
+    monitor = membership.enter(
+        board, rank, world_size, hang_after=hang_after, limit=timeout, host=host
+    )
+    try:
+        if not monitor.ranks.claim():
+            membership.resign()
+            raise CommunicationError(
+                f"rank {rank} has joined this run already: two processes have the same RANK"
+            )
+        _make_world(monitor, backend, run, timeout)
+    except BaseException:
+        with contextlib.suppress(RankFailedError):  # the error that is raised says it
+            membership.leave()
+        raise
+    _be_member()
+
+
+def _make_world(
+    monitor: FailureMonitor, backend: str | None, store: dist.Store, timeout: float | None
+) -> None:
+    rank, world_size = monitor.rank, monitor.world_size
+    roll = rendezvous.sign_in(monitor, timeout)
+    backend = rendezvous.choose_backend(backend, roll, rank)
     try:
         dist.init_process_group(
-            backend, store=run, rank=rank, world_size=world_size, timeout=TRANSPORT_TIMEOUT
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=_transport_timeout(timeout),
         )
+    except RankFailedError:
+        raise
     except (RuntimeError, ValueError) as error:
-        raise CommunicationError(
-            f"rank {rank} of {world_size} cannot open backend {backend!r}: {one_line(error)}"
-        ) from error
-    return run
-
-
-def _open_store(
-    rank: int | None, world_size: int | None, timeout: float
-) -> tuple[dist.Store, int, int]:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = [name for name in names if name in os.environ]
-    if rank is None and world_size is None and not found:
-        return dist.HashStore(), 0, 1
-    rank = int(os.environ["RANK"]) if rank is None and "RANK" in os.environ else rank
-    if world_size is None and "WORLD_SIZE" in os.environ:
-        world_size = int(os.environ["WORLD_SIZE"])
-    if rank is None or world_size is None:
-        raise CommunicationError(
-            f"expected {', '.join(names)} in the environment, found only {', '.join(found)}: "
-            "start the ranks with torchrun, or set all four"
-        )
-    if world_size == 1 and "MASTER_PORT" not in os.environ:
-        return dist.HashStore(), 0, 1
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "29500"))
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not agent
-    try:
-        store = dist.TCPStore(
-            host, port, world_size, serves, timedelta(seconds=timeout), wait_for_workers=False
-        )
-    except RuntimeError as error:
-        what = "listen on" if serves else "reach the store of rank 0 at"
-        raise CommunicationError(
-            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {one_line(error)}; "
-            "is the port taken by another program, or rank 0 not started? "
-            "Set MASTER_PORT to a free port on every rank"
-        ) from error
-    return store, rank, world_size
-
-
-def _sign_in(
-    store: dist.Store, rank: int, world_size: int, timeout: float
-) -> list[Mapping[str, Any]]:
-    """Write this rank into the roll, wait for the others, and return every rank's entry."""
-    unsupported = shared_memory.unsupported()
-    mine = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "place": "" if unsupported else shared_memory.host_identity(),
-        "unsupported": unsupported,
-    }
-    if store.add(f"roll/count/{rank}", 1) != 1:
-        raise CommunicationError(
-            f"rank {rank} has joined this run already, as {store.get(f'roll/{rank}').decode()}: "
-            "two processes have the same RANK"
-        )
-    store.set(f"roll/{rank}", json.dumps(mine))
-    until = time.monotonic() + timeout
-    keys = [f"roll/{other}" for other in range(world_size)]
-    pause = 0.001
-    while not store.check(keys):
-        if time.monotonic() > until:
-            absent = [r for r, key in enumerate(keys) if not store.check([key])]
-            raise CommunicationError(
-                f"rank {rank} waited {timeout:g} s for {world_size} ranks: "
-                f"rank {', '.join(map(str, absent))} did not come"
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
-    return [json.loads(store.get(key)) for key in keys]
-
-
-def _choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """c10d's name of the backends that serve this world.
-
-    NCCL where every rank of this host has a GPU of its own. CPU tensors go through shared memory
-    where ranks share a host, group by group, unless Gloo is ``asked`` for or set in
-    ``MESHWRIGHT_CPU_BACKEND``.
-    """
-    if asked not in (None, "gloo", "shm"):
-        return str(asked)
-    hosts = [entry["host"] for entry in roll]
-    local = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= hosts.count(hosts[rank]):
-        torch.cuda.set_device(local)
-        return "cpu:gloo,cuda:nccl"
-    choice = asked or os.environ.get("MESHWRIGHT_CPU_BACKEND")
-    if choice not in (None, "gloo", "shm"):
-        raise ValueError(f"MESHWRIGHT_CPU_BACKEND: expected gloo or shm, found {choice!r}")
-    reason = "Gloo was asked for" if choice == "gloo" else _no_shared_memory(roll)
-    if reason:
-        if choice != "gloo" and rank == 0:
-            level = logging.WARNING if choice == "shm" else logging.INFO
-            _log.log(level, "%s: the ranks communicate through Gloo", reason)
-        return "gloo"
-    shared_memory.register()
-    return f"cpu:{shared_memory.BACKEND}"
-
-
-def _no_shared_memory(roll: Sequence[Mapping[str, Any]]) -> str:
-    """Why no two of these ranks can share memory, the same text on all; empty when some can."""
-    for rank, entry in enumerate(roll):
-        if entry["unsupported"]:
-            return f"rank {rank}: {entry['unsupported']}"
-    places = [entry["place"] for entry in roll]
-    if len(places) > 1 and len(set(places)) == len(places):
-        return f"the {len(places)} ranks are on as many hosts"
-    return ""
+        what = f"rank {rank} of {world_size} cannot open backend {backend!r}"
+        explain(monitor, error, what)
+        raise CommunicationError(f"{what}: {one_line(error)}") from error
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
@@ -415,31 +359,32 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _timeout_of_world() -> float | None:
-    world = PROCESS.communicators.get(dist.distributed_c10d._get_default_group())
-    return None if world is None else world.timeout
+def _transport_timeout(limit: float | None) -> timedelta:
+    """What c10d is told where the user's limit is ``limit`` seconds."""
+    return TRANSPORT_TIMEOUT if limit is None else timedelta(seconds=limit + TRANSPORT_GRACE)
+
+
+def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """The timeout in seconds that the user gave to ``group``; None for c10d's default, and ours.
+
+    c10d's own comes later from now on, where somebody watches the run in its place.
+    """
+    if isinstance(group, shared_memory.SharedMemoryGroup):
+        given, change = timedelta(seconds=group.timeout), group.set_timeout
+    elif device.type == "cpu" and isinstance(
+        transport := group._get_backend(device), dist.ProcessGroupGloo
+    ):
+        given, change = transport.options._timeout, transport._set_default_timeout
+    else:
+        return None
+    defaults = (dist.distributed_c10d.default_pg_timeout, TRANSPORT_TIMEOUT)
+    limit = None if given in defaults else given.total_seconds()
+    if PROCESS.monitor is not None:
+        change(_transport_timeout(limit))
+    return limit
 
 
 # -------------------------------------------------------------------------- leaving
-
-
-def _leave_together(monitor: FailureMonitor) -> bool:
-    """Wait until every rank is done; the store's host waits until the others have seen that.
-
-    Returns whether all came. A store that is gone has nobody left to wait for.
-    """
-    board, world, rank = monitor.board, monitor.world_size, monitor.rank
-    with contextlib.suppress(RuntimeError):
-        board.add("leaving", 1)
-        all_came = _wait_for_count(monitor, "leaving", world)
-        if rank == 0:
-            monitor.stop()
-            monitor.erase()
-        board.add("left", 1)
-        if rank == 0 and all_came:
-            _wait_for_count(monitor, "left", world)
-        return all_came
-    return False
 
 
 def _abandon(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -450,44 +395,3 @@ def _abandon(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def _wait_for_count(monitor: FailureMonitor, key: str, expected: int) -> bool:
-    until, pause = time.monotonic() + LEAVE_TIMEOUT, 0.001
-    while monitor.board.add(key, 0) < expected and time.monotonic() < until:
-        if monitor.failure is not None:
-            return False
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.05)
-    return monitor.board.add(key, 0) >= expected
-
-
-class _ExceptionHook:
-    """Publishes an exception that ends this process, before Python prints it."""
-
-    def __init__(self, before: Callable[..., object]) -> None:
-        self.before = before
-
-    def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        if PROCESS.monitor is not None:
-            first = blame(PROCESS.monitor, error)
-            if first:
-                error.add_note(first)
-            else:
-                PROCESS.monitor.publish(error)
-        record_failure(error)
-        self.before(kind, error, trace)
-
-    @classmethod
-    def install(cls) -> None:
-        sys.excepthook = cls(sys.excepthook)
-
-    @classmethod
-    def remove(cls) -> None:
-        if isinstance(sys.excepthook, cls):
-            sys.excepthook = sys.excepthook.before

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.failure import FailureMonitor
     from meshwright.comm.marks import MarkedModel
+    from meshwright.comm.watching import Watcher
 
 __all__ = [
     "PROCESS",
@@ -68,6 +69,8 @@ class ProcessState:
     """The phases that the main thread is in, outermost first."""
     monitor: FailureMonitor | None = None
     """Publishes this rank's failure and answers for it; None before `connect`."""
+    watcher: Watcher | None = None
+    """Watches this process and its neighbours, as long as there is a monitor."""
     pages: PagePool = field(default_factory=PagePool)
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)

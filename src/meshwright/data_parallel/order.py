@@ -23,13 +23,15 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.events import wait_for_all
+from meshwright.comm.attendance import Answers
+from meshwright.comm.events import Coming, register, wait_for_all
 from meshwright.comm.failure import FailureMonitor
 from meshwright.comm.registry import PROCESS
 from meshwright.data_parallel.order_record import (
@@ -143,7 +145,7 @@ class OrderCheck:
         self._waiting: list[tuple[int, OrderRecord, int, bool]] = []
         """Forwards since the last comparison of hashes was issued."""
         self._comparisons: list[_Comparison] = []
-        self._key = self._register()
+        self._key = register("order", communicator, self)
 
     # ------------------------------------------------------------------ what the driver calls
 
@@ -295,56 +297,54 @@ class OrderCheck:
 
     # ------------------------------------------------------------------ asking the others
 
-    def _register(self) -> str:
-        """A name of this check that is equal on all ranks, under which it answers roll calls."""
-        monitor = PROCESS.monitor
-        if monitor is None or self._is_alone:
-            return ""
-        number = monitor.board.add(f"order/{self._communicator.name}/{self._rank}", 1)
-        key = f"order/{self._communicator.name}/{number}"
-        monitor.describers[key] = self
-        return key
-
     def _vote(self, monitor: FailureMonitor, position: int, unit: int) -> None:
         """Wait until every rank has come to ``position``; raise when one has another unit there.
 
         With ``warn`` it is an error only where the collectives would break and not just mix up.
-        After the communicator's timeout the collective's own wait says who is missing.
         """
-        votes = f"{self._key}/{self._now.number}/{position}/{unit}"
+        number = self._now.number
+        votes = f"{self._key}/{number}/{position}/{unit}"
         self._votes.append(votes)
+        coming = Coming(
+            communicator=self._communicator,
+            place=f"{self._names.of(unit)}, position {position} of forward {number}{self._root}",
+            name=f"{self._key}/{number}/{position}",
+            come=lambda answer: self._record(answer, position) is not None,
+        )
+        wait_for_all(monitor, votes, coming, partial(self._have_come, monitor, position, unit))
 
-        def have_come() -> bool:
-            return self._have_come(monitor, position, unit)
-
-        if not wait_for_all(monitor, self._communicator, votes, have_come):
-            self._now.asks = False
-
-    def _have_come(self, monitor: FailureMonitor, position: int, unit: int) -> bool:
+    def _have_come(
+        self, monitor: FailureMonitor, position: int, unit: int, answers: Answers
+    ) -> bool:
         """Whether all ranks have come to ``position``, where ranks that stay do not vote.
 
         Raises when one has another unit there and that is an error.
         """
-        answers = monitor.roll_call()
         missing = self._communicator.size - 1
         others: list[int] = []
         texts: list[str] = []
         for rank in self._communicator.ranks:
-            theirs = answers.get(rank, {}).get("described", {}).get(self._key)
-            if rank == self._rank or theirs is None:
+            record = None if rank == self._rank else self._record(answers.get(rank), position)
+            if record is None:
                 continue
-            ahead = theirs["iteration"] - self._now.number
-            if ahead not in (0, 1):
-                continue
-            record = OrderRecord(tuple(theirs["before" if ahead else "units"]))
-            has_come = ahead or theirs["has_ended"] or position < len(record.units)
-            missing -= bool(has_come)
-            if has_come and record.at(position) != unit:
+            missing -= 1
+            if record.at(position) != unit:
                 others.append(record.at(position))
                 texts.append(f"rank {rank} has {self._names.of(record.at(position))}")
         if others and (self._is_error or not all(self._names.may_mix(unit, o) for o in others)):
             self._fail(monitor, position, "; ".join(texts))
         return missing == 0
+
+    def _record(self, answer: Mapping[str, Any] | None, position: int) -> OrderRecord | None:
+        """The order of another rank, which says ``answer``, where it has come to ``position``."""
+        match None if answer is None else answer["described"].get(self._key):
+            case {"iteration": int(number), "units": list(units), "has_ended": has_ended, **more}:
+                ahead = number - self._now.number
+                if ahead == 1:
+                    return OrderRecord(tuple(more.get("before", ())))
+                if ahead == 0 and (has_ended or position < len(units)):
+                    return OrderRecord(tuple(units))
+        return None
 
     def _fail(self, monitor: FailureMonitor, position: int, others: str) -> NoReturn:
         now = self._now

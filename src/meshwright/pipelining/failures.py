@@ -19,12 +19,19 @@ from typing import Any, NoReturn
 from meshwright.comm import Communicator
 from meshwright.comm.notices import Notices
 from meshwright.comm.registry import PROCESS
+from meshwright.comm.whereabouts import object_of
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
 from meshwright.pipelining.calls import Call
 
 __all__ = ["Failures"]
 
 _FAILED, _REFUSED = "failed", "refused"
+
+_SHAPE: Mapping[str, type] = {
+    **dict.fromkeys(("step", "times", "by", "rank", "stage"), int),
+    **dict.fromkeys(("action", "type", "name", "text"), str),
+}
+"""What a notice holds."""
 
 
 class Failures:
@@ -83,10 +90,9 @@ class Failures:
     def look(self, step: int) -> None:
         """Raise when another rank has failed in ``step`` or in an earlier one."""
         for key in (_FAILED, _REFUSED):
-            text = self._notices.read(key)
-            if text is None:
+            found = object_of(self._notices.read(key), _SHAPE)
+            if found is None:
                 continue
-            found = json.loads(text)
             if found["step"] > step or found["by"] == self._rank:
                 continue
             if key == _REFUSED and found["times"] <= self._times(found["step"]):
@@ -99,9 +105,9 @@ class Failures:
     def compare(self, rank: int, theirs: Call) -> None:
         """Raise when what ``rank`` sends, and this rank waits for, belong to different calls."""
         if self.call.ended_below(theirs):
-            text = self._notices.read(f"{_REFUSED} before/{rank}")
-            if text is not None:
-                self._raise(json.loads(text), "")
+            found = object_of(self._notices.read(f"{_REFUSED} before/{rank}"), _SHAPE)
+            if found is not None:
+                self._raise(found, "")
             self._seen = {}
             raise PipelinePeerError(
                 f"rank {rank} has ended the step that this rank is in, before it had begun there"

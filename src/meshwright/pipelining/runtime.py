@@ -10,6 +10,7 @@ import torch
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.notices import Notices
+from meshwright.comm.whereabouts import object_of
 from meshwright.errors import PipelinePeerError
 from meshwright.pipelining.agreed import Agreed
 from meshwright.pipelining.batch import Identities, Known, Microbatches
@@ -140,7 +141,7 @@ class Runtime:
     def disagreement(self, rank: int) -> str:
         """How the schedule of ``rank`` differs from that of this rank."""
         mine = json.loads(self._own)
-        theirs = json.loads(self._notices.read(f"plan/{rank}") or "{}")
+        theirs = object_of(self._notices.read(f"plan/{rank}"), {}) or {}
         parts = [
             f"{name} is {value!r} on rank {self._rank} and {theirs.get(name)!r} on rank {rank}"
             for name, value in mine.items()

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 
 from meshwright.comm import Communicator
 from meshwright.comm.notices import Notices
+from meshwright.comm.whereabouts import object_of
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = ["Turns"]
@@ -23,6 +25,7 @@ __all__ = ["Turns"]
 WORD_AFTER = 2.0
 """Seconds in a step after which a rank that waits leaves word."""
 _PREFIX = "steps ended of schedule "
+_WORD: Mapping[str, type] = {"schedule": int, "step": int, "what": str, "error": str, "ended": dict}
 
 
 class Turns:
@@ -61,10 +64,9 @@ class Turns:
             return
         self._leave_word(step, "")
         for rank in range(len(self._ranks)):
-            text = None if rank == self._rank else self._notices.read(str(rank))
-            if text is None:
+            word = None if rank == self._rank else object_of(self._notices.read(str(rank)), _WORD)
+            if word is None:
                 continue
-            word = json.loads(text)
             key, own = f"{_PREFIX}{word['schedule']}", f"{_PREFIX}{self._number}"
             if key == own or self._ended.get(key, 0) > word["step"]:
                 continue

@@ -149,8 +149,9 @@ class RunConfig:
     others."""
     trace_mb: Annotated[float, Above(0)] = 256.0
     """The tensor trace of a rank ends before it grows beyond so many MiB."""
-    timeout: Annotated[float, Above(0)] = 60.0
-    """Seconds that a rank waits for another before it gives up."""
+    timeout: Annotated[float, Above(0)] | None = None
+    """Seconds after which a wait for another rank ends in any case; by default a rank is waited for
+    as long as it works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -423,6 +423,11 @@ class SharedMemoryGroup(ProcessGroup):
         """Make every operation of the group raise, here and on the other ranks."""
         self._meeting.break_with(CommunicationError(f"rank {self._ranks[self._rank]} aborted it"))
 
+    @property
+    def timeout(self) -> float:
+        """Seconds for which an operation may wait for its peers."""
+        return self._meeting.timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may wait for its peers."""
         self._meeting.timeout = timeout.total_seconds()

@@ -12,18 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from meshwright.comm.outside import watched
+from meshwright.comm.processes import is_alive, process_start
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment, host_identity, unsupported
 from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES
-from meshwright.comm.shared_memory.waits import (
-    PID,
-    STARTED,
-    Meeting,
-    Patience,
-    Peers,
-    is_alive,
-    process_start,
-)
+from meshwright.comm.shared_memory.waits import PID, STARTED, Meeting, Patience, Peers
 from meshwright.errors import CollectiveTimeoutError, CommunicationError, RankFailedError
 
 __all__ = ["ApartError", "join"]
@@ -108,18 +102,20 @@ def _open(store: dist.Store, layout: ArenaLayout, number: int) -> Segment:
 def _await_first(
     store: dist.Store, ranks: Sequence[int], limit: float, known: Mapping[int, tuple[int, int]]
 ) -> None:
-    pause, look = 0.0002, time.monotonic() + LOOK_EVERY
-    while not store.check([ARENA]):
-        now = time.monotonic()
-        if now >= look:
-            look = now + LOOK_EVERY
-            _check_lives(ranks[:1], ranks, known)
-        if now >= limit:
-            raise CollectiveTimeoutError(
-                f"the group of ranks {_listed(ranks)} was not opened by rank {ranks[0]} in time"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.005)
+    pause, look_at = 0.0002, time.monotonic() + LOOK_EVERY
+    with watched(f"the opening of the group of ranks {_listed(ranks)}") as look:
+        while not store.check([ARENA]):
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + LOOK_EVERY
+                look()
+                _check_lives(ranks[:1], ranks, known)
+            if now >= limit:
+                raise CollectiveTimeoutError(
+                    f"the group of ranks {_listed(ranks)} was not opened by rank {ranks[0]} in time"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
 
 
 def _await_all(
@@ -130,28 +126,30 @@ def _await_all(
     limit: float,
     known: Mapping[int, tuple[int, int]],
 ) -> None:
-    pause, look = 0.0001, time.monotonic() + LOOK_EVERY
-    while True:
-        missing = [
-            number
-            for rank, number in enumerate(ranks)
-            if not segment.words[layout.rank_word(rank) + PID]
-        ]
-        if not missing:
-            return
-        now = time.monotonic()
-        if now >= look:
-            look = now + LOOK_EVERY
-            if store.check([REFUSED]):
-                raise ApartError(store.get(REFUSED).decode())
-            _check_lives(missing, ranks, known)
-        if now >= limit:
-            raise CollectiveTimeoutError(
-                f"the group of ranks {_listed(ranks)} was not joined by "
-                f"rank{'s' if len(missing) > 1 else ''} {_listed(missing)} in time"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.005)
+    pause, look_at = 0.0001, time.monotonic() + LOOK_EVERY
+    with watched(f"the opening of the group of ranks {_listed(ranks)}") as look:
+        while True:
+            missing = [
+                number
+                for rank, number in enumerate(ranks)
+                if not segment.words[layout.rank_word(rank) + PID]
+            ]
+            if not missing:
+                return
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + LOOK_EVERY
+                look()
+                if store.check([REFUSED]):
+                    raise ApartError(store.get(REFUSED).decode())
+                _check_lives(missing, ranks, known)
+            if now >= limit:
+                raise CollectiveTimeoutError(
+                    f"the group of ranks {_listed(ranks)} was not joined by "
+                    f"rank{'s' if len(missing) > 1 else ''} {_listed(missing)} in time"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
 
 
 def _check_lives(

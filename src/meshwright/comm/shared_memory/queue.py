@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from meshwright.comm.outside import watched
 from meshwright.comm.shared_memory.calls import Call
 from meshwright.comm.shared_memory.collectives import Steps
 from meshwright.comm.shared_memory.waits import Meeting, unusable
@@ -26,6 +27,8 @@ from meshwright.errors import CollectiveTimeoutError
 
 __all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]
 
+SLICE = 0.5
+"""Seconds of a wait without a bound before the other ranks' failures are looked at, as in ours."""
 TICK = 0.0005
 """Seconds between two looks of the background thread while there is work."""
 SLOWEST_TICK = 0.004
@@ -113,15 +116,24 @@ class SharedWork(Work):
         With a ``timeout`` it raises `CollectiveTimeoutError` when that passes first. The operation
         goes on, and may be waited for again.
         """
-        if not self.done:
-            seconds = timeout.total_seconds()
-            self._drive(time.monotonic() + seconds if seconds > 0 else None, seconds)
+        seconds = timeout.total_seconds()
+        if not self.done and seconds > 0:
+            if not self._drive(time.monotonic() + seconds):
+                raise CollectiveTimeoutError(self._late(seconds))
+        elif not self.done and not self._drive(time.monotonic() + SLICE):
+            with watched(str(self)) as look:
+                while not self._drive(time.monotonic() + SLICE):
+                    look()
         if self.error is not None:
             raise self.error
         return True
 
-    def _drive(self, until: float | None, seconds: float) -> None:
-        """Bring the operation to its end, or raise at ``until``."""
+    def _drive(self, until: float) -> bool:
+        """Bring the operation to its end; False when ``until`` comes first."""
+        raise NotImplementedError
+
+    def _late(self, seconds: float) -> str:
+        """Who is missing after ``seconds``."""
         raise NotImplementedError
 
 
@@ -181,9 +193,14 @@ class _Operation(SharedWork):
         self.started = False
         self.limit = float("inf")
 
-    def _drive(self, until: float | None, seconds: float) -> None:
-        if not self.queue.drive(self, until):
-            raise CollectiveTimeoutError(self.queue.describe_missing(self, seconds))
+    def __str__(self) -> str:
+        return str(self.call)
+
+    def _drive(self, until: float) -> bool:
+        return self.queue.drive(self, until)
+
+    def _late(self, seconds: float) -> str:
+        return self.queue.describe_missing(self, seconds)
 
 
 class _Announcer(threading.Thread):
@@ -314,7 +331,7 @@ class OperationQueue:
                 is_first = not self._pending  # another thread may have come in between
                 self._pending.append(operation)
                 if is_first and run_now:
-                    self._advance(operation, None)
+                    self._advance(operation, time.monotonic() + SLICE)
                 elif is_first:
                     self._start(operation)
             finally:
@@ -322,21 +339,17 @@ class OperationQueue:
             self._announce()
         else:
             self._pending.append(operation)
-        if run_now and not operation.done:
-            self.drive(operation, None)
         if run_now:
-            if operation.error is not None:
-                raise operation.error
+            operation.wait()
         elif not operation.done:
             nbytes = sum(tensor.nbytes for tensor in outputs)
             self._background.call(urgent=nbytes >= URGENT_BYTES)
         return operation
 
-    def drive(self, operation: _Operation, until: float | None) -> bool:
+    def drive(self, operation: _Operation, until: float) -> bool:
         """Bring operations forward until ``operation`` has ended; False at ``until``."""
         while not operation.done:
-            seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
-            if not self._lock.acquire(timeout=seconds):
+            if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
                 return operation.done
             try:
                 while not operation.done:

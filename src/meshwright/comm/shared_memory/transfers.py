@@ -59,8 +59,11 @@ class _OwnedTransfer(Transfer):
             self.owner.look()
         return self.done
 
-    def _drive(self, until: float | None, seconds: float) -> None:
-        self.owner.drive(self, until, seconds)
+    def _drive(self, until: float) -> bool:
+        return self.owner.drive(self, until)
+
+    def _late(self, seconds: float) -> str:
+        return self.owner.late(self, seconds)
 
 
 class Transfers:
@@ -107,8 +110,8 @@ class Transfers:
             self._lock.release()
             self._announce()
 
-    def drive(self, transfer: Transfer, until: float | None, seconds: float) -> None:
-        """Move messages until ``transfer`` has ended; raises at ``until``."""
+    def drive(self, transfer: Transfer, until: float) -> bool:
+        """Move messages until ``transfer`` has ended; False when ``until`` comes first."""
         meeting = self._meeting
         with self._lock:
             self._drivers += 1
@@ -121,11 +124,11 @@ class Transfers:
                 if moved or transfer.done:
                     continue
                 now = time.monotonic()
-                if until is not None and now >= until:
-                    raise CollectiveTimeoutError(self._late(transfer, seconds))
-                bound = transfer.limit if until is None else min(until, transfer.limit)
-                meeting.listen(heard, max(1e-6, bound - now))
+                if now >= until:
+                    return False
+                meeting.listen(heard, max(1e-6, min(until, transfer.limit) - now))
                 self._check(transfer)
+            return True
         finally:
             with self._lock:
                 self._drivers -= 1
@@ -183,7 +186,7 @@ class Transfers:
             meeting.check(transfer, self._awaited(transfer))
             if time.monotonic() < transfer.limit:
                 return
-            raise CollectiveTimeoutError(self._late(transfer, meeting.timeout))
+            raise CollectiveTimeoutError(self.late(transfer, meeting.timeout))
         except CommunicationError as error:
             with self._lock:
                 # What the peer posted before it left is still there to be taken.
@@ -203,7 +206,8 @@ class Transfers:
         others = [rank for rank in range(meeting.layout.size) if rank != meeting.peers.me]
         return [rank for rank in others if meeting.state(rank) != LEFT] or others
 
-    def _late(self, transfer: Transfer, seconds: float) -> str:
+    def late(self, transfer: Transfer, seconds: float) -> str:
+        """Who is missing in ``transfer`` after ``seconds``."""
         peers = self._meeting.peers
         names = ", ".join(peers.name(rank) for rank in self._awaited(transfer))
         held = "; ".join(

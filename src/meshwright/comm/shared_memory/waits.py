@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.comm.processes import is_stopped, process_start
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -31,8 +32,6 @@ __all__ = [
     "Meeting",
     "Patience",
     "Peers",
-    "is_alive",
-    "process_start",
     "unusable",
 ]
 
@@ -87,33 +86,6 @@ class Patience:
         return cls(spins=60 if ranks <= len(os.sched_getaffinity(0)) else 10, seconds=250e-6)
 
 
-def process_start(pid: int) -> int:
-    """When ``pid`` started, in clock ticks, to tell it from a later process of that number."""
-    return int(_status_fields(pid)[19])
-
-
-def is_alive(pid: int, started: int) -> bool:
-    """Whether the process of that number and start is there, and not only waited for."""
-    try:
-        fields = _status_fields(pid)
-    except OSError:
-        return False
-    return fields[0] not in ("Z", "X") and int(fields[19]) == started
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether ``pid`` is held by SIGSTOP or a debugger."""
-    try:
-        return _status_fields(pid)[0] in ("T", "t")
-    except OSError:
-        return False
-
-
-def _status_fields(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()
-
-
 class Peers:
     """The lives of the other ranks of a group, by descriptors of their processes."""
 
@@ -155,7 +127,7 @@ class Peers:
 
     def name(self, rank: int) -> str:
         """How messages call ``rank`` of the group: by its number in the world."""
-        stopped = ", stopped by a signal" if _is_stopped(self.pids[rank]) else ""
+        stopped = ", stopped by a signal" if is_stopped(self.pids[rank]) else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
 
     def close(self) -> None:

@@ -1,0 +1,179 @@
+"""Processes as `/proc` shows them: identity, life, state, and how long one has done nothing.
+
+A rank that does not answer may be dead, stopped, or busy in a call that lets no other thread of its
+run. Only its process tells, and only to a process of the same host.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+__all__ = ["Look", "Process", "Stillness", "is_alive", "is_stopped", "place", "process_start"]
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+_SERVERS = ("pt_tcpstore", "pt_gloo", "gloo_tcp")
+"""Threads that serve other ranks: they run in a process that is stuck, too."""
+
+_IDLE_SHARE = 0.01
+"""Share of a core that threads of a stuck process use all the same, by looking for the lock."""
+
+
+class Look(NamedTuple):
+    """One look at a process."""
+
+    state: str
+    """Linux's letter of the main thread's state: T for stopped, "" for a process that has ended."""
+    ticks: int
+    """CPU time used so far, without the threads that serve others."""
+    is_running: bool
+    """True when a thread runs, or would if it were given a core."""
+
+    @classmethod
+    def of(cls, values: object) -> Look | None:
+        """Read one that has been JSON; None for anything else."""
+        match values:
+            case [str(state), int(ticks), bool(is_running)]:
+                return cls(state, ticks, is_running)
+        return None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True when SIGSTOP or a debugger holds the process."""
+        return self.state in ("T", "t")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process of some host, told apart from a later one of the same number."""
+
+    place: str
+    """Host, boot and process-id namespace: equal where process numbers mean the same."""
+    pid: int
+    started: int
+    """In clock ticks since the boot; -1 where the system does not say."""
+
+    @classmethod
+    def own(cls) -> Process:
+        """Describe this process."""
+        try:
+            started = process_start(os.getpid())
+        except OSError:
+            started = -1
+        return cls(place=place(), pid=os.getpid(), started=started)
+
+    @classmethod
+    def of(cls, values: object) -> Process | None:
+        """Read what `values` gave; None for anything else."""
+        if not isinstance(values, Mapping):
+            return None
+        name, pid, started = (values.get(key) for key in ("place", "pid", "started"))
+        if isinstance(name, str) and isinstance(pid, int) and isinstance(started, int):
+            return cls(place=name, pid=pid, started=started)
+        return None
+
+    def values(self) -> dict[str, str | int]:
+        """Return the fields as JSON can hold them."""
+        return asdict(self)
+
+    @property
+    def is_visible(self) -> bool:
+        """True when this process can look at it."""
+        return self.started >= 0 and self.place == place()
+
+    @property
+    def has_ended(self) -> bool:
+        """True when it is known to have ended."""
+        return self.is_visible and not is_alive(self.pid, self.started)
+
+    def look(self) -> Look:
+        """Look at its threads."""
+        if self.has_ended:
+            return Look("", 0, is_running=False)
+        ticks, is_running = 0, False
+        folder = f"/proc/{self.pid}/task"
+        try:
+            for thread in os.listdir(folder):
+                name, fields = _stat(f"{folder}/{thread}/stat")
+                if name.startswith(_SERVERS):
+                    continue
+                ticks += int(fields[11]) + int(fields[12])
+                is_running = is_running or fields[0] == "R"
+            state = _stat(f"/proc/{self.pid}/stat")[1][0]
+        except OSError:  # a thread or the process has ended meanwhile
+            return Look("?", 0, is_running=True)
+        return Look(state, ticks, is_running=is_running)
+
+
+class Stillness:
+    """The time since which a process has done nothing, by looks at it now and then."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._ticks = 0
+
+    def take(self, look: Look, now: float) -> float:
+        """Take one more look in, at time ``now`` in seconds; returns the seconds of stillness.
+
+        A process on a machine that gives it no core is ready to run, and so not still. What is less
+        than `_IDLE_SHARE` of a core counts as nothing.
+        """
+        if self._since is None:
+            self._since, self._ticks = now, look.ticks
+            return 0.0
+        used = abs(look.ticks - self._ticks) / _TICKS
+        is_at_work = look.is_running or used > max(0.02, _IDLE_SHARE * (now - self._since))
+        if is_at_work and not look.is_stopped:
+            self._since, self._ticks = now, look.ticks
+        return now - self._since
+
+
+def place() -> str:
+    """Name the host, its boot and the namespace of process numbers that this process lives in."""
+    return f"{socket.gethostname()}{_boot()}"
+
+
+@functools.cache
+def _boot() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return f"/{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> int:
+    """Return when ``pid`` started, in clock ticks, to tell it from a later process of its number.
+
+    Raises OSError when there is no such process, or no `/proc`.
+    """
+    return int(_stat(f"/proc/{pid}/stat")[1][19])
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Tell whether the process of that number and start is there, and not only waited for."""
+    try:
+        _, fields = _stat(f"/proc/{pid}/stat")
+    except OSError:
+        return False
+    return fields[0] not in ("Z", "X") and int(fields[19]) == started
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether ``pid`` is held by SIGSTOP or a debugger."""
+    try:
+        return _stat(f"/proc/{pid}/stat")[1][0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _stat(path: str) -> tuple[str, list[str]]:
+    """Name of a process or thread, and the fields behind it: state, parent and so on."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        head, _, rest = file.read().rpartition(")")
+    return head.partition("(")[2], rest.split()

@@ -1,0 +1,218 @@
+"""Kill and stop ranks at random moments of every strategy, and see who is named, and how soon.
+
+Run it as ``python tests/soak/kills.py [--seed S] [--kills 100] [--stops 40] [--case N]``. It prints
+one row for each case, and ends with status 1 when a case misses what is promised:
+
+=============  ===================================================================================
+what happens   every survivor
+=============  ===================================================================================
+kill           names the rank within 5 s, and has ended 5 s later, with another status than 0
+stop           the same, counted from the limit that the user gave
+stop, go on    goes on, as does the rank, when it was stopped for 3 s; nobody says a word
+=============  ===================================================================================
+
+No other rank is named. Under torchrun its agent ends the survivors; then it has to name the rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from soak.fleet import Fleet, Rank
+from soak.strategies import STRATEGIES, program
+
+NAMED_WITHIN, ENDED_WITHIN = 5.0, 5.0
+LIMIT = 10.0
+"""The timeout that programs give where ranks are stopped."""
+SLACK = 6.0
+"""Roll calls at the limit, and what a loaded machine takes."""
+
+TRAIN = """
+[model]
+layers = 1
+heads = 2
+dim = 16
+context = 16
+[data]
+path = "{text}"
+batch_size = 6
+validation_windows = 6
+[run]
+trace_steps = 0
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that goes wrong."""
+
+    number: int
+    strategy: str
+    backend: str
+    store: str
+    """Who hosts the store: rank 0, or an agent."""
+    ranks: int
+    action: str
+    """kill, stop, or go on."""
+    victim: int
+    moment: str
+    """connect, first or later."""
+    delay: float
+    """Seconds from the line of that moment."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.number:4} {self.strategy:20} {self.backend:5} {self.store:6} {self.ranks} ranks"
+            f"  {self.action:6} rank {self.victim} {self.moment:8}+{self.delay:5.2f} s"
+        )
+
+
+def cases(seed: int, kills: int, stops: int) -> Iterator[Case]:
+    """The same for a seed. Strategies, backends and stores come in turn, the rest by chance."""
+    draw = random.Random(seed)
+    for number in range(kills + stops):
+        action = "kill" if number < kills else ("stop", "go on")[number % 2]
+        strategy = STRATEGIES[(number * 7 + seed) % len(STRATEGIES)]
+        ranks = draw.choice([2, 2, 3]) if "pipeline" not in strategy else 2
+        moment = draw.choice(["connect", "first", "later", "later"])
+        if action == "go on" and moment == "connect":
+            moment = "first"
+        yield Case(
+            number=number,
+            strategy=strategy,
+            backend=("gloo", "shm")[draw.randrange(2)],
+            store=("rank 0", "agent")[draw.randrange(2)],
+            ranks=ranks,
+            action=action,
+            victim=draw.randrange(ranks),
+            moment=moment,
+            delay=round(draw.uniform(0, {"connect": 0.15, "first": 0.3, "later": 2.0}[moment]), 2),
+        )
+
+
+def run(case: Case, fleet: Fleet) -> list[str]:
+    """Let it go wrong; what was not as promised, and the measured times."""
+    folder = tempfile.mkdtemp(prefix="soak-")
+    text = Path(folder, "text.txt")
+    text.write_bytes(b"".join(b"%d + %d = %d\n" % (n, n % 7, n + n % 7) for n in range(800)))
+    Path(folder, "train.toml").write_text(TRAIN.format(text=text))
+    environment = {
+        "SOAK_BACKEND": case.backend,
+        "SOAK_FOLDER": folder,
+        "SOAK_STEPS": "150" if case.action == "go on" else "1000000",
+        "SOAK_PAUSE": "0.03",
+        "SOAK_LIMIT": "" if case.action == "kill" else str(LIMIT + 10 * (case.action == "go on")),
+    }
+    try:
+        ranks = fleet.start(
+            program(case.strategy),
+            case.ranks,
+            agent=case.store == "agent",
+            environment=environment,
+        )
+        sign = {"connect": "SIGNED IN", "first": "STEP 0", "later": "STEP 8"}[case.moment]
+        victim = ranks[case.victim]
+        # Nobody can know of a host of the store that has gone before they came.
+        seen = ranks if sign == "SIGNED IN" and case.store == "rank 0" else [victim]
+        if not fleet.wait(120, lambda: all(sign in rank.text for rank in seen)):
+            return ["never came to " + sign]
+        time.sleep(case.delay)
+        if case.action == "go on":
+            return _go_on(fleet, ranks, victim)
+        number = signal.SIGKILL if case.action == "kill" else signal.SIGSTOP
+        when = victim.send(number) + (0 if case.action == "kill" else LIMIT + SLACK)
+        fleet.wait(NAMED_WITHIN + ENDED_WITHIN + (when - time.monotonic()) + 30)
+        return [
+            problem
+            for rank in ranks
+            if rank is not victim
+            for problem in _problems(rank, case, when)
+        ]
+    finally:
+        fleet.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _go_on(fleet: Fleet, ranks: list[Rank], victim: Rank) -> list[str]:
+    victim.send(signal.SIGSTOP)
+    time.sleep(3)
+    victim.send(signal.SIGCONT)
+    fleet.wait(120)
+    found = [f"rank {r.number} ended with {r.status}" for r in ranks if r.status != 0]
+    # One may say that it waits for a rank that does not answer, which is true; no more than that.
+    found += [f"rank {r.number}: {x}" for r in ranks for _, x in r.lines if "failed first" in x]
+    return found
+
+
+def _names(rank: int) -> re.Pattern[str]:
+    return re.compile(
+        rf"rank {rank}( \(process \d+[^)]*\))?(, which hosts the store,)? "
+        r"(failed first|was lost|has failed|does not answer)"
+    )
+
+
+def _problems(rank: Rank, case: Case, when: float) -> list[str]:
+    """What one survivor did not do as promised, times counted from ``when``."""
+    names = _names(case.victim)
+    named = rank.first(lambda line: names.search(line) is not None)
+    found: list[str] = []
+    late = max(0.0, (named or 0.0) - when)
+    if named is None:
+        found.append(f"rank {rank.number} never names it")
+    elif late > NAMED_WITHIN:
+        found.append(f"rank {rank.number} names it after {late:.1f} s")
+    if rank.status is None:
+        found.append(f"rank {rank.number} hangs")
+    elif rank.status == 0:
+        found.append(f"rank {rank.number} ends with status 0")
+    elif rank.ended - when > NAMED_WITHIN + ENDED_WITHIN:
+        found.append(f"rank {rank.number} ends after {rank.ended - when:.1f} s")
+    others = [other for other in range(case.ranks) if other != case.victim]
+    blamed = [other for other in others if _names(other).search(rank.text)]
+    return found + [f"rank {rank.number} blames rank {other}" for other in blamed]
+
+
+def main() -> int:
+    """Run all cases, or one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--stops", type=int, default=40)
+    parser.add_argument("--case", type=int, help="run this one alone, and show what ranks wrote")
+    chosen = parser.parse_args()
+    print(f"seed {chosen.seed}, {chosen.kills} kills, {chosen.stops} stops", flush=True)
+    missed = 0
+    with Fleet() as fleet:
+        for case in cases(chosen.seed, chosen.kills, chosen.stops):
+            if chosen.case not in (None, case.number):
+                continue
+            start = time.monotonic()
+            found = run(case, fleet)
+            row = "ok" if not found else "MISSED: " + "; ".join(found)
+            print(f"{case}  {time.monotonic() - start:5.1f} s  {row}", flush=True)
+            missed += bool(found)
+            if found or chosen.case is not None:
+                for rank in fleet.last:
+                    print(f"      --- rank {rank.number}, status {rank.status}")
+                    for at, line in rank.lines[-12 if chosen.case is None else -60 :]:
+                        print(f"      {at - start:6.1f} {line[:300]}")
+    print(f"{missed} cases missed", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    raise SystemExit(main())
