@@ -66,7 +66,8 @@ class StuckCall:
 class _Place:
     """Where a thread stands."""
 
-    frames: tuple[object, ...]
+    frames: tuple[object, ...] | None
+    """Its innermost frames; None where they were not asked for."""
     work: float
     """What the system says of how much it has run, at the last look."""
     since: float
@@ -87,45 +88,50 @@ class CallWatch:
 
         It may be made by another thread, when the main thread waits in C++ for that.
         """
-        frames = sys._current_frames()
         main = threading.main_thread()
-        if not self._is_still(main, frames):
+        if not self._is_still(main):
             self._places = {k: v for k, v in self._places.items() if k == main.ident}
             return None
         others = [t for t in threading.enumerate() if not t.name.startswith("meshwright-")]
         for thread in [main, *(thread for thread in others if thread is not main)]:
             ident = thread.ident or 0
-            if ident not in frames or self._is_watched(ident):
+            if self._is_watched(ident) or (thread is not main and not self._is_still(thread)):
                 continue
-            if thread is not main and not self._is_still(thread, frames):
-                continue
-            what = _communication(frames[ident])
-            if what is not None:
+            frame = sys._current_frames().get(ident)
+            what = None if frame is None else _communication(frame)
+            if frame is not None and what is not None:
                 place = self._places[ident]
-                line = line_of(frames[ident])
-                return StuckCall(number=place.number, what=what, line=line, since=place.since)
+                return StuckCall(
+                    number=place.number, what=what, line=line_of(frame), since=place.since
+                )
         return None
 
-    def _is_still(self, thread: threading.Thread, frames: dict[int, FrameType]) -> bool:
-        """Tell whether ``thread`` stands where it stood at the last look, and has not run since."""
-        ident = thread.ident or 0
-        frame = frames.get(ident)
-        here: list[object] = []
-        while frame is not None and len(here) < 8:
-            here += [id(frame), frame.f_lasti]
-            frame = frame.f_back
+    def _is_still(self, thread: threading.Thread) -> bool:
+        """Tell whether ``thread`` stands where it stood at the last look, and has not run since.
+
+        Frames are asked for only where the main thread has not run: who holds one keeps its locals
+        alive, and with them graphs and activations of a model that goes on.
+        """
+        ident, is_main = thread.ident or 0, thread is threading.main_thread()
         work, before = _work_of(thread), self._places.get(ident)
-        is_still = (
-            before is not None
-            and before.frames == tuple(here)
-            and work - before.work < (_SPURIOUS if thread is threading.main_thread() else 1.0)
-        )
-        if before is not None and is_still:
-            before.work = work
-        else:
-            self._count += 1
-            self._places[ident] = _Place(tuple(here), work, time.monotonic(), self._count)
-        return is_still
+        has_run = before is None or work - before.work >= (_SPURIOUS if is_main else 1.0)
+        here = None if has_run and is_main else _position(ident)
+        if before is not None and not has_run and before.frames in (None, here):
+            before.work, before.frames = work, here
+            return True
+        self._count += 1
+        self._places[ident] = _Place(here, work, time.monotonic(), self._count)
+        return False
+
+
+def _position(ident: int) -> tuple[object, ...] | None:
+    """The innermost frames of a thread, as numbers, and where they are; None where it has ended."""
+    frame = sys._current_frames().get(ident)
+    here: list[object] = []
+    while frame is not None and len(here) < 8:
+        here += [id(frame), frame.f_lasti]
+        frame = frame.f_back
+    return tuple(here) or None
 
 
 def _work_of(thread: threading.Thread) -> float:
