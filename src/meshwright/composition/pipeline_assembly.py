@@ -182,7 +182,8 @@ def _stages_of(
     """All stages of ``model``, which has been seen to compute the same when it is ``cut``."""
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace knows the dtypes of what stages hand on.
-    with rehearsal, autocast_of(plan, peers.everyone.device, keeps_casts=False):
+    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
+    with rehearsal, computing, resting(model.parameters()):
         found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
     _check_traced(plan, found)
     _check_ties(plan, found)

@@ -29,9 +29,9 @@ class Rested(NamedTuple):
     """What was to be called for the gradient of one parameter."""
 
     parameter: nn.Parameter
-    changing: list[Callable[[torch.Tensor], torch.Tensor | None]]
-    """Of `Tensor.register_hook`."""
-    following: list[Callable[[torch.Tensor], None]]
+    changing: Hooks
+    """Of `Tensor.register_hook`, by the number of the handle."""
+    following: Hooks
     """Of `Tensor.register_post_accumulate_grad_hook`."""
 
 
@@ -51,7 +51,7 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
         theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
         if changing or theirs:
             before.append((parameter, changing, following))
-            rested.append(Rested(parameter, [*changing.values()], [*theirs.values()]))
+            rested.append(Rested(parameter, dict(changing), theirs))
             parameter._backward_hooks = None
             # None would leave those that autograd has.
             parameter._post_accumulate_grad_hooks = OrderedDict(
@@ -99,14 +99,22 @@ class StepHooks:
         another kind or shape.
         """
         rested, self._rested = self._rested, list[Rested]()
+        owned: dict[nn.Parameter, Rested] = {}
         for found in reversed(rested):
-            parameter = self._owners.get(id(found.parameter), found.parameter)
+            owner = self._owners.get(id(found.parameter), found.parameter)
+            before = owned.get(owner, Rested(owner, {}, {}))
+            changing, following = (
+                before.changing | found.changing,
+                before.following | found.following,
+            )
+            owned[owner] = Rested(owner, changing, following)
+        for parameter, changing, following in owned.values():
             if parameter.grad is None:
                 continue
             try:
-                for hook in found.changing:
+                for hook in changing.values():
                     _write(parameter.grad, hook(parameter.grad))
-                for hook in found.following:
+                for hook in following.values():
                     hook(parameter)
             except Exception as error:
                 error.add_note(
