@@ -83,6 +83,7 @@ def pipelined(
     guard(model, found, mine, ranks, scope := LossScope())
     modules = StageModules(own)
     copies = frozenset(map(id, _copies(found, mine)))
+    mirrored = _mirrored(found, mine)
     layout = PipelinedLayout(
         layouts,
         own,
@@ -100,9 +101,9 @@ def pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        hooks=StepHooks(dict(modules.named_parameters()), _mirrored(found, mine)),
+        hooks=StepHooks(dict(modules.named_parameters()), mirrored),
         scope=scope,
-        optimizer=given.optimizer(optimizer, modules, plan),
+        optimizer=given.optimizer(optimizer, modules, plan, mirrored),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(_names_in(modules)),
