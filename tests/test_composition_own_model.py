@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
+from meshwright.composition.other_stages import HeldElsewhere
 from meshwright.errors import LayoutError, PipelinePeerError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed
@@ -338,6 +339,113 @@ def no_pipeline(train: TrainPlan | None = None, **axes: int) -> Plan:
 
 def test_optimizers_of_parameters_that_were_replaced_are_refused(ranks: Ranks) -> None:
     ranks(2, body_stale_optimizers)
+
+
+def given_anew(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.ones(4, 4).double())
+
+
+def loaded_by_assignment(model: Any) -> None:
+    model.load_state_dict(built(Graph).state_dict(), assign=True)
+
+
+def body_given_anew(change: Change, **axes: int) -> None:
+    for kind in (Chain, Graph):
+        model = built(kind)
+        trainable = laid_out(model, plan_of("1f1b", pipeline=2, **axes), F.mse_loss)
+        step(trainable)
+        change(model)
+        with pytest.raises(LayoutError, match=r"'(head|layers.0.0).weight' was given anew"):
+            step(trainable)
+    model = built(Chain)
+    change(model)
+    step(laid_out(model, plan_of("1f1b", pipeline=2), F.mse_loss))
+
+
+def test_parameters_that_are_given_anew_are_refused_by_name(ranks: Ranks) -> None:
+    ranks(2, body_given_anew, loaded_by_assignment)
+    with pytest.raises(
+        RanksFailed, match="rank 1 was first: it raised LayoutError: parameter 'hea"
+    ):
+        ranks(4, body_steps_anew)
+
+
+def body_steps_anew() -> None:
+    model = built(Chain)
+    trainable = laid_out(model, plan_of("1f1b", pipeline=2, replicate=2), F.mse_loss)
+    step(trainable)
+    given_anew(model)
+    step(trainable)
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer, and with one that no forward uses."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("unused", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * self.scale)
+
+
+class ScaledChain(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+
+class ScaledGraph(ScaledChain):
+    forward = Graph.forward
+
+
+def scales_in_place(model: Any) -> None:
+    for layer in model.layers:
+        if not isinstance(layer.scale, HeldElsewhere):
+            layer.scale.mul_(0.5)
+
+
+def scales_anew(model: Any) -> None:
+    for layer in model.layers:
+        layer.scale = torch.full((4,), 0.5).double()
+
+
+def frozen_in_part(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("1" not in name)
+
+
+CHANGES = (scales_in_place, scales_anew, frozen_in_part, hooks_on_gradients)
+
+
+def body_changed_later(plan: Plan) -> None:
+    """What is done to the model after it was laid out is as if it had been done before."""
+    for kind in (ScaledChain, ScaledGraph):
+        for change in CHANGES:
+            model = built(kind)
+            trainable = laid_out(model, plan, F.mse_loss)
+            change(model)
+            losses, weights = alone(kind, change, mse)
+            assert [step(trainable) for _ in range(STEPS)] == pytest.approx(losses, rel=1e-10)
+            for name, value in trainable.weights().items():
+                torch.testing.assert_close(
+                    value, weights[name], rtol=1e-9, atol=1e-12, msg=f"{change.__name__} {name}"
+                )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_is_changed_after_a_model_was_laid_out_holds(ranks: Ranks, schedule: str) -> None:
+    ranks(2, body_changed_later, plan_of(schedule, pipeline=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["replicate", "shard"])
+def test_what_is_changed_later_holds_beside_other_axes(ranks: Ranks, other: str) -> None:
+    ranks(4, body_changed_later, plan_of("1f1b", pipeline=2, **{other: 2}))
 
 
 # ------------------------------------------------------------------------------- losses, refused

@@ -101,7 +101,10 @@ def pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        hooks=StepHooks(dict(modules.named_parameters()), mirrored),
+        # Units of shards put parameters into modules and back.
+        hooks=StepHooks(
+            dict(modules.named_parameters()), mirrored, () if plan.axes.size("shard") > 1 else own
+        ),
         scope=scope,
         optimizer=given.optimizer(optimizer, modules, plan, mirrored),
         loss=loss,

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.comm.dtensor import is_dtensor, local_of
 from meshwright.data_parallel.reducer import GradientReducer
+from meshwright.errors import LayoutError
 
 __all__ = ["Rested", "StepHooks", "resting"]
 
@@ -73,21 +74,41 @@ class StepHooks:
         self,
         named: Mapping[str, nn.Parameter],
         copies: Sequence[tuple[nn.Parameter, nn.Parameter]],
+        fixed: Iterable[nn.Module] = (),
     ) -> None:
         """``copies`` are pairs of a parameter and its copy in another stage of this rank.
 
-        Hooks of either run on both, once.
+        Hooks of either run on both, once. ``fixed`` are modules whose parameters stay those that
+        they are now.
         """
         self._parameters = tuple(named.values())
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._owners = {id(copied): parameter for parameter, copied in copies}
         self._copies = tuple(copies)
+        self._places: list[tuple[Mapping[str, object], str, nn.Parameter]] = [
+            (part._parameters, key, parameter)
+            for module in fixed
+            for part in module.modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None and id(parameter) in self._names
+        ]
         self._rested: list[Rested] = []
         """Those of the last pass."""
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Let no hook run in the block."""
+        """Let no hook run in the block.
+
+        Raises LayoutError for a parameter that a module was given anew.
+        """
+        for table, key, parameter in self._places:
+            if table.get(key, parameter) is not parameter:
+                raise LayoutError(
+                    f"parameter {self._names[id(parameter)]!r} was given anew after parallelize "
+                    "(by assignment, or load_state_dict(assign=True)), and the optimizer and the "
+                    "reductions know the former: write the values into that (copy_), load them by "
+                    "Trainable.load_state_dict, or do it before"
+                )
         with resting(self._parameters) as self._rested:
             yield
 
