@@ -349,33 +349,25 @@ def loaded_by_assignment(model: Any) -> None:
     model.load_state_dict(built(Graph).state_dict(), assign=True)
 
 
-def body_given_anew(change: Change, **axes: int) -> None:
-    for kind in (Chain, Graph):
-        model = built(kind)
-        trainable = laid_out(model, plan_of("1f1b", pipeline=2, **axes), F.mse_loss)
-        step(trainable)
-        change(model)
-        with pytest.raises(LayoutError, match=r"'(head|layers.0.0).weight' was given anew"):
-            step(trainable)
-    model = built(Chain)
+def body_given_anew(kind: type[nn.Module], plan: Plan, change: Change) -> None:
+    before, model = built(Graph), built(kind)
+    change(before)
+    step(laid_out(before, plan, F.mse_loss))
+    trainable = laid_out(model, plan, F.mse_loss)
+    step(trainable)
     change(model)
-    step(laid_out(model, plan_of("1f1b", pipeline=2), F.mse_loss))
+    step(trainable)
 
 
 def test_parameters_that_are_given_anew_are_refused_by_name(ranks: Ranks) -> None:
-    ranks(2, body_given_anew, loaded_by_assignment)
-    with pytest.raises(
-        RanksFailed, match="rank 1 was first: it raised LayoutError: parameter 'hea"
+    for kind, change, axes, name in (
+        (Chain, given_anew, {"replicate": 2}, "head.weight"),
+        (Graph, loaded_by_assignment, {}, "layers.[02].0.weight"),
     ):
-        ranks(4, body_steps_anew)
-
-
-def body_steps_anew() -> None:
-    model = built(Chain)
-    trainable = laid_out(model, plan_of("1f1b", pipeline=2, replicate=2), F.mse_loss)
-    step(trainable)
-    given_anew(model)
-    step(trainable)
+        plan = plan_of("1f1b", pipeline=2, **axes)
+        text = f"it raised LayoutError: parameter '{name}' was given anew after parallelize"
+        with pytest.raises(RanksFailed, match=text):
+            ranks(4 if axes else 2, body_given_anew, kind, plan, change)
 
 
 class Scaled(nn.Module):

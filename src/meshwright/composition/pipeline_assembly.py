@@ -101,10 +101,7 @@ def pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        # Units of shards put parameters into modules and back.
-        hooks=StepHooks(
-            dict(modules.named_parameters()), mirrored, () if plan.axes.size("shard") > 1 else own
-        ),
+        hooks=_step_hooks(modules, plan, mirrored),
         scope=scope,
         optimizer=given.optimizer(optimizer, modules, plan, mirrored),
         loss=loss,
@@ -129,6 +126,14 @@ def _lay_out(
         stages.append(_stage(found, stage, peers.everyone.device, peers.pipeline))
         compiled(module, plan)
     return layouts, stages
+
+
+def _step_hooks(
+    modules: StageModules, plan: Plan, mirrored: Sequence[tuple[nn.Parameter, nn.Parameter]]
+) -> StepHooks:
+    # Units of shards put parameters into modules and back.
+    fixed = () if plan.axes.size("shard") > 1 else (modules,)
+    return StepHooks(dict(modules.named_parameters()), mirrored, fixed)
 
 
 def _let_others_go(
