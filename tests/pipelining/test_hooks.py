@@ -37,6 +37,7 @@ class Hooked(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)).double()
+        self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
         self.kind, self.calls = kind, Counter[str]()
         for name, parameter in self.body.named_parameters():
             if kind == "parameter":
@@ -54,7 +55,7 @@ class Hooked(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "given" and x.requires_grad:
             x.register_hook(clamp)
-        y = self.body(x)
+        y = self.body(x + self.shift)  # so that what is given to it requires grad in all stages
         if self.kind == "inside":
             y.register_hook(clamp)
         y = x + y
