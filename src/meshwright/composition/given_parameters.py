@@ -6,6 +6,7 @@ users have set on them goes on to those, and an optimizer that was built before 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -71,12 +72,14 @@ class GivenParameters:
         make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
         module: nn.Module,
         plan: Plan,
+        copies: Iterable[tuple[nn.Parameter, nn.Parameter]] = (),
     ) -> Optimizer | None:
         """Call ``make`` with what this rank trains; it may return an optimizer that was there.
 
-        From that the parameters of other stages are taken out. Raises PlanError for one of
-        parameters that others have replaced, whose steps would change nothing, TypeError for
-        one that may not have what this rank trains.
+        From that the parameters of other stages are taken out, and where it has the first of a pair
+        of ``copies``, it gets the second. Raises PlanError for one of parameters that others have
+        replaced, whose steps would change nothing, TypeError for one that may not have what this
+        rank trains.
         """
         if make is None:
             return None
@@ -104,4 +107,20 @@ class GivenParameters:
                 if isinstance(parameter, HeldElsewhere):
                     optimizer.state.pop(cast("torch.Tensor", parameter), None)
             group["params"] = [p for p in group["params"] if not isinstance(p, HeldElsewhere)]
+        _add(optimizer, groups, copies)
         return optimizer
+
+
+def _add(
+    optimizer: Optimizer,
+    groups: Iterable[dict[str, Any]],
+    copies: Iterable[tuple[nn.Parameter, nn.Parameter]],
+) -> None:
+    """Let ``optimizer`` step copies as it steps what they are copies of."""
+    listed = {id(parameter) for group in groups for parameter in group["params"]}
+    for owner, copied in copies:
+        for group in groups:
+            if id(copied) not in listed and any(p is owner for p in group["params"]):
+                group["params"].append(copied)
+                if owner in optimizer.state:
+                    optimizer.state[copied] = copy.deepcopy(optimizer.state[owner])

@@ -10,12 +10,13 @@ out, and after::
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["known_copy", "share", "show"]
+from meshwright.pipelining.ties import copy_parameter
+
+__all__ = ["share", "show"]
 
 
 def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
@@ -36,18 +37,11 @@ def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
                 if own is None:
                     continue
                 if id(own) not in used:
-                    used[id(own)] = known_copy(own) if id(own) in taken else own
+                    used[id(own)] = copy_parameter(own) if id(own) in taken else own
                 part._parameters[leaf] = used[id(own)]
             for leaf in part._buffers:
                 part._buffers[leaf] = buffers.get(f"{prefix}{leaf}", part._buffers[leaf])
         taken |= used.keys()
-
-
-def known_copy(parameter: nn.Parameter) -> nn.Parameter:
-    """Copy a parameter with the attributes that were set on it; hooks stay with the original."""
-    copied = copy.deepcopy(parameter)
-    vars(copied).update(vars(parameter))
-    return copied
 
 
 def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:

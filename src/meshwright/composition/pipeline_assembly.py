@@ -83,6 +83,7 @@ def pipelined(
     guard(model, found, mine, ranks, scope := LossScope())
     modules = StageModules(own)
     copies = frozenset(map(id, _copies(found, mine)))
+    mirrored = _mirrored(found, mine)
     layout = PipelinedLayout(
         layouts,
         own,
@@ -100,9 +101,9 @@ def pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        hooks=StepHooks(dict(modules.named_parameters()), _mirrored(found, mine)),
+        hooks=_step_hooks(modules, plan, mirrored),
         scope=scope,
-        optimizer=given.optimizer(optimizer, modules, plan),
+        optimizer=given.optimizer(optimizer, modules, plan, mirrored),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(_names_in(modules)),
@@ -125,6 +126,14 @@ def _lay_out(
         stages.append(_stage(found, stage, peers.everyone.device, peers.pipeline))
         compiled(module, plan)
     return layouts, stages
+
+
+def _step_hooks(
+    modules: StageModules, plan: Plan, mirrored: Sequence[tuple[nn.Parameter, nn.Parameter]]
+) -> StepHooks:
+    # Units of shards put parameters into modules and back.
+    fixed = () if plan.axes.size("shard") > 1 else (modules,)
+    return StepHooks(dict(modules.named_parameters()), mirrored, fixed)
 
 
 def _let_others_go(
@@ -182,7 +191,8 @@ def _stages_of(
     """All stages of ``model``, which has been seen to compute the same when it is ``cut``."""
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace knows the dtypes of what stages hand on.
-    with rehearsal, autocast_of(plan, peers.everyone.device, keeps_casts=False):
+    computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
+    with rehearsal, computing, resting(model.parameters()):
         found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
     _check_traced(plan, found)
     _check_ties(plan, found)

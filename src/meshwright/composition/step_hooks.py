@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.comm.dtensor import is_dtensor, local_of
 from meshwright.data_parallel.reducer import GradientReducer
+from meshwright.errors import LayoutError
 
 __all__ = ["Rested", "StepHooks", "resting"]
 
@@ -29,9 +30,9 @@ class Rested(NamedTuple):
     """What was to be called for the gradient of one parameter."""
 
     parameter: nn.Parameter
-    changing: list[Callable[[torch.Tensor], torch.Tensor | None]]
-    """Of `Tensor.register_hook`."""
-    following: list[Callable[[torch.Tensor], None]]
+    changing: Hooks
+    """Of `Tensor.register_hook`, by the number of the handle."""
+    following: Hooks
     """Of `Tensor.register_post_accumulate_grad_hook`."""
 
 
@@ -51,7 +52,7 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
         theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
         if changing or theirs:
             before.append((parameter, changing, following))
-            rested.append(Rested(parameter, [*changing.values()], [*theirs.values()]))
+            rested.append(Rested(parameter, dict(changing), theirs))
             parameter._backward_hooks = None
             # None would leave those that autograd has.
             parameter._post_accumulate_grad_hooks = OrderedDict(
@@ -73,21 +74,41 @@ class StepHooks:
         self,
         named: Mapping[str, nn.Parameter],
         copies: Sequence[tuple[nn.Parameter, nn.Parameter]],
+        fixed: Iterable[nn.Module] = (),
     ) -> None:
         """``copies`` are pairs of a parameter and its copy in another stage of this rank.
 
-        Hooks of either run on both, once.
+        Hooks of either run on both, once. ``fixed`` are modules whose parameters stay those that
+        they are now.
         """
         self._parameters = tuple(named.values())
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._owners = {id(copied): parameter for parameter, copied in copies}
         self._copies = tuple(copies)
+        self._places: list[tuple[Mapping[str, object], str, nn.Parameter]] = [
+            (part._parameters, key, parameter)
+            for module in fixed
+            for part in module.modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None and id(parameter) in self._names
+        ]
         self._rested: list[Rested] = []
         """Those of the last pass."""
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Let no hook run in the block."""
+        """Let no hook run in the block.
+
+        Raises LayoutError for a parameter that a module was given anew.
+        """
+        for table, key, parameter in self._places:
+            if table.get(key, parameter) is not parameter:
+                raise LayoutError(
+                    f"parameter {self._names[id(parameter)]!r} was given anew after parallelize "
+                    "(by assignment, or load_state_dict(assign=True)), and the optimizer and the "
+                    "reductions know the former: write the values into that (copy_), load them by "
+                    "Trainable.load_state_dict, or do it before"
+                )
         with resting(self._parameters) as self._rested:
             yield
 
@@ -99,14 +120,22 @@ class StepHooks:
         another kind or shape.
         """
         rested, self._rested = self._rested, list[Rested]()
+        owned: dict[nn.Parameter, Rested] = {}
         for found in reversed(rested):
-            parameter = self._owners.get(id(found.parameter), found.parameter)
+            owner = self._owners.get(id(found.parameter), found.parameter)
+            before = owned.get(owner, Rested(owner, {}, {}))
+            changing, following = (
+                before.changing | found.changing,
+                before.following | found.following,
+            )
+            owned[owner] = Rested(owner, changing, following)
+        for parameter, changing, following in owned.values():
             if parameter.grad is None:
                 continue
             try:
-                for hook in found.changing:
+                for hook in changing.values():
                     _write(parameter.grad, hook(parameter.grad))
-                for hook in found.following:
+                for hook in following.values():
                     hook(parameter)
             except Exception as error:
                 error.add_note(

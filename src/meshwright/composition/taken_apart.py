@@ -53,6 +53,10 @@ def guard(
     last = len(found.modules) - 1
     homes = {part: n for n, stage in enumerate(found.modules) for part in stage.modules()}
     classes: dict[object, type] = {}
+    here: dict[str, list[nn.Module]] = {}
+    for number in mine:
+        for name, part in found.modules[number].named_modules():
+            here.setdefault(name, []).append(part)
     for name, part in model.named_modules():
         stage, keys = homes.get(part), found.written.get(name, frozenset[str]())
         text = "whose own forward no stage runs"
@@ -63,7 +67,11 @@ def guard(
             continue
         called = name or type(part).__name__
         vars(part)[_ABOUT] = _About(
-            called, text, found.info is not None, scope if is_live else None
+            called,
+            text,
+            found.info is not None,
+            scope if is_live else None,
+            () if stage is not None else tuple(here.get(name, ())),
         )
         kind = type(part)
         known = (kind, stage is None, keys)
@@ -84,6 +92,8 @@ class _About:
     is_traced: bool
     scope: LossScope | None
     """While it is open attributes are not read; at no time when None."""
+    parts: tuple[nn.Module, ...]
+    """What stages of this rank have in its place."""
 
 
 class _Written:
@@ -120,6 +130,14 @@ class _Written:
 
 class _TakenApart(nn.Module):
     """A module that no stage calls: hooks on its calls would not run."""
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        """Give a parameter or a buffer to what computes with it, too."""
+        super().__setattr__(name, value)
+        about: _About = vars(self)[_ABOUT]
+        for part in about.parts:
+            if name in part._parameters or name in part._buffers:
+                setattr(part, name, value)
 
     def train(self, mode: bool = True) -> Self:
         """Refuse what would change nothing: a graph has the mode of its stage."""

@@ -442,26 +442,24 @@ class Trainable:
         tensor = self._peers.tensor
         if tensor.size == 1:
             return
-        ranks = self._peers.alike.ranks
+        ranks, losses = self._peers.alike.ranks, list[str]()
 
         def exchange(said: str) -> list[str]:
             event = Event(f"gradients of step {self.steps}")
-            everyone = self._passes.exchange(event, f"{loss.hex()} {said}")
-            rows = [
-                s.split(" ", 1) for r, s in zip(ranks, everyone, strict=True) if r in tensor.ranks
-            ]
-            losses = [float.fromhex(number) for number, _ in rows]
-            if len({number for number, _ in rows}) > 1:
-                raise LayoutError(
-                    f"the ranks {list(tensor.ranks)} of axis tensor found the losses {losses} of "
-                    "one batch: the loss reads a parameter of which each has a part. Take its "
-                    "`full_tensor()` there, or, beside axis shard, compute the term in the model's "
-                    "forward and return it with the output"
-                )
-            return [said for _, said in rows]
+            everyone = self._passes.exchange(event, f"{loss} {said}")
+            mine = [s for rank, s in zip(ranks, everyone, strict=True) if rank in tensor.ranks]
+            losses.extend(row.partition(" ")[0] for row in mine)
+            return [row.partition(" ")[2] for row in mine]
 
         with phase("compare gradients", step=self.steps):
             verify_gradients(tensor, list(self.named_parameters().items()), exchange)
+        if len({*losses}) > 1:
+            raise LayoutError(
+                f"the ranks {list(tensor.ranks)} of axis tensor found the losses "
+                f"{', '.join(losses)} of one batch: the loss reads a parameter of which each has a "
+                "part. Take its `full_tensor()` there, or, beside axis shard, compute the term in "
+                "the model's forward and return it with the output"
+            )
 
 
 def autocast_of(

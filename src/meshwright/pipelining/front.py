@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.pipelining.module_hooks import CALLED, refuse_hooks
 from meshwright.pipelining.split_points import pipe_split
 
 __all__ = ["LossWrapper", "PipeSequential", "TrivialLossWrapper", "stages_by_name"]
@@ -87,7 +88,8 @@ def stages_by_name(model: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.
     outputs of the one before. Parameters stay those of the model, with its names.
 
     Raises ``AttributeError`` for a name that is no module; ``ValueError`` when a stage has none, a
-    module or one within it is named twice, or parameters of the model belong to no stage.
+    module or one within it is named twice, parameters of the model belong to no stage, or modules
+    that no stage calls have hooks.
     """
     listed = [name for stage in names for name in stage]
     if not all(names):
@@ -97,6 +99,12 @@ def stages_by_name(model: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.
             if name == other or f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}."):
                 raise ValueError(f"module {name!r} is named twice (within {other!r})")
     stages: list[nn.Module] = [_Named(model, stage) for stage in names]
+    inside = {part for stage in stages for part in stage.modules()}
+    refuse_hooks(
+        ((name, part) for name, part in model.named_modules() if part not in inside),
+        "Only the modules that are named are called: name those that have hooks",
+        *CALLED,
+    )
     held = {id(parameter) for stage in stages for parameter in stage.parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -292,13 +291,15 @@ def pipeline(
     what several use. ``dynamic_shapes`` is torch.export's: sizes that may differ from those of the
     microbatch.
 
-    A stage is one graph. The modules within it are there for the names of parameters: hooks on them
-    do not run, and what the model has decided in Python while it was traced, by its mode or by
-    constants, stays decided. ``train`` and ``eval`` of a stage switch dropout and normalisation,
-    also dropout that the model keeps on in evaluation.
+    A stage is one graph. The modules within it are there for the names of parameters, and what the
+    model has decided in Python while it was traced, by its mode or by constants, stays decided.
+    ``train`` and ``eval`` of a stage switch dropout and normalisation, also dropout that the model
+    keeps on in evaluation.
 
-    Raises ``ValueError`` for both ways at once, ``AttributeError`` for modules that do not exist,
-    ``RuntimeError`` when the model cannot be traced, with the module, the line and another way.
+    Raises ``ValueError`` for both ways at once, and for what a graph would drop: hooks of modules
+    and of activations, the backward of an `autograd.Function`, recomputation, hooks of a parameter
+    that several stages use. ``AttributeError`` for modules that do not exist, ``RuntimeError`` when
+    the model cannot be traced, with the module, the line and another way.
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError(
@@ -310,21 +311,18 @@ def pipeline(
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """``module`` on ``device``, graphs included; a copy where it was elsewhere."""
+    """Move ``module`` to ``device``, graphs included; parameters stay the objects that they are."""
     held = [*module.parameters(), *module.buffers()]
-    if all(tensor.device == device or tensor.is_meta for tensor in held):
-        elsewhere = [g for g in _graphs(module) if any(_devices(g, device))]
-        if not elsewhere:
-            return module
-    moved = copy.deepcopy(module)
     if not any(tensor.is_meta for tensor in held):
-        moved.to(device)
-    for graph_module in _graphs(moved):
-        for node in list(_devices(graph_module, device)):
+        module.to(device)
+    for graph_module in _graphs(module):
+        nodes = _devices(graph_module, device)
+        for node in nodes:
             node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))
             node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _on(a, device))
-        graph_module.recompile()
-    return moved
+        if nodes:
+            graph_module.recompile()
+    return module
 
 
 def _graphs(module: nn.Module) -> list[fx.GraphModule]:

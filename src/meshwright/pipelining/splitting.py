@@ -16,7 +16,7 @@ from meshwright.pipelining.edges import Source, StageEdges
 from meshwright.pipelining.placement import Placement, attribute
 from meshwright.pipelining.split_points import is_marker
 from meshwright.pipelining.stage_module import Nesting, StageModule, follow_mode, nested
-from meshwright.pipelining.ties import Tie
+from meshwright.pipelining.ties import Tie, copy_parameter
 
 __all__ = ["Argument", "Cut", "Expected", "Traced", "cut", "expected"]
 
@@ -325,6 +325,7 @@ class _Cutter:
                         held.append((stage.index, name))
         ties = [Tie(held[0][0], tuple(held)) for held in holders.values() if len(held) > 1]
         for tie in ties:
+            _refuse_hooks(tie, modules[tie.owner].get_parameter(tie.names[0][1]))
             for index, name in tie.names[1:]:
                 _replace(modules[index], name)
         return tuple(ties)
@@ -333,11 +334,21 @@ class _Cutter:
 def _replace(module: nn.Module, name: str) -> None:
     """Give ``module`` its own copy of a parameter, under all names that it has there."""
     old = module.get_parameter(name)
-    new = nn.Parameter(old.detach().clone(), old.requires_grad)
+    new = copy_parameter(old)
     for owner in module.modules():
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is old:
                 owner._parameters[leaf] = new
+
+
+def _refuse_hooks(tie: Tie, parameter: nn.Parameter) -> None:
+    """Raise ValueError for hooks of a parameter that is about to be copied."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {tie.names[0][1]!r} has hooks for its gradient, and stages "
+            f"{[stage for stage, _ in tie.names]} use it: each has a part of the gradient, which "
+            "the hooks would take for the whole. parallelize runs them on the sum; or untie it"
+        )
 
 
 def expected(value: torch.Tensor, *, has_stride: bool = False) -> Expected:

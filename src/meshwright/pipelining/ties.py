@@ -10,6 +10,7 @@ In the first step the owner's values are sent to the other holders.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +23,7 @@ from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.metadata import digest
 from meshwright.pipelining.residency import Several
 
-__all__ = ["Tie", "TiedParameters", "Wire", "counted"]
+__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted"]
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Names that wrappers put into the name of a parameter."""
@@ -36,6 +37,13 @@ class Tie:
     """The stage whose copy gives the value, and counts."""
     names: tuple[tuple[int, str], ...]
     """(stage, name in that stage) of every holder."""
+
+
+def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Copy a parameter with the attributes that were set on it; hooks stay with the original."""
+    copied = copy.deepcopy(parameter)
+    vars(copied).update(vars(parameter))
+    return copied
 
 
 class Wire(Protocol):
