@@ -1,17 +1,33 @@
-"""BatchNorm with the statistics of all ranks' batches together, as one process would have them."""
+"""BatchNorm with the statistics of all ranks' batches together, as one process would have them.
+
+Or with those of each rank's own batch, as torch has it where nothing is said; then it is said once.
+"""
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from meshwright.comm import Communicator
 from meshwright.comm.functional import all_gather
 
-__all__ = ["batch_norms", "synchronise_batch_norm"]
+__all__ = [
+    "LocalStatistics",
+    "batch_norms",
+    "keep_batch_norm_local",
+    "synchronise_batch_norm",
+]
+
+IS_MEANT = "_meshwright_local_statistics"
+"""The attribute of a BatchNorm for which the statistics of each rank are what was asked for."""
+
+_WRAPPERS = re.compile(r"_\w+_wrapped_module\.")
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -29,6 +45,62 @@ def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> Non
     for name, part in batch_norms(module).items():
         # An attribute of the instance hides the method of its class.
         setattr(part, "forward", partial(_forward, part, communicator, f"batch norm {name}"))  # noqa: B010
+
+
+def keep_batch_norm_local(module: nn.Module) -> None:
+    """Let every BatchNorm in ``module`` normalise by each rank's own batch, without a warning.
+
+    That is what torch does, and other numbers than those of one process.
+    """
+    for part in batch_norms(module).values():
+        part.__dict__[IS_MEANT] = True
+
+
+class LocalStatistics:
+    """Says once, on one rank, which BatchNorm modules normalise by the batch of each rank alone."""
+
+    def __init__(self, module: nn.Module, axes: Sequence[Communicator]) -> None:
+        """``axes`` are those over which ranks train on different batches."""
+        self._axes = tuple(axes)
+        self._is_first = all(axis.rank == 0 for axis in axes) and any(a.size > 1 for a in axes)
+        self._told: set[str] = set()
+        self.follow(module)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take the modules that ``module`` holds now for those that there are."""
+        found = batch_norms(module) if self._is_first else {}
+        self._named = {
+            name: part
+            for name, part in found.items()
+            if not isinstance(part, SyncBatchNorm) and name not in self._told
+        }
+        self.is_due = bool(self._named)
+        """Whether there is one of which nothing was said."""
+
+    def tell(self) -> None:
+        """Warn of those that use the statistics of their batch in the pass that begins."""
+        found = [
+            _WRAPPERS.sub("", name) or type(part).__name__
+            for name, part in self._named.items()
+            if (part.training or part.running_mean is None)
+            and not isinstance(vars(part).get("forward"), partial)
+            and IS_MEANT not in vars(part)
+        ]
+        if not found:
+            return
+        self._told.update(self._named)
+        self.is_due = False
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        ranks = " x ".join(str(axis.size) for axis in self._axes)
+        warnings.warn(
+            f"BatchNorm {', '.join(map(repr, found[:3]))}{more} normalises by the batch of each of "
+            f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
+            "statistics of all ranks call synchronise_batch_norm(model, axis) of "
+            "meshwright.data_parallel before the first forward; if those of each rank are meant, "
+            "call keep_batch_norm_local(model)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _forward(

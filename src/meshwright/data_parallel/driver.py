@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm.untraced import apart, untraced
+from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.unit import Phase, Unit
@@ -148,6 +149,7 @@ class Driver:
             driver.adopt_names(names)
         with torch.inference_mode(False):
             iteration = Iteration(list(drivers), self.order)
+        iteration.statistics = LocalStatistics(module, iteration.axes)
         for driver in drivers:
             driver.check_materialised()
             driver.iteration = iteration
