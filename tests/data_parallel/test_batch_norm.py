@@ -98,8 +98,18 @@ def body() -> None:
         for silent in (frozen, synchronised, meant, net(nn.Identity)):
             inner = wrap(silent)
             assert said(lambda inner=inner: loss(inner, x).backward()) == [""]
+    # What is frozen may train later; all else is asked once and never again.
+    due = {
+        kind: LocalStatistics(silent, [communicator()])
+        for kind, silent in {"frozen": frozen, "synchronised": synchronised, "meant": meant}.items()
+    }
+    for statistics in due.values():
+        statistics.tell()
+    assert [kind for kind, s in due.items() if s.is_due] == (["frozen"] if is_first else [])
     # On a CPU torch's own has no forward in training.
-    assert not LocalStatistics(net(nn.SyncBatchNorm), [communicator()]).is_due
+    torchs = LocalStatistics(net(nn.SyncBatchNorm), [communicator()])
+    assert said(torchs.tell) == [""]
+    assert not torchs.is_due
 
 
 def body_later() -> None:
@@ -123,6 +133,11 @@ def body_later() -> None:
     (text,) = said(train)
     assert bool(text) is is_first
     assert not text or "BatchNorm '1' normalises" in text
+    # What a warning has named is not named again, by whichever replica; nothing is left to ask.
+    model[2] = replicate(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+    again = DistributedDataParallel(model)
+    found = said(train, lambda: loss(again, x).backward())
+    assert [bool(text) for text in found] == [is_first, False]
     compiled = torch.compile(replicate(net()), backend=aot_backend)
     found = said(lambda: loss(compiled, x).backward(), lambda: loss(compiled, x).backward())
     assert [bool(text) for text in found] == [is_first, False]

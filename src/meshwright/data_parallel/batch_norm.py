@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,7 +28,10 @@ __all__ = [
 IS_MEANT = "_meshwright_local_statistics"
 """The attribute of a BatchNorm for which the statistics of each rank are what was asked for."""
 
-_WRAPPERS = re.compile(r"_\w+_wrapped_module\.")
+_NAMED: WeakSet[nn.Module] = WeakSet()
+"""What a warning has named: replicas may be made anew, and lie inside of each other."""
+
+_WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -63,37 +67,36 @@ class LocalStatistics:
         """``axes`` are those over which ranks train on different batches."""
         self._axes = tuple(axes)
         self._is_first = all(axis.rank == 0 for axis in axes) and any(a.size > 1 for a in axes)
-        self._told: set[str] = set()
         self.follow(module)
 
     def follow(self, module: nn.Module) -> None:
         """Take the modules that ``module`` holds now for those that there are."""
-        found = batch_norms(module) if self._is_first else {}
-        self._named = {
-            name: part
-            for name, part in found.items()
-            if not isinstance(part, SyncBatchNorm) and name not in self._told
-        }
+        self._named = batch_norms(module) if self._is_first else {}
         self.is_due = bool(self._named)
-        """Whether there is one of which nothing was said."""
+        """Whether there is one that has not trained yet."""
 
     def tell(self) -> None:
         """Warn of those that use the statistics of their batch in the pass that begins."""
-        found = [
-            _WRAPPERS.sub("", name) or type(part).__name__
+        waiting = {name: part for name, part in self._named.items() if not _uses_batch(part)}
+        found = {
+            name: part
             for name, part in self._named.items()
-            if (part.training or part.running_mean is None)
-            and not isinstance(vars(part).get("forward"), partial)
-            and IS_MEANT not in vars(part)
-        ]
-        if not found:
-            return
-        self._told.update(self._named)
-        self.is_due = False
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            if name not in waiting and _is_unasked(part)
+        }
+        if found:
+            # One warning is enough, also where others are frozen for now.
+            _NAMED.update(self._named.values())
+            waiting = {}
+        self._named = waiting
+        self.is_due = bool(waiting)
+        if found:
+            self._warn([_WRAPPERS.sub("", n) or type(p).__name__ for n, p in found.items()])
+
+    def _warn(self, names: Sequence[str]) -> None:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         ranks = " x ".join(str(axis.size) for axis in self._axes)
         warnings.warn(
-            f"BatchNorm {', '.join(map(repr, found[:3]))}{more} normalises by the batch of each of "
+            f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalises by the batch of each of "
             f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
             "statistics of all ranks call synchronise_batch_norm(model, axis) of "
             "meshwright.data_parallel before the first forward; if those of each rank are meant, "
@@ -101,6 +104,18 @@ class LocalStatistics:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _uses_batch(part: _BatchNorm) -> bool:
+    # Past nn.Module's lookup of buffers, as frozen modules are asked in each pass.
+    return part.training or part._buffers.get("running_mean") is None
+
+
+def _is_unasked(part: _BatchNorm) -> bool:
+    """Whether nobody has said, in the program or to its user, whose statistics ``part`` uses."""
+    if isinstance(part, SyncBatchNorm) or IS_MEANT in vars(part) or part in _NAMED:
+        return False
+    return getattr(vars(part).get("forward"), "func", None) is not _forward
 
 
 def _forward(
