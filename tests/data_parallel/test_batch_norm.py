@@ -85,7 +85,7 @@ def body() -> None:
         assert bool(first) is is_first
         if is_first:
             assert "BatchNorm '0.1' normalises by the batch of each of 2 ranks alone" in first
-            assert "synchronise_batch_norm(model, axis)" in first
+            assert "synchronise_batch_norm(model, communicator())" in first
             assert "keep_batch_norm_local(model)" in first
 
         # What is no BatchNorm over the batch, or not of this rank alone, or is meant.

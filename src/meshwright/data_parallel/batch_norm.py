@@ -98,9 +98,9 @@ class LocalStatistics:
         warnings.warn(
             f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalises by the batch of each of "
             f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
-            "statistics of all ranks call synchronise_batch_norm(model, axis) of "
-            "meshwright.data_parallel before the first forward; if those of each rank are meant, "
-            "call keep_batch_norm_local(model)",
+            "statistics of all ranks call synchronise_batch_norm(model, communicator()) of "
+            "meshwright.data_parallel and meshwright.comm before the first forward; if those of "
+            "each rank are meant, call keep_batch_norm_local(model) of meshwright.data_parallel",
             UserWarning,
             stacklevel=2,
         )
