@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -25,11 +24,9 @@ __all__ = [
     "synchronise_batch_norm",
 ]
 
-IS_MEANT = "_meshwright_local_statistics"
-"""The attribute of a BatchNorm for which the statistics of each rank are what was asked for."""
-
-_NAMED: WeakSet[nn.Module] = WeakSet()
-"""What a warning has named: replicas may be made anew, and lie inside of each other."""
+IS_KNOWN = "_meshwright_local_statistics"
+"""The attribute of a BatchNorm of which its user has said, or was told, that the statistics are of
+each rank: replicas may be made anew, and lie inside of each other."""
 
 _WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 
@@ -57,7 +54,7 @@ def keep_batch_norm_local(module: nn.Module) -> None:
     That is what torch does, and other numbers than those of one process.
     """
     for part in batch_norms(module).values():
-        part.__dict__[IS_MEANT] = True
+        part.__dict__[IS_KNOWN] = True
 
 
 class LocalStatistics:
@@ -85,7 +82,8 @@ class LocalStatistics:
         }
         if found:
             # One warning is enough, also where others are frozen for now.
-            _NAMED.update(self._named.values())
+            for part in self._named.values():
+                part.__dict__[IS_KNOWN] = True
             waiting = {}
         self._named = waiting
         self.is_due = bool(waiting)
@@ -112,8 +110,8 @@ def _uses_batch(part: _BatchNorm) -> bool:
 
 
 def _is_unasked(part: _BatchNorm) -> bool:
-    """Whether nobody has said, in the program or to its user, whose statistics ``part`` uses."""
-    if isinstance(part, SyncBatchNorm) or IS_MEANT in vars(part) or part in _NAMED:
+    """Whether nobody has said whose statistics ``part`` uses."""
+    if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False
     return getattr(vars(part).get("forward"), "func", None) is not _forward
 
