@@ -23,6 +23,7 @@ from meshwright.data_parallel import (
     DistributedDataParallel,
     GradBucket,
     MixedPrecision,
+    keep_batch_norm_local,
     replicate,
 )
 from meshwright.data_parallel.comm_hooks import bf16_compress_hook
@@ -39,6 +40,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
+        keep_batch_norm_local(self.norm)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.unused = nn.Linear(WIDTH, WIDTH)
         self.tied = nn.Linear(WIDTH, WIDTH)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from data_parallel.table_models import ROWS, Row, share_of
 from data_parallel.table_strategies import STRATEGIES, Laid, Request
 from meshwright.comm import communicator
+from meshwright.data_parallel import keep_batch_norm_local
 
 STEPS = 5
 SCALE = 1024.0
@@ -164,7 +165,9 @@ def _load(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 def built(row: Row, precision: str, *, judges: bool = False) -> nn.Module:
     torch.manual_seed(0)
     sample = row.judge if judges and row.judge is not None else row.sample
-    return row.convert(sample.build().to(dtype_of(precision)))
+    model = sample.build().to(dtype_of(precision))
+    keep_batch_norm_local(model)
+    return row.convert(model)
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -14,6 +14,7 @@ from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import (
     DistributedDataParallel,
     GradBucket,
+    keep_batch_norm_local,
     replicate,
     synchronise_batch_norm,
 )
@@ -183,6 +184,7 @@ def body_batch_norm() -> None:
     one.double()
     ours, theirs = copy.deepcopy(one), TorchDDP(copy.deepcopy(one))
     local = DistributedDataParallel(copy.deepcopy(one))
+    keep_batch_norm_local(local)
     synchronise_batch_norm(ours, world)
     replicate(ours)
     torch.manual_seed(1)

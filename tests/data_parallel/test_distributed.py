@@ -19,6 +19,7 @@ from meshwright.data_parallel import (
     DistributedDataParallel,
     GradBucket,
     MixedPrecision,
+    keep_batch_norm_local,
     replicate,
 )
 from meshwright.data_parallel.alignment import NOTES
@@ -34,6 +35,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(3, 5)
         self.norm = nn.BatchNorm1d(5)
+        keep_batch_norm_local(self.norm)
         self.last = nn.Linear(5, 2)
         self.spare = nn.Linear(5, 2)
 

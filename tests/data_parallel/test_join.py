@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import DistributedDataParallel, replicate
+from meshwright.data_parallel import DistributedDataParallel, keep_batch_norm_local, replicate
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.errors import CollectiveMismatchError
 from meshwright.testing import Ranks
@@ -91,6 +91,7 @@ def body_buffers() -> None:
     """The ranks that still train give the buffers; in the end all have them."""
     world = communicator()
     ours = DistributedDataParallel(nn.BatchNorm1d(3).double())
+    keep_batch_norm_local(ours)
     with ours.join():
         for step in range(2 + 2 * world.rank):
             ours(data(world.rank, step)).square().sum().backward()
@@ -152,6 +153,7 @@ def body_disabled_and_raising() -> None:
 def body_different_work() -> None:
     world = communicator()
     ours = DistributedDataParallel(nn.BatchNorm1d(3).double())
+    keep_batch_norm_local(ours)
     value = ours(data(0, 0)).sum()
 
     def diverge() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import replicate
+from meshwright.data_parallel import keep_batch_norm_local, replicate
 from meshwright.data_parallel.alignment import NOTES
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
@@ -299,6 +299,7 @@ def body_initial_sync(init_sync: bool) -> None:
 def body_buffers(broadcast_buffers: bool) -> None:
     world = communicator()
     model = replicate(nn.BatchNorm1d(2), broadcast_buffers=broadcast_buffers)
+    keep_batch_norm_local(model)
     torch.manual_seed(world.rank)
     for _ in range(2):
         model(torch.randn(4, 2)).sum().backward()
@@ -315,6 +316,7 @@ def body_buffers(broadcast_buffers: bool) -> None:
 
 def body_collectives() -> None:
     model = replicate(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), bucket_cap_mb=2e-5)
+    keep_batch_norm_local(model)
     with observe(recorder := Recorder()):
         model(torch.randn(3, 4)).sum().backward()
     assert recorder.kinds() == [

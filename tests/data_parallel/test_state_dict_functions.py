@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import fully_shard, replicate
+from meshwright.data_parallel import fully_shard, keep_batch_norm_local, replicate
 from meshwright.testing import Ranks
 
 State = Mapping[str, Any]
@@ -32,6 +32,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 5)
         self.norm = nn.BatchNorm1d(5)
+        keep_batch_norm_local(self.norm)
         self.last = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 
+from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
 
@@ -46,6 +47,7 @@ class SharedTransformer(nn.Module):
         self.register_buffer("vocab_bias", self.embed_tokens.weight.new_ones((16,)))
         self.register_buffer("long_buffer", torch.zeros(16, dtype=torch.long))
         self.bn = nn.BatchNorm1d(2)
+        keep_batch_norm_local(self.bn)
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(1 + dist.get_rank())

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import StateDictType as PeerType
 
 from meshwright.comm import Recorder, observe
 from meshwright.comm.shard_view import ShardView
+from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import (
     FullStateDictConfig,
     LocalStateDictConfig,
@@ -40,6 +41,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(5, 7)
         self.norm = nn.BatchNorm1d(7)
+        keep_batch_norm_local(self.norm)
         self.last = nn.Linear(7, 3)
         self.tied = nn.Linear(7, 3, bias=False)
         self.tied.weight = self.last.weight

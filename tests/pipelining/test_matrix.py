@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright.comm import communicator
 from meshwright.comm.whole import whole
+from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
@@ -89,6 +90,7 @@ def run_alone(
 def spread(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
     if kind == "replicate":
         # Of BatchNorm each replica keeps the statistics of its own share here.
+        keep_batch_norm_local(module)
         return mw.replicate(module, device_mesh=mesh, broadcast_buffers=False)
     if kind == "fully_shard":
         mw.fully_shard(module.layer, mesh=mesh)

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.composition.description import Description, describe_replicated, describe_sharded
-from meshwright.data_parallel import Replica
+from meshwright.data_parallel import Replica, keep_batch_norm_local
 from meshwright.data_parallel.equal_buffers import EqualBuffers
 from meshwright.data_parallel.unit import Unit
 from meshwright.gradients import SpreadGradients, group_by_spread
@@ -67,6 +67,7 @@ class ReplicatedLayout:
         self._module = module
         self._is_cut = is_cut
         self.communicators: Mapping[str, Communicator] = {"replicate": replica.communicator}
+        keep_batch_norm_local(module)  # or the plan has changed what it computes
 
     @property
     def found_non_finite(self) -> Sequence[str]:
@@ -116,6 +117,7 @@ class ShardedLayout:
         self._data = data
         self.communicators = communicators
         self._buffers = EqualBuffers(module, data)
+        keep_batch_norm_local(module)  # or the plan has changed what it computes
         for unit in units:
             unit.settings = replace(unit.settings, is_watched=True)
 

@@ -7,9 +7,9 @@ large one alone), `sparse_gradient` (rows of one), `gradient_bucket` (what a hoo
 passes on every rank), `pass_notes` (what ranks tell each other of a pass), `distributed_parameters`
 (DTensors of tensor parallelism), `reducer` (hooks and order of the reductions), `module_tensors`
 and `equal_buffers` (what a module holds now), `low_precision` (computing in another dtype),
-`replica` (a module that is kept equal), `join` (uneven inputs), `replicated` and `distributed` (the
-function and the class that users call), `comm_hooks`, `power_sgd` and `local_steps` (other ways to
-reduce), `batch_norm` (statistics of all ranks).
+`batch_norm` (whose statistics), `replica` (a module that is kept equal), `join` (uneven inputs),
+`replicated` and `distributed` (the function and the class that users call), `comm_hooks`,
+`power_sgd` and `local_steps` (other ways to reduce).
 
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
 (one line of elements and its moves), `policies`, `placement` (where a parameter goes),
@@ -23,7 +23,11 @@ users put in their place), `order` and `iteration` (what units of one root share
 
 from __future__ import annotations
 
-from meshwright.data_parallel.batch_norm import batch_norms, synchronise_batch_norm
+from meshwright.data_parallel.batch_norm import (
+    batch_norms,
+    keep_batch_norm_local,
+    synchronise_batch_norm,
+)
 from meshwright.data_parallel.distributed import DistributedDataParallel
 from meshwright.data_parallel.gradient_bucket import GradBucket
 from meshwright.data_parallel.low_precision import MixedPrecision
@@ -63,6 +67,7 @@ __all__ = [
     "batch_norms",
     "flat_groups",
     "fully_shard",
+    "keep_batch_norm_local",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

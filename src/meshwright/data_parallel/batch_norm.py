@@ -1,17 +1,34 @@
-"""BatchNorm with the statistics of all ranks' batches together, as one process would have them."""
+"""BatchNorm with the statistics of all ranks' batches together, as one process would have them.
+
+Or with those of each rank's own batch, as torch has it where nothing is said; then it is said once.
+"""
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from meshwright.comm import Communicator
 from meshwright.comm.functional import all_gather
 
-__all__ = ["batch_norms", "synchronise_batch_norm"]
+__all__ = [
+    "LocalStatistics",
+    "batch_norms",
+    "keep_batch_norm_local",
+    "synchronise_batch_norm",
+]
+
+IS_KNOWN = "_meshwright_local_statistics"
+"""The attribute of a BatchNorm of which its user has said, or was told, that the statistics are of
+each rank: replicas may be made anew, and lie inside of each other."""
+
+_WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -29,6 +46,74 @@ def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> Non
     for name, part in batch_norms(module).items():
         # An attribute of the instance hides the method of its class.
         setattr(part, "forward", partial(_forward, part, communicator, f"batch norm {name}"))  # noqa: B010
+
+
+def keep_batch_norm_local(module: nn.Module) -> None:
+    """Let every BatchNorm in ``module`` normalise by each rank's own batch, without a warning.
+
+    That is what torch does, and other numbers than those of one process.
+    """
+    for part in batch_norms(module).values():
+        part.__dict__[IS_KNOWN] = True
+
+
+class LocalStatistics:
+    """Says once, on one rank, which BatchNorm modules normalise by the batch of each rank alone."""
+
+    def __init__(self, module: nn.Module, axes: Sequence[Communicator]) -> None:
+        """``axes`` are those over which ranks train on different batches."""
+        self._axes = tuple(axes)
+        self._is_first = all(axis.rank == 0 for axis in axes) and any(a.size > 1 for a in axes)
+        self.follow(module)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take the modules that ``module`` holds now for those that there are."""
+        self._named = batch_norms(module) if self._is_first else {}
+        self.is_due = bool(self._named)
+        """Whether there is one that has not trained yet."""
+
+    def tell(self) -> None:
+        """Warn of those that use the statistics of their batch in the pass that begins."""
+        waiting = {name: part for name, part in self._named.items() if not _uses_batch(part)}
+        found = {
+            name: part
+            for name, part in self._named.items()
+            if name not in waiting and _is_unasked(part)
+        }
+        if found:
+            # One warning is enough, also where others are frozen for now.
+            for part in self._named.values():
+                part.__dict__[IS_KNOWN] = True
+            waiting = {}
+        self._named = waiting
+        self.is_due = bool(waiting)
+        if found:
+            self._warn([_WRAPPERS.sub("", n) or type(p).__name__ for n, p in found.items()])
+
+    def _warn(self, names: Sequence[str]) -> None:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        ranks = " x ".join(str(axis.size) for axis in self._axes)
+        warnings.warn(
+            f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalises by the batch of each of "
+            f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
+            "statistics of all ranks call synchronise_batch_norm(model, communicator()) of "
+            "meshwright.data_parallel and meshwright.comm before the first forward; if those of "
+            "each rank are meant, call keep_batch_norm_local(model) of meshwright.data_parallel",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _uses_batch(part: _BatchNorm) -> bool:
+    # Past nn.Module's lookup of buffers, as frozen modules are asked in each pass.
+    return part.training or part._buffers.get("running_mean") is None
+
+
+def _is_unasked(part: _BatchNorm) -> bool:
+    """Whether nobody has said whose statistics ``part`` uses."""
+    if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
+        return False
+    return getattr(vars(part).get("forward"), "func", None) is not _forward
 
 
 def _forward(

@@ -29,6 +29,9 @@ class DistributedDataParallel(nn.Module):
     backward pass. A parameter that some ranks did not use counts as zero there; one that no rank
     used keeps ``.grad`` None. Sparse gradients stay sparse.
 
+    Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns that,
+    and so hooks of parameters, both kinds, see it; what they change is what is summed.
+
     ``keywords`` are those of `ReplicateKeywords`. On a GPU ``device_ids`` holds the one device that
     inputs are moved to. ``output_device``, ``dim`` and ``check_reduction`` are accepted as torch's
     class accepts them. Errors are those of torch's class of this name.

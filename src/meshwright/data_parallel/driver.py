@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm.untraced import apart, untraced
+from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.order import OrderOptions
@@ -164,6 +165,7 @@ class Driver:
             iteration = Iteration(list(drivers), self.order)
         ignored = [place for driver in drivers for place in driver.ignored]
         iteration.tree = ModuleTree(module, frozenset(ignored), _unit_of, self.clean)
+        iteration.statistics = LocalStatistics(module, iteration.axes)
         for driver in drivers:
             driver.check_materialised()
             driver.iteration = iteration

@@ -23,6 +23,7 @@ from meshwright.comm.events import Event, EventCheck
 from meshwright.comm.registry import go_on
 from meshwright.comm.untraced import apart
 from meshwright.data_parallel.agreement import UnitStates, compare_units
+from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.buffer import DataAxes
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.module_tree import ModuleTree
@@ -65,7 +66,11 @@ class Iteration:
         """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = False
         self.is_in_forward = False
+        self.statistics: LocalStatistics | None = None
+        """What there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]
+        self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
+        """Over which the units send."""
         self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
         self.announce: Callable[[], None] | None = None
         """Called before gradients are set, which may be a collective."""
@@ -99,8 +104,7 @@ class Iteration:
             compare_units(communicator, self.drivers, with_training=strict)
             self._check = _order_check(communicator, self.drivers, options)
             root = self.drivers[0].name
-            axes = dict.fromkeys(axis for unit in units for axis in unit.communicators)
-            self._events = EventCheck(communicator, root, self._states.describe, list(axes))
+            self._events = EventCheck(communicator, root, self._states.describe, self.axes)
 
     # --------------------------------------------------------------------------- forward
 
@@ -131,6 +135,8 @@ class Iteration:
             self.reset()
         raised_in, self._raised_in = self._raised_in, ""
         self.is_in_forward = True
+        if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
+            self.statistics.tell()
         for exposure in self._exposures:
             exposure.zero_alike()
         for unit in self._units:

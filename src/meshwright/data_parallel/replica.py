@@ -15,6 +15,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensor import known_at_rest
 from meshwright.comm.functional import broadcast_traced
 from meshwright.comm.untraced import apart, constant
+from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.equal_buffers import EqualBuffers
 from meshwright.data_parallel.module_tensors import ModuleParameters
@@ -55,6 +56,7 @@ class Replica:
         apart = options.ignored, options.ignored_names
         self.buffers = EqualBuffers(module, communicator, *apart)
         self._held = ModuleParameters(module, *apart)
+        self._statistics = LocalStatistics(module, [communicator])
         parameters = self._held.named
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
         self._check_axes(parameters)
@@ -135,6 +137,8 @@ class Replica:
             self.reducer.abandon()
             self._take_up()
             self.reducer.begin_forward()
+            if self._statistics.is_due:
+                self._statistics.tell()
         if not (self.broadcast_buffers and self.reducer.is_wanted):
             return
         if self.buffers.follow() and not self._has_equal_buffers:
@@ -161,6 +165,7 @@ class Replica:
             broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
         reducer.take_up(found, replace(reducer.settings, sparse=sparse), local_parameters(module))
         self.marking.take_up()
+        self._statistics.follow(module)
 
     def _check_axes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         for name, parameter in parameters:
@@ -176,6 +181,8 @@ class Replica:
         """
         if torch.is_grad_enabled():
             self._take_up()
+            if self._statistics.is_due:
+                self._statistics.tell()
         if self.broadcast_buffers and self.reducer.is_wanted:
             self.buffers.follow()
         return True

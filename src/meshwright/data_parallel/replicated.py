@@ -247,6 +247,9 @@ class Replicate:
         forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
         got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
 
+        Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns
+        that, and so hooks of parameters, both kinds, see it; what they change is what is summed.
+
         Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
         registered as they are, and the gradients of this rank's parts become means.
 

@@ -146,6 +146,11 @@ class FullyShard:
         other axes than ``mesh``, or, with ``dp_mesh_dims``, on
         all axes of ``mesh``, of which that names those for data.
 
+        Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
+        on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
+        set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
+        as the graph has whole tensors in their place.
+
         With ``stop_on_non_finite``, which holds for the whole root, every rank raises
         `NonFiniteError` at the end of a backward pass in which a gradient was not finite. Not with
         a gradient scaler, which skips such passes.

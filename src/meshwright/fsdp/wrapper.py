@@ -77,7 +77,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     ``stop_on_non_finite`` raises `NonFiniteError` on every rank at the end of a backward pass in
     which a gradient was not finite; not with a `ShardedGradScaler`, which skips such passes.
     Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where a
-    parameter was not used.
+    parameter was not used. Hooks of ``register_post_accumulate_grad_hook`` run when the mean is in
+    ``.grad``, of which those of `Tensor.register_hook` would see a piece: these are refused.
+    `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises.
 
     >>> model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}))
     >>> optimizer = torch.optim.AdamW(model.parameters())
