@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from meshwright.comm import Communicator
-from meshwright.data_parallel.starting_state import compare_rows
+from meshwright.data_parallel.starting_state import compare_digests, compare_rows, digest_of
 from meshwright.data_parallel.unit import Unit, UnitSettings
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.driver import Driver
 
-__all__ = ["UnitStates", "compare_units"]
+__all__ = ["UnitStates", "compare_units", "compare_values"]
 
 REMEMBERED = 16
 """States of a root whose digests are kept: accumulation changes to and from one, for instance."""
+
+SAME_MODEL = (
+    "Each rank would keep parts of a model of its own. Seed all ranks alike, or load the same "
+    "state on all of them, before the model is sharded; or pass sync_module_states=True, which "
+    "takes what rank 0 has; or load a state dict into the sharded model"
+)
+SAME_COPIES = (
+    "These are copies of one part, and would train apart. Initialise or load them alike on ranks "
+    "that hold the same part, or pass sync_module_states=True where the model is sharded"
+)
 
 _NAMES = tuple(field.name for field in fields(UnitSettings))
 
@@ -53,6 +66,41 @@ def compare_units(
             for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
                 rows.append([slot.names, list(shape), dtypes, is_trained and with_training])
     compare_rows(communicator, rows, "[name, shape, dtypes, requires_grad] or a unit with settings")
+
+
+def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) -> None:
+    """Check that all ranks have started from the same values; a collective for each axis.
+
+    What an axis shards is compared as it was when it was sharded, unless it was written since; what
+    it replicates, as it is now. ``names`` are those of modules, for buffers.
+
+    Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
+    """
+    by_axis: dict[Communicator, list[tuple[str, torch.Tensor | None]]] = {}
+    copying: set[Communicator] = set()
+    for driver in drivers:
+        for unit in () if driver.unit is None else (driver.unit,):
+            for group in unit.groups:
+                written = unit.exposure.written(unit, group)
+                for index, (slot, is_written) in enumerate(zip(group.slots, written, strict=True)):
+                    if group.axes.shard is not None:
+                        row = (slot.name, None if is_written else slot.starting)
+                        by_axis.setdefault(group.axes.shard, []).append(row)
+                    if group.axes.replicate is not None:
+                        copying.add(group.axes.replicate)
+                        row = (slot.name, digest_of(group.buffer.own(index)))
+                        by_axis.setdefault(group.axes.replicate, []).append(row)
+        for buffer in driver.buffers:
+            name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
+            for axis in buffer.axes:
+                by_axis.setdefault(axis, []).append((name, buffer.current))
+    for axis, named in by_axis.items():
+        if axis.size > 1:
+            compare_digests(axis, named, SAME_COPIES if axis in copying else SAME_MODEL)
+    for driver in drivers:
+        driver.buffers = ()
+        for slot in () if driver.unit is None else driver.unit.slots:
+            slot.starting = None
 
 
 class UnitStates:

@@ -191,6 +191,14 @@ class FlatBuffer:
         start = layout.offsets[index]
         return self.shard[start : start + box.numel].view(box.shape)
 
+    def own(self, index: int) -> torch.Tensor:
+        """This rank's elements of tensor ``index``: a view of the shard."""
+        if isinstance(self.layout, ChunkedLayout):
+            return self.local(index)
+        pieces = (piece for piece in self.layout.owned(self.axes.part) if piece.index == index)
+        piece = next(pieces, None)
+        return self.shard[:0] if piece is None else self.shard[piece.offset :][: piece.numel]
+
     @property
     def packed(self) -> int:
         """Elements of a shard that are gathered in one piece; those after it one by one."""

@@ -97,6 +97,8 @@ class Slot:
     """The parameter object that the user had, as long as somebody holds it."""
     version: int = 0
     """That of ``full`` when modules were shown it."""
+    starting: torch.Tensor | None = None
+    """A digest of the whole when it was sharded, until that is compared over the ranks."""
 
     @property
     def name(self) -> str:

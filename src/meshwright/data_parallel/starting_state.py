@@ -1,21 +1,46 @@
-"""What all ranks must hold alike before the first step: compared, then broadcast from one rank."""
+"""What all ranks must hold alike before the first step: compared, or broadcast from one rank.
+
+Parameters that become shards are compared by digests, taken of the whole tensors before these are
+cut: of other values on another rank nothing would be left to see. What is written after that is not
+compared, as a state that is loaded into the shards.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensor import local_of
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["broadcast_tensors", "compare_parameters", "compare_rows"]
+__all__ = [
+    "StartingBuffer",
+    "broadcast_tensors",
+    "compare_digests",
+    "compare_parameters",
+    "compare_rows",
+    "digest_of",
+    "has_values_of",
+    "is_of_one_rank",
+    "starting_buffers",
+    "synchronise",
+]
 
 SLAB_BYTES = 64 * 2**20
 """At most so many bytes are copied together for one broadcast; a larger tensor goes alone."""
+
+LANES = 2**14
+"""32-bit lanes that are multiplied by weights of their own in a digest."""
+ROWS = 16
+"""So many times as many at once: memory of a digest that stays in a cache."""
+GOLDEN = -7046029254386353131
+"""Odd, with the bits of the golden ratio's fraction in 64 bits: multiples of it look random."""
 
 
 def compare_parameters(
@@ -112,6 +137,177 @@ def _broadcast_slab(
     communicator.broadcast(buffer, source=source, label=label).wait()
     if communicator.rank != source:
         torch._foreach_copy_(targets, views)
+
+
+def synchronise(
+    named: Sequence[tuple[str, torch.Tensor]],
+    shard: Communicator | None,
+    replicate: Communicator | None,
+) -> None:
+    """Give all ranks the tensors of the first; over ``replicate`` first, so that nodes agree.
+
+    Raises ValueError for what is on the meta device, or not where its ranks communicate, and
+    CollectiveMismatchError where ranks have other tensors.
+    """
+    rows = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named]
+    for axis in (replicate, shard):
+        if axis is None or axis.size == 1:
+            continue
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise ValueError(
+                    f"sync_module_states broadcasts values, and {name!r} is on the meta device: "
+                    "materialise it first (to_empty), or load a state dict after sharding"
+                )
+            if tensor.device.type == "cpu" and axis.device.type != "cpu":
+                raise ValueError(
+                    "The module has CPU parameters or buffers when `sync_module_states=True`, but "
+                    f"its group communicates on {axis.device}: {name!r}. Pass device_id, or move "
+                    "the module there first"
+                )
+        compare_rows(axis, rows, "[name, shape, dtype]")
+        broadcast_tensors(axis, [tensor for _, tensor in named], label="sync module states")
+
+
+# ------------------------------------------------------------------------------------ digests
+
+
+@dataclass(frozen=True, slots=True)
+class StartingBuffer:
+    """A buffer as it was when its module was sharded."""
+
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    digest: torch.Tensor | None
+    axes: tuple[Communicator, ...]
+    """Those over which ranks must hold it alike."""
+
+    @property
+    def current(self) -> torch.Tensor | None:
+        """The digest; None where the buffer was written or replaced since."""
+        tensor = self.module._buffers.get(self.name)
+        is_same = tensor is self.tensor and tensor._version == self.version
+        return self.digest if is_same else None
+
+
+def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
+    """True for a module whose parameters are all ``ignored``, by ``id``, as those of an expert."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(id(parameter) in ignored for parameter in parameters)
+
+
+def starting_buffers(
+    modules: Iterable[nn.Module], ignored: Collection[int], axes: tuple[Communicator, ...]
+) -> tuple[StartingBuffer, ...]:
+    """The buffers of ``modules`` that a state dict has.
+
+    Left out are those of modules `is_of_one_rank`, and what no state dict has.
+    """
+    found: list[StartingBuffer] = []
+    for module in modules:
+        if not module._buffers or is_of_one_rank(module, ignored):
+            continue
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                digest = digest_of(tensor)
+                version = tensor._version
+                found.append(StartingBuffer(module, name, tensor, version, digest, axes))
+    return tuple(found)
+
+
+@torch.no_grad()
+def digest_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """64 bits that are equal for equal bits, as a tensor on the same device: no host stop.
+
+    Of a DTensor its local tensor. None for what has no bits of its own to read.
+
+    Lanes of 32 bits are folded, so that all of their bits count, and multiplied by weights that
+    depend on the place; integers wrap around, so that the order of the sum does not matter.
+    """
+    local = local_of(tensor).detach()
+    if local.is_meta or local.layout is not torch.strided or local.is_quantized:
+        return None
+    if type(local) is not torch.Tensor and type(local) is not nn.Parameter:
+        return None
+    raw = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    lanes = raw.numel() // 4
+    if raw.storage_offset() % 4:
+        raw = raw.clone()
+    weights = _weights(min(max(lanes, 4), LANES), raw.device)
+    whole = lanes // LANES * LANES
+    words = raw[: lanes * 4].view(torch.int32)
+    rows = words[:whole].view(-1, LANES).split(ROWS) if whole else ()
+    parts = [_folded(each).mul_(weights).sum(1) for each in rows]
+    tail = words[whole:]
+    parts.append(_folded(tail).mul_(weights[: tail.numel()]).sum().view(1))
+    rest = raw[lanes * 4 :].to(torch.int32)
+    parts.append((rest * weights[: rest.numel()]).sum().view(1))
+    sums = torch.cat(parts)
+    places = torch.arange(1, 2 * sums.numel(), 2, device=raw.device)
+    return (sums * places.mul_(GOLDEN)).sum()
+
+
+@torch.no_grad()
+def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """True where ``tensor`` is ``before``, perhaps converted."""
+    if tensor.is_meta or before.is_meta or tensor.shape != before.shape:
+        return False
+    return torch.equal(before.to(tensor.device, tensor.dtype), tensor)
+
+
+def compare_digests(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]], remedy: str
+) -> None:
+    """Check that ranks of ``axis`` have equal digests, but for those that one rank does not have.
+
+    All ranks call it together, with the same names. One stop of the host for each device.
+
+    Raises CollectiveMismatchError on all of them, with the first name and the ranks on both sides.
+    """
+    digests = _to_host([digest for _, digest in named])
+    payload = json.dumps(digests).encode()
+    label = "compare starting values"
+    mine = hashlib.sha256(payload).digest()
+    if len(set(axis.gather_bytes(mine, label=label))) == 1:
+        return
+    rows = axis.gather_bytes(payload, label="starting values that differ")
+    everyone: list[list[int | None]] = [json.loads(row) for row in rows]
+    for (name, _), found in zip(named, zip(*everyone, strict=True), strict=True):
+        if None in found or len(set(found)) == 1:
+            continue
+        sides: dict[object, list[int]] = {}
+        for rank, digest in zip(axis.ranks, found, strict=True):
+            sides.setdefault(digest, []).append(rank)
+        told = " and ".join(f"ranks {ranks}" for ranks in sides.values())
+        raise CollectiveMismatchError(
+            f"axis {axis.axis}: expected {name!r} to have the same values on all ranks, found "
+            f"others on {told}. {remedy}"
+        )
+
+
+def _to_host(digests: Sequence[torch.Tensor | None]) -> list[int | None]:
+    on: dict[torch.device, list[int]] = {}
+    for index, digest in enumerate(digests):
+        if digest is not None:
+            on.setdefault(digest.device, []).append(index)
+    found: list[int | None] = [None] * len(digests)
+    for indices in on.values():
+        stacked = torch.stack([each for n in indices if (each := digests[n]) is not None])
+        for index, value in zip(indices, stacked.tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+def _folded(words: torch.Tensor) -> torch.Tensor:
+    return (words >> 16).bitwise_xor_(words)
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 32 bits."""
+    steps = torch.arange(1, count + 1, device=device).mul_(GOLDEN)
+    return (steps >> 32).to(torch.int32).bitwise_or_(1)
 
 
 def _first_difference(

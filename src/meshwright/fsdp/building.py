@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.data_parallel.buffer import BufferTypes
 from meshwright.data_parallel.distributed_parameters import local_parameters
-from meshwright.data_parallel.starting_state import broadcast_tensors
+from meshwright.data_parallel.starting_state import digest_of
 from meshwright.data_parallel.unit import (
     ParameterGroup,
     Slot,
@@ -35,7 +35,6 @@ __all__ = [
     "materialise",
     "named_unmanaged",
     "resolve_device_id",
-    "synchronise",
 ]
 
 ALIGNMENT = 16
@@ -53,6 +52,8 @@ class UnitPlan:
     use_orig_params: bool
     offloads: bool = False
     """Whether shards and gradients stay on the CPU."""
+    is_synchronised: bool = False
+    """Whether all ranks have just been given the same values."""
 
 
 def named_unmanaged(
@@ -135,20 +136,6 @@ def materialise(
     return True
 
 
-def synchronise(tensors: Sequence[torch.Tensor], groups: Groups, device: torch.device) -> None:
-    """Give all ranks the values of the first; over ``replicate`` first, so that nodes agree."""
-    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors)
-    if on_cpu and groups.shard.device.type != "cpu":
-        raise ValueError(
-            "The module has CPU parameters or buffers when `sync_module_states=True`, but its "
-            f"group communicates on {groups.shard.device}. Pass device_id"
-        )
-    axes = (groups.replicate, groups.shard)
-    for axis in axes:
-        if axis is not None and axis.size > 1:
-            broadcast_tensors(axis, tensors, label="sync module states")
-
-
 def build_unit(
     root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> Unit | None:
@@ -159,6 +146,7 @@ def build_unit(
         return None
     for slot in slots:
         take_part(slot, plan.groups, local)
+        slot.starting = None if plan.is_synchronised else digest_of(slot.original)
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]
