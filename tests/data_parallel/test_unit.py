@@ -52,9 +52,6 @@ class FlatExposure:
     def version(self, unit: Unit) -> int:
         return sum(flat._version for flat in self.parameters(unit))
 
-    def written(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        return [True] * len(group.slots)
-
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         return [slot.full.requires_grad for slot in group.slots]
 

@@ -12,12 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.starting_state import compare_digests, compare_rows, digest_of
+from meshwright.data_parallel.starting_state import (
+    Compared,
+    compare_digests,
+    compare_rows,
+    digest_of,
+)
 from meshwright.data_parallel.unit import Unit, UnitSettings
+from meshwright.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.driver import Driver
@@ -30,7 +35,8 @@ REMEMBERED = 16
 SAME_MODEL = (
     "Each rank would keep parts of a model of its own. Seed all ranks alike, or load the same "
     "state on all of them, before the model is sharded; or pass sync_module_states=True, which "
-    "takes what rank 0 has; or load a state dict into the sharded model"
+    "takes what rank 0 has; or load a state dict into the sharded model. A buffer that is each "
+    "rank's own is registered with persistent=False"
 )
 SAME_COPIES = (
     "These are copies of one part, and would train apart. Initialise or load them alike on ranks "
@@ -76,31 +82,31 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
 
     Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
     """
-    by_axis: dict[Communicator, list[tuple[str, torch.Tensor | None]]] = {}
+    by_axis: dict[Communicator, list[tuple[str, Compared]]] = {}
     copying: set[Communicator] = set()
     for driver in drivers:
-        for unit in () if driver.unit is None else (driver.unit,):
-            for group in unit.groups:
-                written = unit.exposure.written(unit, group)
-                for index, (slot, is_written) in enumerate(zip(group.slots, written, strict=True)):
-                    if group.axes.shard is not None:
-                        row = (slot.name, None if is_written else slot.starting)
-                        by_axis.setdefault(group.axes.shard, []).append(row)
-                    if group.axes.replicate is not None:
-                        copying.add(group.axes.replicate)
-                        row = (slot.name, digest_of(group.buffer.own(index)))
-                        by_axis.setdefault(group.axes.replicate, []).append(row)
-        for buffer in driver.buffers:
+        for group in () if driver.unit is None else driver.unit.groups:
+            replicate = group.axes.replicate
+            for index, slot in enumerate(group.slots):
+                start, slot.start, part = slot.start, None, group.buffer.own(index)
+                for axis in group.axes.communicators:
+                    row = slot.name, None if start is None else start.now(part)
+                    by_axis.setdefault(axis, []).append(row)
+                if replicate is not None and (now := digest_of(part)) is not None:
+                    copying.add(replicate)
+                    by_axis[replicate].append((slot.name, (now, now, now)))
+        buffers, driver.buffers = driver.buffers, ()
+        for buffer in buffers:
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
             for axis in buffer.axes:
-                by_axis.setdefault(axis, []).append((name, buffer.current))
-    for axis, named in by_axis.items():
+                by_axis.setdefault(axis, []).append((name, buffer.compared))
+    difference = ""
+    for axis, rows in by_axis.items():
         if axis.size > 1:
-            compare_digests(axis, named, SAME_COPIES if axis in copying else SAME_MODEL)
-    for driver in drivers:
-        driver.buffers = ()
-        for slot in () if driver.unit is None else driver.unit.slots:
-            slot.starting = None
+            remedy = SAME_COPIES if axis in copying else SAME_MODEL
+            difference = compare_digests(axis, rows, difference, remedy)
+    if difference:
+        raise CollectiveMismatchError(difference)
 
 
 class UnitStates:

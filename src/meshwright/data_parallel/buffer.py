@@ -191,13 +191,15 @@ class FlatBuffer:
         start = layout.offsets[index]
         return self.shard[start : start + box.numel].view(box.shape)
 
-    def own(self, index: int) -> torch.Tensor:
-        """This rank's elements of tensor ``index``: a view of the shard."""
+    def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's elements of tensor ``index``: a view of the shard, or of ``line`` like it."""
+        line = self.shard if line is None else line
         if isinstance(self.layout, ChunkedLayout):
-            return self.local(index)
+            start, size = self.layout.offsets[index], self.layout.box(index, self.axes.part).numel
+            return line[start : start + size]
         pieces = (piece for piece in self.layout.owned(self.axes.part) if piece.index == index)
         piece = next(pieces, None)
-        return self.shard[:0] if piece is None else self.shard[piece.offset :][: piece.numel]
+        return line[:0] if piece is None else line[piece.offset : piece.offset + piece.numel]
 
     @property
     def packed(self) -> int:

@@ -27,7 +27,6 @@ from meshwright.data_parallel.replaced_parameters import (
     is_given_for_call,
     replaced,
 )
-from meshwright.data_parallel.starting_state import has_values_of
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
@@ -52,7 +51,6 @@ class _Entry:
         "stop",
         "storage",
         "trains",
-        "version",
         "wrap",
     )
 
@@ -77,8 +75,6 @@ class _Entry:
         self.exposed.__dict__.update(slot.original.__dict__)
         carry_hooks(slot.original, self.exposed)
         self.note_memory()
-        self.version = self.exposed._version, group.buffer.shard._version
-        """When it was sharded."""
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
         self.cells: list[tuple[dict[str, Any], str]] = []
@@ -228,11 +224,6 @@ class ExposedTensors:
             [e.exposed._version for group in unit.groups for e in self.entries(group)]
         ) + sum([group.buffer.shard._version for group in unit.groups])
 
-    def written(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`. A write to a local tensor counts for all of the group."""
-        shard = group.buffer.shard._version
-        return [entry.version != (entry.exposed._version, shard) for entry in self.entries(group)]
-
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
         return [entry.exposed.requires_grad for entry in self.entries(group)]
@@ -333,7 +324,7 @@ class ExposedTensors:
             for entry, parameter in zip(entries, held, strict=True):
                 _check_alike(entry, parameter, held[0])
             group.kept.forget()
-            self._forget_starts(unit, group, held)
+            group.carry_starts([local_of(parameter) for parameter in held])
             self._renew(group, held)
             for index, (entry, parameter) in enumerate(zip(entries, held, strict=True)):
                 mine, theirs = group.buffer.local(index), local_of(parameter)
@@ -349,18 +340,7 @@ class ExposedTensors:
                 # The parameter stays the object that optimizers know; its memory is the shard's.
                 parameter._local_tensor = mine.detach()
                 entry.note_memory()
-            for entry in entries:
-                entry.version = entry.exposed._version, group.buffer.shard._version
         unit.has_changed()
-
-    def _forget_starts(self, unit: Unit, group: ParameterGroup, held: Sequence[Any]) -> None:
-        """Drop digests of what has other values than when it was sharded; dtypes may change."""
-        written = self.written(unit, group)
-        for index, (slot, is_written) in enumerate(zip(group.slots, written, strict=True)):
-            if slot.starting is not None:
-                before, now = group.buffer.local(index), local_of(held[index])
-                if is_written or not has_values_of(now, before):
-                    slot.starting = None
 
     def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
         """Give ``group`` memory of the kind that ``held`` has, and new memory where that has.

@@ -22,6 +22,7 @@ from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.kept_line import KeptLine
 from meshwright.data_parallel.partial_sums import Summand, sum_parts, summands_of
 from meshwright.data_parallel.placement import Place
+from meshwright.data_parallel.starting_state import Start, digest_of, has_values_of
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
@@ -97,8 +98,8 @@ class Slot:
     """The parameter object that the user had, as long as somebody holds it."""
     version: int = 0
     """That of ``full`` when modules were shown it."""
-    starting: torch.Tensor | None = None
-    """A digest of the whole when it was sharded, until that is compared over the ranks."""
+    start: Start | None = None
+    """Digests of when it was sharded, until they are compared over the ranks."""
 
     @property
     def name(self) -> str:
@@ -200,6 +201,26 @@ class ParameterGroup:
         )
         self._carry_gradients(before)
         self._show_views()
+
+    def note_starts(self, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Remember ``wholes``, digests of what was sharded, with those of this rank's parts."""
+        for index, whole in enumerate(wholes):
+            own = None if whole is None else digest_of(self.buffer.own(index))
+            if whole is not None and own is not None:
+                self.slots[index].start = Start(whole, own)
+
+    def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
+        """``parts`` take the place of those of now: forget starts of what is not just converted."""
+        for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
+            start, slot.start = slot.start, None
+            if start is None:
+                continue
+            before, after = self.buffer.own(index).view(-1), part.reshape(-1)
+            own, now = digest_of(before), digest_of(after)
+            if own is None or now is None or not has_values_of(after, before):
+                continue
+            if torch.equal(own, start.own.to(own.device)):
+                slot.start = Start(start.whole, now)
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the dtype and on the device of now."""

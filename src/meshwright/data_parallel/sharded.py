@@ -29,12 +29,8 @@ from meshwright.data_parallel.policies import (
 from meshwright.data_parallel.sharded_module import FSDPModule, rebuild
 from meshwright.data_parallel.sharding import ShardOptions, build_unit, own_modules
 from meshwright.data_parallel.shared_parameters import check_settled, remember
-from meshwright.data_parallel.starting_state import (
-    starting_buffers,
-)
-from meshwright.data_parallel.unit import (
-    Unit,
-)
+from meshwright.data_parallel.starting_state import starting_buffers
+from meshwright.data_parallel.unit import Unit
 from meshwright.mesh import DeviceMesh, init_device_mesh
 
 __all__ = [

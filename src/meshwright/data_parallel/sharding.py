@@ -75,12 +75,13 @@ def build_unit(
         slot.outer = slot.place.outer
     if synchronises:
         _synchronise(modules, slots, options)
-    for slot in () if synchronises else slots:
-        slot.starting = digest_of(slot.original)
+    wholes = {} if synchronises else {slot: digest_of(slot.original) for slot in slots}
     slots += moved
     if not slots:
         return None
     groups = [_group(members, options) for members in _together(slots)]
+    for group in groups:
+        group.note_starts([wholes.get(slot) for slot in group.slots])
     after = options.reshard_after_forward
     settings = UnitSettings(
         keep_full_after_forward=after is False or (after == 1 and after is not True),

@@ -98,8 +98,6 @@ def _release(driver: Driver, slot: Slot) -> Slot:
     groups: list[ParameterGroup] = []
     local: torch.Tensor | None = None
     for group in unit.groups:
-        for each, is_written in zip(group.slots, unit.exposure.written(unit, group), strict=True):
-            each.starting = None if is_written else each.starting
         if slot not in group.slots:
             groups.append(group)
             continue
@@ -118,7 +116,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         outer=slot.outer,
         computes=slot.computes,
         given=slot.given,
-        starting=slot.starting,
+        start=slot.start,
         original=nn.Parameter(
             torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),
             requires_grad=slot.full.requires_grad,

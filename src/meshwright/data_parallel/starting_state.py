@@ -1,8 +1,8 @@
 """What all ranks must hold alike before the first step: compared, or broadcast from one rank.
 
 Parameters that become shards are compared by digests, taken of the whole tensors before these are
-cut: of other values on another rank nothing would be left to see. What is written after that is not
-compared, as a state that is loaded into the shards.
+cut: of other values on another rank nothing would be left to see. What has other values by then is
+not compared, as a state that was loaded into the shards.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from meshwright.comm.dtensor import local_of
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = [
+    "Start",
     "StartingBuffer",
     "broadcast_tensors",
     "compare_digests",
@@ -41,6 +43,9 @@ ROWS = 16
 """So many times as many at once: memory of a digest that stays in a cache."""
 GOLDEN = -7046029254386353131
 """Odd, with the bits of the golden ratio's fraction in 64 bits: multiples of it look random."""
+
+Compared: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+"""A digest of a whole tensor, and of a part that this rank had and has: left out if they differ."""
 
 
 def compare_parameters(
@@ -173,23 +178,33 @@ def synchronise(
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Digests of what was sharded, until they are compared over the ranks."""
+
+    whole: torch.Tensor
+    own: torch.Tensor
+    """Of this rank's part. A part that differs from it was written since, in whatever way."""
+
+    def now(self, part: torch.Tensor | None) -> Compared:
+        """What is compared when ``part`` is this rank's part now; nothing for None."""
+        now = None if part is None else digest_of(part)
+        return None if now is None else (self.whole, self.own, now)
+
+
+@dataclass(frozen=True, slots=True)
 class StartingBuffer:
     """A buffer as it was when its module was sharded."""
 
     module: nn.Module
     name: str
-    tensor: torch.Tensor
-    version: int
-    digest: torch.Tensor | None
+    start: Start
     axes: tuple[Communicator, ...]
     """Those over which ranks must hold it alike."""
 
     @property
-    def current(self) -> torch.Tensor | None:
-        """The digest; None where the buffer was written or replaced since."""
-        tensor = self.module._buffers.get(self.name)
-        is_same = tensor is self.tensor and tensor._version == self.version
-        return self.digest if is_same else None
+    def compared(self) -> Compared:
+        """See `Start.now`."""
+        return self.start.now(self.module._buffers.get(self.name))
 
 
 def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
@@ -212,8 +227,8 @@ def starting_buffers(
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 digest = digest_of(tensor)
-                version = tensor._version
-                found.append(StartingBuffer(module, name, tensor, version, digest, axes))
+                if digest is not None:
+                    found.append(StartingBuffer(module, name, Start(digest, digest), axes))
     return tuple(found)
 
 
@@ -258,45 +273,56 @@ def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 def compare_digests(
-    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]], remedy: str
-) -> None:
-    """Check that ranks of ``axis`` have equal digests, but for those that one rank does not have.
+    axis: Communicator, named: Sequence[tuple[str, Compared]], found: str, remedy: str
+) -> str:
+    """Compare digests over ``axis``, but for those that one rank does not have.
 
-    All ranks call it together, with the same names. One stop of the host for each device.
+    All ranks call it together, with what was ``found`` over axes before: ranks of other rows are
+    told here. One stop of the host for each device.
 
-    Raises CollectiveMismatchError on all of them, with the first name and the ranks on both sides.
+    Returns what differs, the first name and the ranks on both sides; empty where nothing does.
     """
-    digests = _to_host([digest for _, digest in named])
-    payload = json.dumps(digests).encode()
+    names = [name for name, _ in named]
+    payload = json.dumps([found, names, _to_host([each for _, each in named])]).encode()
     label = "compare starting values"
     mine = hashlib.sha256(payload).digest()
     if len(set(axis.gather_bytes(mine, label=label))) == 1:
-        return
+        return ""
     rows = axis.gather_bytes(payload, label="starting values that differ")
-    everyone: list[list[int | None]] = [json.loads(row) for row in rows]
-    for (name, _), found in zip(named, zip(*everyone, strict=True), strict=True):
-        if None in found or len(set(found)) == 1:
+    everyone = [json.loads(row) for row in rows]
+    before = next((found for found, _, _ in everyone if found), "")
+    if before or any(theirs != names for _, theirs, _ in everyone):
+        return before  # other parameters, not other values: what the first pass compares
+    for name, *each in zip(names, *(digests for _, _, digests in everyone), strict=True):
+        if None in each or len(set(each)) == 1:
             continue
         sides: dict[object, list[int]] = {}
-        for rank, digest in zip(axis.ranks, found, strict=True):
+        for rank, digest in zip(axis.ranks, each, strict=True):
             sides.setdefault(digest, []).append(rank)
-        told = " and ".join(f"ranks {ranks}" for ranks in sides.values())
-        raise CollectiveMismatchError(
+        told = ", others on ".join(f"ranks {ranks}" for ranks in sides.values())
+        return (
             f"axis {axis.axis}: expected {name!r} to have the same values on all ranks, found "
-            f"others on {told}. {remedy}"
+            f"some on {told}. {remedy}"
         )
+    return ""
 
 
-def _to_host(digests: Sequence[torch.Tensor | None]) -> list[int | None]:
+def _to_host(compared: Sequence[Compared]) -> list[int | None]:
+    """The digests of whole tensors whose parts are what they were."""
+    flat = [digest for each in compared if each is not None for digest in each]
     on: dict[torch.device, list[int]] = {}
-    for index, digest in enumerate(digests):
-        if digest is not None:
-            on.setdefault(digest.device, []).append(index)
-    found: list[int | None] = [None] * len(digests)
+    for index, digest in enumerate(flat):
+        on.setdefault(digest.device, []).append(index)
+    values = [0] * len(flat)
     for indices in on.values():
-        stacked = torch.stack([each for n in indices if (each := digests[n]) is not None])
+        stacked = torch.stack([flat[index] for index in indices])
         for index, value in zip(indices, stacked.tolist(), strict=True):
-            found[index] = value
+            values[index] = value
+    numbers = iter(values)
+    found: list[int | None] = []
+    for each in compared:
+        whole, own, now = (0, 0, 1) if each is None else (next(numbers) for _ in range(3))
+        found.append(whole if own == now else None)
     return found
 
 

@@ -95,10 +95,6 @@ class Exposure(Protocol):
         """Grows with what is written to those, as far as torch counts it."""
         ...
 
-    def written(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """Which of the group's parameters may have been written since they were sharded."""
-        ...
-
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """Which of the group's parameters require grad now."""
         ...

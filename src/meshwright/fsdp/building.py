@@ -146,10 +146,12 @@ def build_unit(
         return None
     for slot in slots:
         take_part(slot, plan.groups, local)
-        slot.starting = None if plan.is_synchronised else digest_of(slot.original)
+    wholes = {} if plan.is_synchronised else {slot: digest_of(slot.original) for slot in slots}
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]
+    for group in groups:
+        group.note_starts([wholes.get(slot) for slot in group.slots])
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(root, kept)

@@ -20,7 +20,6 @@ from meshwright.data_parallel.replaced_parameters import (
     rank_in,
     replaced,
 )
-from meshwright.data_parallel.starting_state import has_values_of
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.fsdp.pieces import (
@@ -111,8 +110,6 @@ class FlatExposure:
         """The module that holds the flat parameter."""
         self._gradient_dtype = gradient_dtype
         self._seen = -1
-        self._started = -1
-        """The version of the shard when it was new."""
         self._flat: FlatParameter | None = None
         self._nothing = torch.empty(0)
         """What modules hold while the unit is sharded. Nobody else should change it."""
@@ -132,7 +129,6 @@ class FlatExposure:
             for module, name in slot.places:
                 module._parameters.pop(name, None)
         self.owner.register_parameter(FLAT, flat)
-        self._started = group.buffer.shard._version
         return flat
 
     @property
@@ -208,10 +204,6 @@ class FlatExposure:
                     is_all = False
         return is_all
 
-    def written(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`. One line has one counter."""
-        return [group.buffer.shard._version != self._started] * len(group.slots)
-
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
         return [self.flat.requires_grad] * len(group.slots)
@@ -267,7 +259,8 @@ class FlatExposure:
         """See `Exposed`."""
         flat, group = self.flat, self._only_group(unit)
         shard = group.buffer.shard
-        is_new = any(self.written(unit, group)) or not has_values_of(flat.data, shard)
+        if flat.shape == shard.shape:
+            group.carry_starts([group.buffer.own(n, flat.data) for n in range(len(group.slots))])
         if flat.dtype != shard.dtype or flat.device != shard.device:
             group.convert(flat.dtype, flat.device)
             shard = group.buffer.shard
@@ -275,7 +268,6 @@ class FlatExposure:
             shard.copy_(flat.data)
             flat.data = shard
             unit.has_changed()
-        self._started = -1 if is_new else shard._version
 
 
 class OriginalExposure:
@@ -288,8 +280,6 @@ class OriginalExposure:
         self._gradient_dtype = gradient_dtype
         self._targets: list[tuple[Slot, torch.Tensor]] = []
         """Each parameter, and its place in the shard."""
-        self._started: dict[Slot, tuple[int, int]] = {}
-        """The versions of each parameter and of its shard when they were new."""
         self._seen = -1
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
@@ -306,7 +296,6 @@ class OriginalExposure:
         """See `Exposure`."""
         if not self._targets:
             self._point(unit)
-            self._started = {slot: self._versions(unit, slot) for slot in unit.slots}
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module._parameters.get(name)
@@ -330,11 +319,6 @@ class OriginalExposure:
                     check_given(slot, module, found, unit.communicators)
                     is_all = False
         return is_all
-
-    def written(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """See `Exposure`."""
-        shard = group.buffer.shard._version
-        return [self._started.get(slot) != (slot.original._version, shard) for slot in group.slots]
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
@@ -426,23 +410,13 @@ class OriginalExposure:
         """See `Exposed`."""
         if all(_is_same(slot.original, target) for slot, target in self._targets):
             return
-        is_new = {
-            slot: self._started.get(slot) != self._versions(unit, slot)
-            or not has_values_of(slot.original.data, target)
-            for slot, target in self._targets
-        }
         for group in unit.groups:
+            group.carry_starts([slot.original.data for slot in group.slots])
             first, shard = group.slots[0].original, group.buffer.shard
             if first.dtype != shard.dtype or first.device != shard.device:
                 group.convert(first.dtype, first.device)
         self._point(unit, keep=True)
-        self._started = {s: self._versions(unit, s) for s in unit.slots if not is_new[s]}
         unit.has_changed()
-
-    def _versions(self, unit: Unit, slot: Slot) -> tuple[int, int]:
-        """The counters of a parameter and of its shard."""
-        group = next(group for group in unit.groups if slot in group.slots)
-        return slot.original._version, group.buffer.shard._version
 
     @torch.no_grad()
     def _point(self, unit: Unit, *, keep: bool = False) -> None:
