@@ -191,6 +191,10 @@ class FlatBuffer:
         start = layout.offsets[index]
         return self.shard[start : start + box.numel].view(box.shape)
 
+    def around(self, index: int) -> torch.Tensor:
+        """This rank's chunk of tensor ``index`` as users see it, on the memory of the shard."""
+        return self.local(index).detach()
+
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's elements of tensor ``index``: a view of the shard, or of ``line`` like it."""
         line = self.shard if line is None else line

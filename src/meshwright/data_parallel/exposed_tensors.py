@@ -59,7 +59,7 @@ class _Entry:
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a DTensor at rest needs a chunked layout")
         slot = group.slots[index]
-        local = group.buffer.local(index)
+        local = group.buffer.around(index)
         self.slot: Slot = slot
         self.shape = local.shape
         self.start = layout.offsets[index]
@@ -72,6 +72,7 @@ class _Entry:
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
         self.exposed: Any = savable(exposed)
+        self.exposed._local_tensor = local  # of its class, with its attributes
         self.exposed.__dict__.update(slot.original.__dict__)
         carry_hooks(slot.original, self.exposed)
         self.note_memory()
@@ -89,7 +90,9 @@ class _Entry:
 
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
-        self.local = local_of(self.exposed)
+        if self.slot.extension is not None:
+            self.slot.extension.part = self.exposed._local_tensor
+        self.local = self.exposed._local_tensor
         self.storage = self.exposed.untyped_storage()
 
     def follow_training(self) -> None:
@@ -129,6 +132,11 @@ class ExposedTensors:
     def flat(self, group: ParameterGroup) -> nn.Parameter:
         """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
         found = self._flat.get(group)
+        if group.slots[0].extension is not None:
+            raise ValueError(
+                f"parameter {group.slots[0].name!r} is a tensor subclass with calls of its own for "
+                "what an optimizer does to it: build the optimizer of the module's parameters"
+            )
         if found is None:
             found = self._flat[group] = nn.Parameter(group.buffer.shard)
             outers = [slot.outer for slot in group.slots]
@@ -338,7 +346,7 @@ class ExposedTensors:
                     cells[name] = parameter
                 entry.exposed = entry.shown = parameter
                 # The parameter stays the object that optimizers know; its memory is the shard's.
-                parameter._local_tensor = mine.detach()
+                parameter._local_tensor = group.buffer.around(index)
                 entry.note_memory()
         unit.has_changed()
 

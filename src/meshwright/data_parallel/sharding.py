@@ -17,7 +17,7 @@ from meshwright.data_parallel.buffer import ALONE, DataAxes
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.module_tree import STATES
-from meshwright.data_parallel.placement import PlacementChoice, Target, place
+from meshwright.data_parallel.placement import Place, PlacementChoice, Target, place
 from meshwright.data_parallel.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -25,6 +25,7 @@ from meshwright.data_parallel.policies import (
 )
 from meshwright.data_parallel.shared_parameters import settle
 from meshwright.data_parallel.starting_state import digest_of, is_of_one_rank, synchronise
+from meshwright.data_parallel.tensor_extensions import Extension, extension_of
 from meshwright.data_parallel.unit import (
     ParameterGroup,
     Slot,
@@ -73,6 +74,7 @@ def build_unit(
     for slot in slots:
         slot.place = place(slot.name, slot.original, options.target, options.placement_of)
         slot.outer = slot.place.outer
+        slot.extension = _extension(slot, slot.place, options)
     if synchronises:
         _synchronise(modules, slots, options)
     wholes = {} if synchronises else {slot: digest_of(slot.original) for slot in slots}
@@ -118,11 +120,32 @@ def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | None:
+    """How ``slot`` is gathered where it is a subclass that says so. Refuses what would be lost."""
+    mesh, shard = place.mesh, place.axes.shard
+    over = mesh if mesh.ndim == 1 else None
+    if shard is not None and shard.axis in (mesh.mesh_dim_names or ()):
+        over = mesh[shard.axis]
+    module, _ = slot.places[0]
+    found = extension_of(slot.name, slot.original, over, module, options.precision)
+    if found is None:
+        return None
+    if place.dim or _block(options) is not None:
+        why = "cut along another dim than 0" if place.dim else "spread among some ranks"
+        raise NotImplementedError(
+            f"parameter {slot.name!r} is a {type(slot.original).__name__}, a tensor subclass that "
+            f"says how it is gathered, and cannot be {why}: shard it along dim 0, and with "
+            "reshard_after_forward True or False"
+        )
+    return found
+
+
 def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Slots that lie on the same axes and can share a buffer."""
     on_axes: dict[Any, list[Slot]] = {}
     for slot in slots:
-        on_axes.setdefault(slot.place and slot.place.axes, []).append(slot)
+        axes = slot.place and slot.place.axes
+        on_axes.setdefault((axes, slot.extension is not None), []).append(slot)
     return [members for same in on_axes.values() for members in group_slots(same)]
 
 

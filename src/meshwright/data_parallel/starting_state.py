@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensor import local_of
+from meshwright.comm.subclasses import values_of
 from meshwright.errors import CollectiveMismatchError
 
 __all__ = [
@@ -241,7 +242,7 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor | None:
     Lanes of 32 bits are folded, so that all of their bits count, and multiplied by weights that
     depend on the place; integers wrap around, so that the order of the sum does not matter.
     """
-    local = local_of(tensor).detach()
+    local = values_of(local_of(tensor)).detach()
     if local.is_meta or local.layout is not torch.strided or local.is_quantized:
         return None
     if type(local) is not torch.Tensor and type(local) is not nn.Parameter:

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.data_parallel.buffer import BufferTypes
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.starting_state import digest_of
+from meshwright.data_parallel.tensor_extensions import check_class
 from meshwright.data_parallel.unit import (
     ParameterGroup,
     Slot,
@@ -37,6 +38,7 @@ __all__ = [
     "resolve_device_id",
 ]
 
+REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16
 """Bytes: where parameters begin that keep their identity, as in torch."""
 
@@ -145,6 +147,7 @@ def build_unit(
     if not slots:
         return None
     for slot in slots:
+        check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)
     wholes = {} if plan.is_synchronised else {slot: digest_of(slot.original) for slot in slots}
     name = type(root).__name__
