@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn.functional import mse_loss
 
+from meshwright.axes import Axes
 from meshwright.comm import communicator
+from meshwright.composition import parallelize
 from meshwright.data_parallel import fully_shard
 from meshwright.data_parallel.starting_state import digest_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
 from meshwright.mesh import init_device_mesh
+from meshwright.plan import Plan
 from meshwright.testing import Ranks
 
 CLASSES = {"flat": {"use_orig_params": False}, "original": {"use_orig_params": True}}
@@ -238,9 +242,22 @@ def body_of_loaded_copies() -> None:
     train(laid_out(build(), "fully_shard", mesh=mesh))
 
 
+def body_of_plans() -> None:
+    plan = Plan(axes=Axes.of({"shard": 2}))
+    batch, target = torch.ones(4, 4), torch.zeros(4, 5)
+    options: Any = {"optimizer": torch.optim.SGD, "loss": mse_loss}
+    parallelize(build(), plan, **options).step(batch, target)
+    with pytest.raises(CollectiveMismatchError, match="to have the same values"):
+        parallelize(build(here()), plan, **options).step(batch, target)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_start_from_other_values(ranks: Ranks, strategy: str) -> None:
     ranks(2, body, strategy)
+
+
+def test_ranks_of_a_plan_that_start_from_other_values(ranks: Ranks) -> None:
+    ranks(2, body_of_plans)
 
 
 def test_copies_that_start_from_other_values(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ class that users call), `comm_hooks`, `power_sgd` and `local_steps` (other ways 
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
 (one line of elements and its moves), `policies`, `placement` (where a parameter goes),
 `partial_sums` (over axes of tensor parallelism), `parameter_hooks` (what users wait for),
+`tensor_extensions` (parameters that say how they are gathered),
 `parameter_group` and `unit` (parameters that come and go together), `replaced_parameters` (what
 users put in their place), `order` and `iteration` (what units of one root share), `driver` (hooks),
 `shard_hooks` and `sharded_join` (as for replicas), `exposed_tensors` (DTensors at rest),

@@ -117,12 +117,17 @@ class FullyShard:
         other axes than ``mesh``, or, with ``dp_mesh_dims``, on
         all axes of ``mesh``, of which that names those for data.
 
+        A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
+        ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
+        the padding, which is added. It has its values in one plain tensor of its shape and dtype.
+
         Ranks must hold the same values: what they have sharded is compared when the root runs for
         the first time, but for what was written or loaded since. ``sync_module_states=True`` gives
         all ranks the parameters and buffers that rank 0 of the mesh has, before they are cut.
 
         Raises ValueError for a container without forward, a scalar parameter or another kind of
-        mesh, AssertionError when the module is sharded already.
+        mesh, TypeError for another tensor subclass with operators of its own, AssertionError when
+        the module is sharded already.
 
         >>> for layer in model.layers:
         ...     fully_shard(layer)
