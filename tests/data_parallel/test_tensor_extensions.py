@@ -277,6 +277,10 @@ def body() -> None:
     for cls in (Rounded, Quantised, Marked, Asis):
         for after in (None, False):
             compare(cls, after=after)
+    model = build(Rounded, is_one=False)
+    model[0].weight.held.add_(communicator().rank)
+    fully_shard(model, sync_module_states=True)
+    torch.testing.assert_close(whole(model[0].weight), whole(build(Rounded, is_one=True)[0].weight))
     model = build(Asis, is_one=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     fully_shard(model, mp_policy=policy)

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright import comm
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import local_of
+from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import ALONE, DataAxes
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
@@ -102,7 +103,7 @@ def _synchronise(
     by_axes: dict[DataAxes, list[tuple[str, torch.Tensor]]] = {own: []}
     for slot in slots:
         axes = own if slot.place is None else slot.place.axes
-        by_axes.setdefault(axes, []).append((slot.name, slot.original))
+        by_axes.setdefault(axes, []).append((slot.name, values_of(slot.original)))
     for path, module in own_modules(modules):
         if not is_of_one_rank(module, options.ignored):
             named = module.named_buffers(path, recurse=False)
@@ -130,7 +131,9 @@ def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | N
     found = extension_of(slot.name, slot.original, over, module, options.precision)
     if found is None:
         return None
-    if place.dim or _block(options) is not None:
+    after = options.reshard_after_forward
+    is_spread = after is not True and after is not None and 1 < after < place.axes.parts
+    if place.dim or is_spread:
         why = "cut along another dim than 0" if place.dim else "spread among some ranks"
         raise NotImplementedError(
             f"parameter {slot.name!r} is a {type(slot.original).__name__}, a tensor subclass that "
