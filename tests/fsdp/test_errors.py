@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.comm import communicator
+from meshwright.data_parallel.starting_state import synchronise
 from meshwright.fsdp import (
     CPUOffload,
     CustomPolicy,
@@ -29,7 +30,7 @@ from meshwright.fsdp import (
     always_wrap_policy,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.fsdp.building import resolve_device_id, synchronise
+from meshwright.fsdp.building import resolve_device_id
 from meshwright.fsdp.checks import check_devices, check_parameters, choose_device
 from meshwright.fsdp.pieces import write_back
 from meshwright.mesh import init_device_mesh
@@ -653,16 +654,14 @@ def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.Monkey
 
 
 class OnGpu:
-    """Stands for groups whose ranks communicate on a GPU."""
+    """Stands for ranks that communicate on a GPU."""
 
-    class shard:  # noqa: N801
-        device = GPU
-
-    replicate = None
+    size = 2
+    device = GPU
 
 
 def test_states_on_the_cpu_are_not_sent_between_gpus() -> None:
-    groups: Any = OnGpu()
+    axis: Any = OnGpu()
     text = "^The module has CPU parameters or buffers when `sync_module_states=True`"
     with pytest.raises(ValueError, match=text):
-        synchronise([torch.ones(2)], groups, GPU)
+        synchronise([("weight", torch.ones(2))], axis, None)

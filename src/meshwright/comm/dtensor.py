@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.process_groups import communicator, peers
+from meshwright.comm.subclasses import values_of
 from meshwright.errors import CommunicationError, LayoutError
 from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
 
@@ -179,8 +180,11 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, outside autograd; any other tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a DTensor, outside autograd; any other tensor as it is.
+
+    Of a part that is a subclass with all-gather extensions the plain tensor with its values.
+    """
+    return values_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def layout_of(tensor: DTensor, name: str) -> TensorLayout:

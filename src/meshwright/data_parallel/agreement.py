@@ -8,21 +8,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from meshwright.comm import Communicator
-from meshwright.data_parallel.starting_state import compare_rows
+from meshwright.data_parallel.starting_state import (
+    Compared,
+    compare_digests,
+    compare_rows,
+    digest_of,
+)
 from meshwright.data_parallel.unit import Unit, UnitSettings
+from meshwright.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.driver import Driver
 
-__all__ = ["UnitStates", "compare_units"]
+__all__ = ["UnitStates", "compare_units", "compare_values"]
 
 REMEMBERED = 16
 """States of a root whose digests are kept: accumulation changes to and from one, for instance."""
+
+SAME_MODEL = (
+    "Each rank would keep parts of a model of its own. Seed all ranks alike, or load the same "
+    "state on all of them, before the model is sharded; or pass sync_module_states=True, which "
+    "takes what rank 0 has; or load a state dict into the sharded model. A buffer that is each "
+    "rank's own is registered with persistent=False"
+)
+SAME_COPIES = (
+    "These are copies of one part, and would train apart. Initialise or load them alike on ranks "
+    "that hold the same part, or pass sync_module_states=True where the model is sharded"
+)
 
 _NAMES = tuple(field.name for field in fields(UnitSettings))
 
@@ -53,6 +72,41 @@ def compare_units(
             for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
                 rows.append([slot.names, list(shape), dtypes, is_trained and with_training])
     compare_rows(communicator, rows, "[name, shape, dtypes, requires_grad] or a unit with settings")
+
+
+def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) -> None:
+    """Check that all ranks have started from the same values; a collective for each axis.
+
+    What an axis shards is compared as it was when it was sharded, unless it was written since; what
+    it replicates, as it is now. ``names`` are those of modules, for buffers.
+
+    Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
+    """
+    by_axis: dict[Communicator, list[tuple[str, Compared]]] = {}
+    copying: set[Communicator] = set()
+    for driver in drivers:
+        for group in () if driver.unit is None else driver.unit.groups:
+            replicate = group.axes.replicate
+            for index, slot in enumerate(group.slots):
+                start, slot.start, part = slot.start, None, group.buffer.own(index)
+                for axis in group.axes.communicators:
+                    row = slot.name, None if start is None else start.now(part)
+                    by_axis.setdefault(axis, []).append(row)
+                if replicate is not None and (now := digest_of(part)) is not None:
+                    copying.add(replicate)
+                    by_axis[replicate].append((slot.name, (now, now, now)))
+        buffers, driver.buffers = driver.buffers, ()
+        for buffer in buffers:
+            name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
+            for axis in buffer.axes:
+                by_axis.setdefault(axis, []).append((name, buffer.compared))
+    difference = ""
+    for axis, rows in by_axis.items():
+        if axis.size > 1:
+            remedy = SAME_COPIES if axis in copying else SAME_MODEL
+            difference = compare_digests(axis, rows, difference, remedy)
+    if difference:
+        raise CollectiveMismatchError(difference)
 
 
 class UnitStates:

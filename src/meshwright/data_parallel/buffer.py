@@ -191,6 +191,20 @@ class FlatBuffer:
         start = layout.offsets[index]
         return self.shard[start : start + box.numel].view(box.shape)
 
+    def around(self, index: int) -> torch.Tensor:
+        """This rank's chunk of tensor ``index`` as users see it, on the memory of the shard."""
+        return self.local(index).detach()
+
+    def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's elements of tensor ``index``: a view of the shard, or of ``line`` like it."""
+        line = self.shard if line is None else line
+        if isinstance(self.layout, ChunkedLayout):
+            start, size = self.layout.offsets[index], self.layout.box(index, self.axes.part).numel
+            return line[start : start + size]
+        pieces = (piece for piece in self.layout.owned(self.axes.part) if piece.index == index)
+        piece = next(pieces, None)
+        return line[:0] if piece is None else line[piece.offset : piece.offset + piece.numel]
+
     @property
     def packed(self) -> int:
         """Elements of a shard that are gathered in one piece; those after it one by one."""

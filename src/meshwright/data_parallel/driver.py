@@ -24,11 +24,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm.untraced import apart, untraced
+from meshwright.data_parallel.agreement import compare_values
 from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.replaced_parameters import rank_in
+from meshwright.data_parallel.starting_state import StartingBuffer
 from meshwright.data_parallel.unit import Phase, Unit
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
@@ -92,10 +94,15 @@ class Driver:
         order: OrderOptions | None = None,
         parts: Iterable[nn.Module] = (),
         ignored: PlacesIn = (),
+        buffers: Sequence[StartingBuffer] = (),
     ) -> None:
-        """``ignored`` is where modules hold parameters that were left out on purpose."""
+        """``ignored`` is where modules hold parameters that were left out on purpose.
+
+        ``buffers`` are to be equal on all ranks before the first step.
+        """
         self.unit = unit
         self.ignored = ignored
+        self.buffers = buffers
         self.name = name
         self.cast = cast or CastSettings()
         self.order = order
@@ -168,6 +175,8 @@ class Driver:
         iteration.statistics = LocalStatistics(module, iteration.axes)
         for driver in drivers:
             driver.check_materialised()
+        compare_values(list(drivers), names)
+        for driver in drivers:
             driver.iteration = iteration
         self.is_root = True
         iteration.limit_in_flight()

@@ -7,7 +7,7 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ class _Entry:
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a DTensor at rest needs a chunked layout")
         slot = group.slots[index]
-        local = group.buffer.local(index)
+        local = group.buffer.around(index)
         self.slot: Slot = slot
         self.shape = local.shape
         self.start = layout.offsets[index]
@@ -70,9 +70,11 @@ class _Entry:
         exposed = nn.Parameter(
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
-        self.exposed: Any = savable(exposed)
-        self.exposed.__dict__.update(before.__dict__)
-        carry_hooks(before, cast("nn.Parameter", self.exposed), slot.name)
+        shown: Any = savable(exposed)
+        shown._local_tensor = local  # of its class, with its attributes
+        shown.__dict__.update(before.__dict__)
+        carry_hooks(before, shown, slot.name)
+        self.exposed: Any = shown
         self.note_memory()
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
@@ -88,7 +90,9 @@ class _Entry:
 
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
-        self.local = local_of(self.exposed)
+        if self.slot.extension is not None:
+            self.slot.extension.part = self.exposed._local_tensor
+        self.local = self.exposed._local_tensor
         self.storage = self.exposed.untyped_storage()
 
     def follow_training(self) -> None:
@@ -131,6 +135,11 @@ class ExposedTensors:
     def flat(self, group: ParameterGroup) -> nn.Parameter:
         """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
         found = self._flat.get(group)
+        if group.slots[0].extension is not None:
+            raise ValueError(
+                f"parameter {group.slots[0].name!r} is a tensor subclass with calls of its own for "
+                "what an optimizer does to it: build the optimizer of the module's parameters"
+            )
         if found is None:
             found = self._flat[group] = nn.Parameter(group.buffer.shard)
             outers = [slot.outer for slot in group.slots]
@@ -331,6 +340,7 @@ class ExposedTensors:
             for entry, parameter in zip(entries, held, strict=True):
                 _check_alike(entry, parameter, held[0])
             group.kept.forget()
+            group.carry_starts([local_of(parameter) for parameter in held])
             self._renew(group, held)
             for index, (entry, parameter) in enumerate(zip(entries, held, strict=True)):
                 mine, theirs = group.buffer.local(index), local_of(parameter)
@@ -344,7 +354,7 @@ class ExposedTensors:
                     cells[name] = parameter
                 entry.exposed = entry.shown = parameter
                 # The parameter stays the object that optimizers know; its memory is the shard's.
-                parameter._local_tensor = mine.detach()
+                parameter._local_tensor = group.buffer.around(index)
                 entry.note_memory()
         unit.has_changed()
 

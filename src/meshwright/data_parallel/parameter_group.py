@@ -17,12 +17,15 @@ from torch import nn
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensor import AtRest, dtensor_at_rest, local_gradient, local_of
+from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
 from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.gradient_lines import GradientLine
 from meshwright.data_parallel.kept_line import KeptLine
 from meshwright.data_parallel.partial_sums import Summand, sum_parts, summands_of
 from meshwright.data_parallel.placement import Place
+from meshwright.data_parallel.starting_state import Start, digest_of, has_values_of
+from meshwright.data_parallel.tensor_extensions import ExtendedBuffer, Extension, whole_parameter
 from meshwright.gradients import NonFiniteValues
 from meshwright.layout import ChunkedLayout, FlatLayout
 
@@ -99,6 +102,10 @@ class Slot:
     """The parameter object that the user had, as long as somebody holds it."""
     version: int = 0
     """That of ``full`` when modules were shown it."""
+    extension: Extension | None = None
+    """How it is gathered, where it is a tensor subclass that says so."""
+    start: Start | None = None
+    """Digests of when it was sharded, until they are compared over the ranks."""
 
     @property
     def name(self) -> str:
@@ -134,9 +141,10 @@ class ParameterGroup:
         where that is the same."""
         self.pin_memory = pin_memory
         """Whether shards kept on the CPU lie in pages that a GPU can copy from beside its work."""
-        self.buffer = FlatBuffer(layout, axes, types, device, self._empty_shard(layout, home))
+        self._extensions = [each for slot in slots if (each := slot.extension) is not None]
+        self.buffer = self._new_buffer(layout, device, self._empty_shard(layout, home))
         self.buffer.fill(
-            [None if slot.local is not None else local_of(slot.original) for slot in slots]
+            [None if s.local is not None else values_of(local_of(s.original)) for s in slots]
         )
         self._has_outer = any(slot.outer and not slot.computes.is_local for slot in slots)
         self.partial_sums = [
@@ -178,11 +186,11 @@ class ParameterGroup:
             reduce=dtype if types.reduce == types.master else types.reduce,
         )
         if self.home is None:
-            self.buffer = FlatBuffer(before.layout, self.axes, self.types, device)
+            self.buffer = self._new_buffer(before.layout, device)
         else:
             self.home = device
             shard = self._empty_shard(before.layout, device)
-            self.buffer = FlatBuffer(before.layout, self.axes, self.types, before.device, shard)
+            self.buffer = self._new_buffer(before.layout, before.device, shard)
         self._carry_gradients(before)
         self._show_views()
 
@@ -195,11 +203,29 @@ class ParameterGroup:
         self.accumulate()
         before = self.buffer
         self.types = BufferTypes.of(self.types.master, compute, reduce)
-        self.buffer = FlatBuffer(
-            before.layout, self.axes, self.types, before.device, shard=before.shard
-        )
+        self.buffer = self._new_buffer(before.layout, before.device, before.shard)
         self._carry_gradients(before)
         self._show_views()
+
+    def note_starts(self, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Remember ``wholes``, digests of what was sharded, with those of this rank's parts."""
+        for index, whole in enumerate(wholes):
+            own = None if whole is None else digest_of(self.buffer.own(index))
+            if whole is not None and own is not None:
+                self.slots[index].start = Start(whole, own)
+
+    def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
+        """``parts`` take the place of those of now: forget starts of what is not just converted."""
+        for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
+            start, slot.start = slot.start, None
+            if start is None:
+                continue
+            before, after = self.buffer.own(index).view(-1), part.reshape(-1)
+            own, now = digest_of(before), digest_of(after)
+            if own is None or now is None or not has_values_of(after, before):
+                continue
+            if torch.equal(own, start.own.to(own.device)):
+                slot.start = Start(start.whole, now)
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the dtype and on the device of now."""
@@ -208,6 +234,26 @@ class ParameterGroup:
             self.buffer.take([g.to(device, kind) for g in before.whole_gradients()])
         if self.partial is not None:
             self.partial = self.partial.to(device, kind)
+
+    def _new_buffer(
+        self,
+        layout: FlatLayout | ChunkedLayout,
+        device: torch.device,
+        shard: torch.Tensor | None = None,
+    ) -> FlatBuffer:
+        arguments = layout, self.axes, self.types, device, shard
+        if self._extensions:
+            return ExtendedBuffer(self._extensions, *arguments)
+        return FlatBuffer(*arguments)
+
+    def finish_gather(self) -> None:
+        """Wait for the whole parameters."""
+        self.buffer.finish_gather()
+        if isinstance(self.buffer, ExtendedBuffer):
+            for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
+                if slot.full is not whole:
+                    whole.requires_grad_(slot.full.requires_grad)
+                    slot.full = whole
 
     def _empty_shard(
         self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
@@ -225,7 +271,7 @@ class ParameterGroup:
                 view = dtensor_at_rest(
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
-            slot.full = nn.Parameter(view, requires_grad=slot.original.requires_grad)
+            slot.full = whole_parameter(view, slot.original)
 
     @property
     def is_trainable(self) -> bool:
@@ -242,6 +288,8 @@ class ParameterGroup:
         gradients = [slot.full.grad for slot in self.slots]
         if all(gradient is None for gradient in gradients):
             return
+        if self._extensions:
+            gradients = [None if g is None else values_of(g) for g in gradients]
         if self._has_outer:
             gradients = [_local(s, g) for s, g in zip(self.slots, gradients, strict=True)]
         try:

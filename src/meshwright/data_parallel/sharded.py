@@ -8,9 +8,7 @@ own that adds the methods of `FSDPModule`.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,57 +17,31 @@ import torch
 from torch import nn
 
 from meshwright import comm
-from meshwright.comm import Communicator
-from meshwright.comm.dtensor import local_of, savable
-from meshwright.data_parallel.buffer import ALONE
-from meshwright.data_parallel.distributed_parameters import local_parameters
+from meshwright.comm.dtensor import savable
 from meshwright.data_parallel.driver import CastSettings, Driver, attach, driver_of
-from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.module_tree import STATES, places_in
-from meshwright.data_parallel.placement import PlacementChoice, Target, place, target_of
+from meshwright.data_parallel.placement import PlacementChoice, target_of
 from meshwright.data_parallel.policies import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
 from meshwright.data_parallel.sharded_module import FSDPModule, rebuild
-from meshwright.data_parallel.shared_parameters import check_settled, remember, settle
-from meshwright.data_parallel.unit import (
-    ParameterGroup,
-    Slot,
-    Unit,
-    UnitSettings,
-    collect_slots,
-    group_slots,
-)
+from meshwright.data_parallel.sharding import ShardOptions, build_unit, own_modules
+from meshwright.data_parallel.shared_parameters import check_settled, remember
+from meshwright.data_parallel.starting_state import starting_buffers
+from meshwright.data_parallel.unit import Unit
 from meshwright.gradients import look_at_optimizers
-from meshwright.layout import FlatLayout
 from meshwright.mesh import DeviceMesh, init_device_mesh
 
 __all__ = [
     "FullyShard",
-    "ShardOptions",
     "ShardedState",
     "fully_shard",
     "register_fsdp_forward_method",
 ]
 
 NAME = "fully_shard"
-MUCH_PADDING = 0.10
-"""Elements of padding for each element, from which a unit's shape is worth a warning."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptions:
-    """What was asked for in the call of `fully_shard`."""
-
-    target: Target
-    reshard_after_forward: bool | int | None = None
-    placement_of: PlacementChoice | None = None
-    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    ignored: frozenset[int] = frozenset()
 
 
 class _ShardedDriver(Driver):
@@ -127,6 +99,7 @@ class FullyShard:
         ignored_params: Collection[nn.Parameter] | None = None,
         dp_mesh_dims: DataParallelMeshDims | None = None,
         stop_on_non_finite: bool = False,
+        sync_module_states: bool = False,
     ) -> Any:  # noqa: ANN401 - returns what it was given
         """Shard the parameters of ``module`` that no earlier call has taken; returns it.
 
@@ -146,6 +119,14 @@ class FullyShard:
         other axes than ``mesh``, or, with ``dp_mesh_dims``, on
         all axes of ``mesh``, of which that names those for data.
 
+        A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
+        ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
+        the padding, which is added. It has its values in one plain tensor of its shape and dtype.
+
+        Ranks must hold the same values: what they have sharded is compared when the root runs for
+        the first time, but for what was written or loaded since. ``sync_module_states=True`` gives
+        all ranks the parameters and buffers that rank 0 of the mesh has, before they are cut.
+
         Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
         on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
         set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
@@ -156,7 +137,8 @@ class FullyShard:
         a gradient scaler, which skips such passes.
 
         Raises ValueError for a container without forward, a scalar parameter or another kind of
-        mesh, AssertionError when the module is sharded already.
+        mesh, TypeError for another tensor subclass with operators of its own, AssertionError when
+        the module is sharded already.
 
         >>> for layer in model.layers:
         ...     fully_shard(layer)
@@ -175,11 +157,16 @@ class FullyShard:
             ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
         )
         _check_reshard(options)
+        axes = options.target.axes.communicators
+        inside = [part for _, part in own_modules(modules)]
+        unit = build_unit(modules, options, synchronises=sync_module_states)
+        buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
         driver = _ShardedDriver(
-            _unit(modules, options),
+            unit,
             cast=_cast(options.precision),
             parts=modules if len(modules) > 1 else (),
-            ignored=places_in((part for _, part in _own_modules(modules)), options.ignored),
+            ignored=places_in(inside, options.ignored),
+            buffers=buffers,
         )
         remember(driver)
         driver.keeps_as_root = reshard_after_forward is None
@@ -222,125 +209,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------ set-up
-
-
-def _unit(modules: Sequence[nn.Module], options: ShardOptions) -> Unit | None:
-    ignored = options.ignored
-    slots = [
-        slot for slot in collect_slots(_own_modules(modules)) if id(slot.original) not in ignored
-    ]
-    local = {key: each for part in modules for key, each in local_parameters(part).items()}
-    for slot in slots:
-        slot.computes = local.get(id(slot.original), slot.computes)
-    _move_buffers(modules, options)
-    slots, moved = settle(modules, slots)
-    _check_parameters(slots)
-    for slot in slots:
-        slot.place = place(slot.name, slot.original, options.target, options.placement_of)
-        slot.outer = slot.place.outer
-    slots += moved
-    if not slots:
-        return None
-    groups = [_group(members, options) for members in _together(slots)]
-    after = options.reshard_after_forward
-    settings = UnitSettings(
-        keep_full_after_forward=after is False or (after == 1 and after is not True),
-        block=_block(options),
-        forward_prefetch=True,
-    )
-    name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
-    return Unit(name, groups, ExposedTensors(), settings)
-
-
-def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
-    """Put the buffers of modules where these will compute, as their parameters."""
-    device = _device_of(options.target)
-    for _, module in _own_modules(modules):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
-
-
-def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Slots that lie on the same axes and can share a buffer."""
-    on_axes: dict[Any, list[Slot]] = {}
-    for slot in slots:
-        on_axes.setdefault(slot.place and slot.place.axes, []).append(slot)
-    return [members for same in on_axes.values() for members in group_slots(same)]
-
-
-def _block(options: ShardOptions) -> Communicator | None:
-    """The ranks that whole parameters are spread among after the forward, when that was asked."""
-    after, shard = options.reshard_after_forward, options.target.axes.shard
-    if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
-        return None
-    first = shard.rank - shard.rank % after
-    return comm.peers(shard, shard.ranks[first : first + after], f"{shard.axis} block")
-
-
-def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
-    # Large ones last: these are gathered by themselves.
-    slots = sorted(
-        slots, key=lambda slot: local_of(slot.original).numel() * slot.original.itemsize >= ALONE
-    )
-    places = [slot.place for slot in slots if slot.place is not None]
-    axes, dtype = places[0].axes, slots[0].original.dtype
-    layout = FlatLayout.chunked(
-        [slot.name for slot in slots],
-        [tuple(local_of(slot.original).shape) for slot in slots],
-        str(dtype).removeprefix("torch."),
-        axes.parts,
-        dims=[each.dim for each in places],
-    )
-    if layout.padding > MUCH_PADDING and layout.numel * dtype.itemsize > 2**20:
-        warnings.warn(
-            f"sharding {slots[0].name!r} and {len(slots) - 1} more over {axes.parts} ranks along "
-            f"their dims adds {layout.padding:.0%} padding. Give fully_shard a shard_placement_fn "
-            "that chooses a dim which the number of ranks divides",
-            stacklevel=5,
-        )
-    types, device = options.precision.types_for(dtype), _device(slots[0], options.target)
-    if isinstance(options.offload, CPUOffloadPolicy):
-        home = torch.device("meta" if slots[0].original.is_meta else "cpu")
-        device, pins = _device_of(options.target), options.offload.pin_memory
-        return ParameterGroup(slots, layout, axes, types, device, home, pin_memory=pins)
-    return ParameterGroup(slots, layout, axes, types, device)
-
-
-def _device(slot: Slot, target: Target) -> torch.device:
-    """Where a parameter computes: on the meta device until it is materialised elsewhere."""
-    return slot.original.device if slot.original.is_meta else _device_of(target)
-
-
-def _device_of(target: Target) -> torch.device:
-    if target.mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return target.axes.communicators[0].device
-
-
-def _own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """The modules below that no other call has taken, each once."""
-    seen: set[int] = set()
-    for number, root in enumerate(modules):
-        # Names become those in the whole model when it runs for the first time.
-        stack = [(str(number) if len(modules) > 1 else "", root)]
-        while stack:
-            name, module = stack.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            yield name, module
-            children = [
-                (f"{name}.{child_name}" if name else child_name, child)
-                for child_name, child in module.named_children()
-                if not _is_taken(child)
-            ]
-            stack.extend(reversed(children))
-
-
-def _is_taken(module: nn.Module) -> bool:
-    """Whether a composable function has been applied to ``module``."""
-    return bool(module.__dict__.get(STATES))
 
 
 def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
@@ -450,21 +318,6 @@ def _check_reshard(options: ShardOptions) -> None:
             f"If passing reshard_after_forward as an int, it should be a factor of {size}, the "
             f"number of ranks that a parameter is sharded over; got {after}"
         )
-
-
-def _check_parameters(slots: Iterable[Slot]) -> None:
-    for slot in slots:
-        parameter = local_of(slot.original)
-        if parameter.ndim == 0:
-            raise ValueError(
-                "fully_shard doesn't support scalar parameters. Change "
-                f"{slot.name} to a 1D tensor with numel equal to 1."
-            )
-        if not parameter.is_contiguous():
-            raise NotImplementedError(
-                f"fully_shard does not support non-contiguous parameters: {slot.name} has shape "
-                f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous"
-            )
 
 
 def _check_offloaded(unit: Unit) -> None:

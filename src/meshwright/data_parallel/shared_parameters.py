@@ -116,6 +116,8 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         outer=slot.outer,
         computes=slot.computes,
         given=slot.given,
+        start=slot.start,
+        extension=slot.extension,
         original=nn.Parameter(
             torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),
             requires_grad=slot.full.requires_grad,

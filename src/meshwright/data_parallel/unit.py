@@ -187,7 +187,7 @@ class Unit:
         if self._phase is not Phase.GATHERING:
             self.unshard()
         for group in self.groups:
-            group.buffer.finish_gather()
+            group.finish_gather()
         self._become(Phase.FULL)
         self.shows_all = self.exposure.show_full(self)
         for group in self.groups:
@@ -333,7 +333,7 @@ class Unit:
         """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
         if self._phase is Phase.GATHERING:
             for group in self.groups:
-                group.buffer.finish_gather()
+                group.finish_gather()
             self._become(Phase.FULL)
         for group in self.groups:
             group.drop()

@@ -11,7 +11,8 @@ from torch import nn
 
 from meshwright.data_parallel.buffer import BufferTypes
 from meshwright.data_parallel.distributed_parameters import local_parameters
-from meshwright.data_parallel.starting_state import broadcast_tensors
+from meshwright.data_parallel.starting_state import digest_of
+from meshwright.data_parallel.tensor_extensions import check_class
 from meshwright.data_parallel.unit import (
     ParameterGroup,
     Slot,
@@ -35,9 +36,9 @@ __all__ = [
     "materialise",
     "named_unmanaged",
     "resolve_device_id",
-    "synchronise",
 ]
 
+REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16
 """Bytes: where parameters begin that keep their identity, as in torch."""
 
@@ -53,6 +54,8 @@ class UnitPlan:
     use_orig_params: bool
     offloads: bool = False
     """Whether shards and gradients stay on the CPU."""
+    is_synchronised: bool = False
+    """Whether all ranks have just been given the same values."""
 
 
 def named_unmanaged(
@@ -135,20 +138,6 @@ def materialise(
     return True
 
 
-def synchronise(tensors: Sequence[torch.Tensor], groups: Groups, device: torch.device) -> None:
-    """Give all ranks the values of the first; over ``replicate`` first, so that nodes agree."""
-    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors)
-    if on_cpu and groups.shard.device.type != "cpu":
-        raise ValueError(
-            "The module has CPU parameters or buffers when `sync_module_states=True`, but its "
-            f"group communicates on {groups.shard.device}. Pass device_id"
-        )
-    axes = (groups.replicate, groups.shard)
-    for axis in axes:
-        if axis is not None and axis.size > 1:
-            broadcast_tensors(axis, tensors, label="sync module states")
-
-
 def build_unit(
     root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> Unit | None:
@@ -158,10 +147,14 @@ def build_unit(
     if not slots:
         return None
     for slot in slots:
+        check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)
+    wholes = {} if plan.is_synchronised else {slot: digest_of(slot.original) for slot in slots}
     name = type(root).__name__
     cut = [slots] if not plan.use_orig_params else group_slots(slots, by_training=False)
     groups = [_group(members, plan) for members in cut]
+    for group in groups:
+        group.note_starts([wholes.get(slot) for slot in group.slots])
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(root, kept)

@@ -262,6 +262,8 @@ class FlatExposure:
         """See `Exposed`."""
         flat, group = self.flat, self._only_group(unit)
         shard = group.buffer.shard
+        if flat.shape == shard.shape:
+            group.carry_starts([group.buffer.own(n, flat.data) for n in range(len(group.slots))])
         if flat.dtype != shard.dtype or flat.device != shard.device:
             group.convert(flat.dtype, flat.device)
             shard = group.buffer.shard
@@ -435,6 +437,7 @@ class OriginalExposure:
         if all(_is_same(slot.original, target) for slot, target in self._targets):
             return
         for group in unit.groups:
+            group.carry_starts([slot.original.data for slot in group.slots])
             first, shard = group.slots[0].original, group.buffer.shard
             if first.dtype != shard.dtype or first.device != shard.device:
                 group.convert(first.dtype, first.device)

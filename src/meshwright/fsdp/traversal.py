@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.module_tree import PlacesIn
 from meshwright.data_parallel.order import OrderOptions
+from meshwright.data_parallel.starting_state import StartingBuffer
 from meshwright.data_parallel.unit import Unit
 from meshwright.fsdp.exposure import exposed_of
 
@@ -44,10 +45,11 @@ class UnitDriver(Driver):
         *,
         sends_use_counts: bool,
         ignored: PlacesIn = (),
+        buffers: Sequence[StartingBuffer] = (),
     ) -> None:
         detail = checks_in_detail()
         order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
-        super().__init__(unit, order=order, ignored=ignored)
+        super().__init__(unit, order=order, ignored=ignored, buffers=buffers)
         self.strategy = strategy
         """What messages call the strategy."""
         self._version = -1

@@ -37,7 +37,14 @@ from meshwright.fsdp.state_dicts import (
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
 
-__all__ = ["UnitWrapper", "check_homogeneous", "fsdp_units", "spread_gradients", "wrappers_in"]
+__all__ = [
+    "UnitWrapper",
+    "check_homogeneous",
+    "fsdp_units",
+    "own_modules",
+    "spread_gradients",
+    "wrappers_in",
+]
 
 
 class UnitWrapper(nn.Module):
@@ -172,7 +179,7 @@ class UnitWrapper(nn.Module):
         mode = self._mode
         if mode.is_mixed:
             is_full = self._use_full_prec_in_eval and not self.training
-            mode.enter(_own_modules(self), is_full=is_full)
+            mode.enter(own_modules(getattr(self, WRAPPED)), is_full=is_full)
         if self._unit is not None:
             _take_changes(self._unit)
 
@@ -387,14 +394,14 @@ def _check_reached(root: nn.Module) -> None:
                 )
 
 
-def _own_modules(wrapper: UnitWrapper) -> Iterator[nn.Module]:
-    """The modules below ``wrapper`` down to the next wrappers."""
-    waiting: list[nn.Module] = [getattr(wrapper, WRAPPED)]
+def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules below ``module`` down to the next wrappers."""
+    waiting = [module]
     while waiting:
-        module = waiting.pop()
-        if not isinstance(module, UnitWrapper):
-            yield module
-            waiting += module.children()
+        part = waiting.pop()
+        if not isinstance(part, UnitWrapper):
+            yield part
+            waiting += part.children()
 
 
 def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[torch.Tensor]]:

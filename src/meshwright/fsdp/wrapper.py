@@ -20,6 +20,7 @@ from meshwright.data_parallel.module_tree import places_in
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
+from meshwright.data_parallel.starting_state import starting_buffers, synchronise
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.checkpoint_functions import CheckpointNames, asked_in, prepare_optimizers
@@ -50,7 +51,7 @@ from meshwright.fsdp.residency import WrapperResidency
 from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
-from meshwright.fsdp.unit_wrapper import UnitWrapper, fsdp_units, spread_gradients
+from meshwright.fsdp.unit_wrapper import UnitWrapper, fsdp_units, own_modules, spread_gradients
 from meshwright.fsdp.wrap import WrapPolicy
 from meshwright.gradients import global_norm, scale_to_norm
 from meshwright.mesh import DeviceMesh
@@ -204,22 +205,26 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             device=self.compute_device,
             offloads=self._offloads,
             use_orig_params=self._use_orig_params,
+            is_synchronised=synchronises,
         )
+        axes = self._groups.axes
         if synchronises:
-            tensors = [parameter for _, parameter in named]
-            buffers = [b for b in module.buffers() if not hasattr(b, SYNCHRONISED)]
-            building.synchronise([*tensors, *buffers], self._groups, self.compute_device)
-            for buffer in buffers:
+            buffers = [(n, b) for n, b in module.named_buffers() if not hasattr(b, SYNCHRONISED)]
+            synchronise([*named, *buffers], axes.shard, axes.replicate)
+            for _, buffer in buffers:
                 setattr(buffer, SYNCHRONISED, True)
         self._unit = building.build_unit(module, plan, ignored, self._deferred)
         own = [] if self._unit is None else [self._unit]
         building.check_shared(module, [*fsdp_units(module), *own])
         self._ignored = ignored
+        left_out = set(map(id, ignored.parameters))
+        inside = [part for part in own_modules(module) if part not in ignored.modules]
         self._driver = UnitDriver(
             self._unit,
             self._groups.strategy,
             sends_use_counts=self._use_orig_params,
-            ignored=places_in(module.modules(), set(map(id, ignored.parameters))),
+            ignored=places_in(module.modules(), left_out),
+            buffers=() if synchronises else starting_buffers(inside, left_out, axes.communicators),
         )
         self._is_inner = False
         self._is_summoned = False
