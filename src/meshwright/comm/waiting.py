@@ -255,6 +255,7 @@ class Watch:
         for rank in silent:
             monitor.fence(rank)
         if lost and self._silent[lost[0]].has_ended:
+            self._check()  # who found it before may have ended it
             raise RankFailedError(str(failure), culprit)
         raise (CollectiveMismatchError if self._differs(answers) else CollectiveTimeoutError)(text)
 
