@@ -211,6 +211,27 @@ def test_a_rank_that_dies_while_the_groups_are_made_is_named(ranks: Ranks, victi
             assert outcome.exit_code == 1
 
 
+@pytest.mark.backends("shm", "gloo")
+def test_survivors_of_a_killed_rank_end_soon_after_they_name_it(ranks: Ranks) -> None:
+    """Leaving does not wait for a rank that is lost: all have ended within the grace."""
+
+    def body() -> None:
+        world = comm.connect()
+        world.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            world.all_reduce(torch.ones(1)).wait()
+        finally:
+            comm.disconnect()
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, connected=False, grace=8.0)
+    for outcome in (caught.value.outcomes[0], caught.value.outcomes[2]):
+        assert outcome.ending == Ending.RAISED, outcome.details()
+        assert re.search(r"rank 1\b.* (failed first|was lost)", str(outcome.exception))
+
+
 def own_store(port: int) -> None:
     """Let rank 0 host the store, at ``port``, as without torchrun."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
