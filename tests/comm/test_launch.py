@@ -140,6 +140,6 @@ def test_torchruns_error_file_names_the_culprit_and_the_cause(
         assert type(error).__name__ in message["extraInfo"]["py_callstack"]
         assert "NoneType: None" not in file.read_text()
         failure = ProcessFailure(local_rank=rank, pid=rank, exitcode=1, error_file=str(file))
-        told.append((failure.timestamp, failure.message))
+        told.append((failure.timestamp, str(failure.message)))
     assert "ValueError: no" in min(told)[1]
     assert "failed first" not in min(told)[1]

@@ -368,8 +368,8 @@ class FailureMonitor:
             return
         try:
             self._read()
-            if rank in self.ranks.left or self.ending is not None:
-                return
+            if rank in self.ranks.left or self._final & self._standing.keys():
+                return  # whoever has ended the run, this one or another, was first
             if any(other.rank == rank for other in self._standing.values()):
                 self._post({"kind": "ended", "rank": rank})
             else:

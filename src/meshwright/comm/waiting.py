@@ -335,7 +335,8 @@ class Watch:
         parts += monitor.said()
         here = {monitor.rank, *(rank for rank in ranks if rank in answers)}
         waiting = ", ".join(str(r) for r in sorted(here - set(missing)))
-        reason = "; ".join(parts) or "every rank has issued it: the transport is slow or stuck"
+        nobody = "no rank is missing: the transport is stuck, or ranks wait in different calls"
+        reason = "; ".join(parts) or nobody
         return (
             f"{self._awaited.describe()} has not ended after "
             f"{time.monotonic() - self._begun:.0f} s: {reason}; waiting: rank {waiting}"
