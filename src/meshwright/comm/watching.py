@@ -8,7 +8,6 @@ exception can be raised in C++ from outside.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
