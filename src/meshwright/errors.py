@@ -86,7 +86,8 @@ class CollectiveMismatchError(CommunicationError):
 
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
-    """A wait passed its bound. The message names the ranks that are missing and where they are."""
+    """A wait passed its limit, or waits for a rank that stands still or for something that can
+    never come. The message names the ranks that are missing and where they are."""
 
 
 class RankFailedError(CommunicationError):

@@ -20,6 +20,7 @@ from _pytest.mark import ParameterSet
 from meshwright import comm
 from meshwright.comm import registry
 from meshwright.comm.failure import FailureMonitor
+from meshwright.comm.whereabouts import one_line
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -368,6 +369,63 @@ def test_a_finished_run_leaves_no_notice_on_the_store(ranks: Ranks) -> None:
         return [str(slot).encode() for slot in range(1, 5) if board.check([f"slot/{slot}"])]
 
     assert ranks(2, body, connected=False) == [[], []]
+
+
+STRANGERS = (
+    "no JSON",
+    "[]",
+    "null",
+    "{}",
+    '{"kind": 1}',
+    '{"kind": "party"}',
+    '{"kind": "failed"}',
+    '{"kind": "failed", "rank": "1", "by": 1, "phase": null}',
+    '{"kind": "ended", "rank": 7}',
+    '{"kind": "recovered", "rank": []}',
+    '{"kind": "call", "about": "all"}',
+    '{"kind": "call", "about": [{}, "x", 99]}',
+    '{"kind": "report", "text": {}}',
+    '{"kind": "deviation", "rank": 0}',
+    "[" * 100_000,
+    "\xff\x00",
+)
+
+
+def test_what_a_stranger_writes_on_the_board_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread that reads the board answers and hears of failures after it as before."""
+    store = dist.HashStore()
+    monitor, other = (
+        FailureMonitor(store, rank, 2, hang_after=1.0, interval=0.01) for rank in range(2)
+    )
+    try:
+        store.set("roll/1", "[1, 2]")  # in place of what rank 1 says when it comes
+        monitor.sign_in({})
+        for number, text in enumerate(STRANGERS, 1):
+            store.set(f"slot/{number}", text.encode("latin-1"))
+        store.set(f"answer/{len(STRANGERS) + 1}/1", '{"line": 3}')
+        assert set(monitor.roll_call(0.2)) == {0}
+        other.sign_in({})
+        assert set(monitor.roll_call(5.0, [1])) == {0, 1}
+        other.publish(ValueError("no such token"))
+        monitor.read()
+        with pytest.raises(RankFailedError, match="rank 1 failed first: ValueError: no such token"):
+            monitor.check()
+        warnings = [record for record in caplog.records if "ignores a notice" in record.message]
+        assert len(warnings) == 2  # one of each rank
+    finally:
+        monitor.stop()
+        other.stop()
+
+
+def test_of_a_long_error_the_end_is_kept() -> None:
+    """An error of a data loader's worker has its cause there."""
+    error = RuntimeError("Caught in worker process 0.\n" + "a frame\n" * 400 + "KeyError: 'token'")
+    text = one_line(error)
+    assert text.startswith("RuntimeError: Caught in worker process 0.")
+    assert text.endswith("KeyError: 'token'")
+    assert len(text) < 700
 
 
 @pytest.mark.parametrize("waits", [False, True])

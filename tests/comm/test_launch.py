@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.comm.launch import first_failure, launch
-from meshwright.errors import LaunchError
+from meshwright.comm.launch import first_failure, launch, record_failure
+from meshwright.errors import LaunchError, RankFailedError
 
 RANK = """
 import os, sys, time
@@ -124,3 +124,22 @@ def test_who_followed_is_not_named(tmp_path: Path, ends: list[tuple[int, str]], 
         for rank, (code, said) in enumerate(ends)
     }
     assert first_failure(failures, len(ends)) == first
+
+
+def test_torchruns_error_file_names_the_culprit_and_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who followed is dated later than who failed: torchrun takes the earliest for the first."""
+    told: list[tuple[int, str]] = []
+    errors = (RankFailedError("rank 1 failed first: ValueError: no", 1), ValueError("no"))
+    for rank, error in enumerate(errors):
+        file = tmp_path / f"{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        record_failure(error)  # never raised, as where the command line handles it
+        message = json.loads(file.read_text())["message"]
+        assert type(error).__name__ in message["extraInfo"]["py_callstack"]
+        assert "NoneType: None" not in file.read_text()
+        failure = ProcessFailure(local_rank=rank, pid=rank, exitcode=1, error_file=str(file))
+        told.append((failure.timestamp, str(failure.message)))
+    assert "ValueError: no" in min(told)[1]
+    assert "failed first" not in min(told)[1]

@@ -1,7 +1,8 @@
 """Kill and stop ranks at random moments of every strategy, and see who is named, and how soon.
 
 Run it as ``python tests/soak/kills.py [--seed S] [--kills 100] [--stops 40] [--case N]``. It prints
-one row for each case, and ends with status 1 when a case misses what is promised:
+one row for each case, with the machine's load, and ends with status 1 when a case misses what is
+promised:
 
 =============  ===================================================================================
 what happens   every survivor
@@ -103,8 +104,8 @@ def cases(seed: int, kills: int, stops: int) -> Iterator[Case]:
         )
 
 
-def run(case: Case, fleet: Fleet) -> list[str]:
-    """Let it go wrong; what was not as promised, and the measured times."""
+def run(case: Case, fleet: Fleet) -> tuple[list[str], str]:
+    """Let it go wrong; what was not as promised, and the times of the slowest survivor."""
     folder = tempfile.mkdtemp(prefix="soak-")
     text = Path(folder, "text.txt")
     text.write_bytes(b"".join(b"%d + %d = %d\n" % (n, n % 7, n + n % 7) for n in range(800)))
@@ -128,19 +129,20 @@ def run(case: Case, fleet: Fleet) -> list[str]:
         # Nobody can know of a host of the store that has gone before they came.
         seen = ranks if sign == "SIGNED IN" and case.store == "rank 0" else [victim]
         if not fleet.wait(120, lambda: all(sign in rank.text for rank in seen)):
-            return ["never came to " + sign]
+            return ["never came to " + sign], ""
         time.sleep(case.delay)
         if case.action == "go on":
-            return _go_on(fleet, ranks, victim)
+            return _go_on(fleet, ranks, victim), ""
         number = signal.SIGKILL if case.action == "kill" else signal.SIGSTOP
         when = victim.send(number) + (0 if case.action == "kill" else LIMIT + SLACK)
         fleet.wait(NAMED_WITHIN + ENDED_WITHIN + (when - time.monotonic()) + 30)
-        return [
-            problem
-            for rank in ranks
-            if rank is not victim
-            for problem in _problems(rank, case, when)
-        ]
+        survivors = [rank for rank in ranks if rank is not victim]
+        times = (
+            max(_named_at(rank, case) or float("nan") for rank in survivors) - when,
+            max(rank.ended or float("nan") for rank in survivors) - when,
+        )
+        found = [problem for rank in survivors for problem in _problems(rank, case, when)]
+        return found, "named {:+.1f} s, ended {:+.1f} s".format(*times)
     finally:
         fleet.clear()
         shutil.rmtree(folder, ignore_errors=True)
@@ -164,10 +166,15 @@ def _names(rank: int) -> re.Pattern[str]:
     )
 
 
+def _named_at(rank: Rank, case: Case) -> float | None:
+    """When ``rank`` first named the victim."""
+    names = _names(case.victim)
+    return rank.first(lambda line: names.search(line) is not None)
+
+
 def _problems(rank: Rank, case: Case, when: float) -> list[str]:
     """What one survivor did not do as promised, times counted from ``when``."""
-    names = _names(case.victim)
-    named = rank.first(lambda line: names.search(line) is not None)
+    named = _named_at(rank, case)
     found: list[str] = []
     late = max(0.0, (named or 0.0) - when)
     if named is None:
@@ -200,9 +207,9 @@ def main() -> int:
             if chosen.case not in (None, case.number):
                 continue
             start = time.monotonic()
-            found = run(case, fleet)
+            found, times = run(case, fleet)
             row = "ok" if not found else "MISSED: " + "; ".join(found)
-            print(f"{case}  {time.monotonic() - start:5.1f} s  {row}", flush=True)
+            print(f"{case}  {times:31}  load {os.getloadavg()[0]:4.1f}  {row}", flush=True)
             missed += bool(found)
             if found or chosen.case is not None:
                 for rank in fleet.last:

@@ -1,8 +1,8 @@
 """Let ranks take long, alive: everybody has to wait for them, and say so truly.
 
-Run it as ``python tests/soak/slow_ranks.py [--scale X] [--case NAME]``. It prints one row for each
-case, and ends with status 1 when one misses. With ``--scale 0.1`` everything takes a tenth, and the
-bounds of `meshwright.comm.waiting` too.
+Run it as ``python tests/soak/slow_ranks.py [--scale X] [--case NAME] [--backend NAME]``. It prints
+one row for each case, and ends with status 1 when one misses. With ``--scale 0.1`` everything takes
+a tenth, and the bounds of `meshwright.comm.waiting` too.
 
 ============  ====================================================================================
 case          what rank 1 does while rank 0 waits for it
@@ -170,6 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--case", help="run those of this name alone, and show what ranks wrote")
+    parser.add_argument("--backend", help="run on this one alone: gloo or shm")
     chosen = parser.parse_args()
     missed = 0
     with Fleet() as fleet:
@@ -177,6 +178,8 @@ def main() -> int:
             if chosen.case not in (None, case.name):
                 continue
             for backend in ("gloo", "shm"):
+                if chosen.backend not in (None, backend):
+                    continue
                 start = time.monotonic()
                 found = run(case, backend, fleet, chosen.scale)
                 fleet.clear()

@@ -364,10 +364,12 @@ class FailureMonitor:
             error="its process has ended without a word (killed, or by os._exit)",
             line="",
         )
+        if self.board.lost is not None:  # its host failed before, and this rank may have for that
+            return
         try:
             self._read()
-            if rank in self.ranks.left or self.ending is not None:
-                return
+            if rank in self.ranks.left or self._final & self._standing.keys():
+                return  # whoever has ended the run, this one or another, was first
             if any(other.rank == rank for other in self._standing.values()):
                 self._post({"kind": "ended", "rank": rank})
             else:
@@ -375,7 +377,7 @@ class FailureMonitor:
                 self._post({**own, "past": sorted(self._standing)})
             self._read()
         except RankFailedError:  # the store has gone with it, or soon after
-            if rank != self.board.host and self.failure is None:
+            if not self.ranks.has_ended(self.board.host) and self.failure is None:
                 self._standing[0] = failure
                 self._final.add(0)
 

@@ -255,6 +255,7 @@ class Watch:
         for rank in silent:
             monitor.fence(rank)
         if lost and self._silent[lost[0]].has_ended:
+            self._check()  # who found it before may have ended it
             raise RankFailedError(str(failure), culprit)
         raise (CollectiveMismatchError if self._differs(answers) else CollectiveTimeoutError)(text)
 
@@ -334,7 +335,8 @@ class Watch:
         parts += monitor.said()
         here = {monitor.rank, *(rank for rank in ranks if rank in answers)}
         waiting = ", ".join(str(r) for r in sorted(here - set(missing)))
-        reason = "; ".join(parts) or "every rank has issued it: the transport is slow or stuck"
+        nobody = "no rank is missing: the transport is stuck, or ranks wait in different calls"
+        reason = "; ".join(parts) or nobody
         return (
             f"{self._awaited.describe()} has not ended after "
             f"{time.monotonic() - self._begun:.0f} s: {reason}; waiting: rank {waiting}"

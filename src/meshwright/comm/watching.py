@@ -8,7 +8,6 @@ exception can be raised in C++ from outside.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -59,6 +58,8 @@ class Watcher:
         self._known_since: float | None = None
         self._has_told = False
         self._inquiry: threading.Thread | None = None
+        self._given_up: tuple[int, float, CommunicationError] | None = None
+        """The call that this rank has given up itself, when, and why."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
         self._thread.start()
@@ -130,6 +131,10 @@ class Watcher:
         self._known_since, self._has_told = None, False
         if call is None or now - call.since < monitor.hang_after:
             return
+        if self._given_up is not None and self._given_up[0] == call.number:
+            if now - self._given_up[1] >= END_AFTER:
+                self._end(self._given_up[2])
+            return
         if self._inquiry is None or not self._inquiry.is_alive():
             self._inquiry = threading.Thread(
                 target=self._inquire, args=(call,), name="meshwright-inquiry", daemon=True
@@ -158,13 +163,15 @@ class Watcher:
         monitor = self._monitor
         what = f"{call.what}, called at {call.line},"
         outside = OutsideCall(monitor, what)
-        with contextlib.suppress(CommunicationError):  # it stands on the board now
-            watch = Watch(monitor, outside, monitor.limit, first=0.0, since=call.since)
+        watch = Watch(monitor, outside, monitor.limit, first=0.0, since=call.since)
+        try:
             while not self._stop.wait(EVERY):
                 stuck = monitor.ranks.stuck
                 if stuck is None or stuck.number != -call.number:
                     return
                 watch.look()
+        except CommunicationError as error:  # it stands on the board now
+            self._given_up = call.number, time.monotonic(), error
 
 
 class _Neighbours:

@@ -102,7 +102,7 @@ def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | No
     """
     try:
         found = json.loads(text or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if _has(found, keys) else None
 
