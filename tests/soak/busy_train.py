@@ -1,15 +1,16 @@
 """``meshwright train`` beside four busy loops: it prints no warning and ends well.
 
-Run it as ``python tests/soak/busy_train.py [--steps 300] [--loops 4]``, with src on PYTHONPATH.
-What `make train` runs, examples/train.toml on four processes, whole or with fewer steps, while other
-programs want every core. Exits with status 1 when the run fails, writes to its standard error, or
-prints a line that a run without trouble does not print.
+Run it as ``python tests/soak/busy_train.py [--steps 300] [--loops 4]``.
+What `make train` runs, examples/train.toml on four processes, whole or with fewer steps, while
+other programs want every core. Exits with status 1 when the run fails, writes to its standard error
+or prints a line that a run without trouble does not print.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -58,7 +59,13 @@ def main() -> int:
         words += ["--run.folder", f"{folder}/run"]
         words += [f"--run.steps={given.steps}"] if given.steps else []
         done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, timeout=given.timeout, check=False
+            words,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            capture_output=True,
+            text=True,
+            timeout=given.timeout,
+            check=False,
         )
     trouble = unexpected(done.stdout, done.stderr)
     print("\n".join(done.stdout.splitlines()[-8:]))

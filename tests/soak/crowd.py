@@ -27,7 +27,7 @@ from meshwright.testing import ranks
 from recipes.runs import read_run, write_text
 from soak.table import Table
 
-__all__ = ["BODIES", "main_job", "three_steps"]
+__all__ = ["BODIES", "listening", "main_job", "three_steps"]
 
 
 class _Words(logging.Handler):
@@ -42,7 +42,8 @@ class _Words(logging.Handler):
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
+def listening() -> Iterator[list[str]]:
+    """What is logged meanwhile, and not less than a warning."""
     words = _Words()
     logging.getLogger().addHandler(words)
     try:
@@ -54,7 +55,7 @@ def _listening() -> Iterator[list[str]]:
 def three_steps(folder: Path, backend: str) -> tuple[list[str], dict[str, float]]:
     """Connect, take three steps of a replica and of shards, leave; warnings, and seconds."""
     seconds, begun = {}, time.monotonic()
-    with _listening() as words:
+    with listening() as words:
         world = connect(backend)
         seconds["connect"] = time.monotonic() - begun
         for name, wrap in (("replicate", mw.replicate), ("fully_shard", mw.fully_shard)):
@@ -83,7 +84,7 @@ def three_steps(folder: Path, backend: str) -> tuple[list[str], dict[str, float]
 def main_job(folder: Path, backend: str) -> tuple[list[str], dict[str, float]]:
     """The main job, tiny: half of the ranks' axis replicates, the other shards."""
     begun, seconds = time.monotonic(), {}
-    with _listening() as words:
+    with listening() as words:
         world = connect(backend)
         seconds["connect"] = time.monotonic() - begun
         begun = time.monotonic()
@@ -132,10 +133,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="16,32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backends", default="shm,gloo")
     given = parser.parse_args()
     table = Table(f"{given.rounds} rounds each", ["slowest rank"])
     for size in map(int, given.sizes.split(",")):
-        for backend in ("shm", "gloo"):
+        for backend in given.backends.split(","):
             for body in BODIES:
                 row = partial(check, body, backend, size, given.rounds)
                 table.row(f"{size} ranks, {body}, {backend}", row)

@@ -203,10 +203,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--backends", default="shm,gloo")
     given = parser.parse_args()
     title = f"{given.groups} groups, {given.rounds} models of each kind, on 2 ranks"
     table = Table(title, ["rank 0 at the end; growth of any rank"])
-    for backend in ("shm", "gloo"):
+    for backend in given.backends.split(","):
         table.row(f"groups, {backend}", partial(check, "groups", backend, given.groups))
         for kind in KINDS:
             table.row(f"{kind}, {backend}", partial(check, kind, backend, given.rounds))

@@ -25,6 +25,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
         "1,000 groups, models made and deleted": ("tests/soak/lifetimes.py",),
         "5,000 steps": ("tests/soak/steps.py",),
+        "five idle minutes": ("tests/soak/idle.py",),
         "16 and 32 ranks": ("tests/soak/crowd.py",),
         "make train beside four busy loops": ("tests/soak/busy_train.py",),
     }

@@ -84,10 +84,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--only", default="", help="layouts, with commas between them")
+    parser.add_argument("--backends", default="shm,gloo")
     given = parser.parse_args()
     table = Table(f"{given.steps} steps on 2 ranks", ["rank 0 at the end; growth of any rank"])
     for layout in given.only.split(",") if given.only else LAYOUTS:
-        for backend in ("shm", "gloo"):
+        for backend in given.backends.split(","):
             table.row(f"{layout}, {backend}", partial(check, layout, backend, given.steps))
     return table.end()
 
