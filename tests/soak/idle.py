@@ -40,7 +40,7 @@ def _wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], float]:
         loss = model(torch.ones(4, 16)).square().mean()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -93,7 +93,7 @@ def check(backend: str, seconds: float) -> tuple[str, str]:
     problems = [f"rank {rank}: {x}" for rank, (said, _) in enumerate(with_pause) for x in said]
     if [losses for _, losses in with_pause] != [losses for _, losses in without]:
         problems.append("the losses differ from those of ranks that did not idle")
-    return f"{len(with_pause[0][1])} steps before and after", "; ".join(problems)
+    return f"{len(with_pause[0][1]) // 2} steps before and after", "; ".join(problems)
 
 
 def main() -> int:
