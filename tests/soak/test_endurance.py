@@ -58,7 +58,8 @@ def test_a_part_says_which_programs_were_missed(
     monkeypatch.setitem(run.PARTS, "1", programs)
     assert run.main(["1"]) == 1
     text = capsys.readouterr().out.partition("in short")[2]
-    assert "== held in 0 s: one that holds\n   5 of 5 rows held" in text
+    assert "== held in " in text
+    assert "s: one that holds\n   5 of 5 rows held" in text
     assert "s: one that does not\n   rank 1 grew" in text
     assert "1 of 2 programs held" in text
     assert run.main(["2"]) == 2
@@ -74,11 +75,12 @@ def test_what_a_run_says_of_trouble_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_steps_leave_no_descriptors_or_threads_behind(tmp_path: Path, backend: str) -> None:
+def test_steps_leave_no_descriptors_or_threads_behind(tmp_path: Path) -> None:
     write_text(tmp_path)
-    found = ranks(2, measured_run, tmp_path, 80, *LAYOUTS["shard"], timeout=200, backend=backend)
-    for measured in found[0]:
+    rarely = ("run.save_every=20", "run.validate_every=20")
+    for measured in ranks(2, measured_run, tmp_path, 60, *LAYOUTS["shard"], *rarely, timeout=200)[
+        0
+    ]:
         assert len(measured) >= 20
         grown = growth(measured)
         assert grown["descriptors"] == grown["threads"] == 0.0, (measured[4], measured[-1])
