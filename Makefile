@@ -16,7 +16,7 @@ TORCH := $(shell sed -n 's/^torch==.*/&/p' constraints.txt)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv train test test-all check format bench docs gpu-check clean
+.PHONY: help venv train test test-all soak check format bench docs gpu-check clean
 .PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo 'make test       run the tests'
 	@echo 'make check      formatting, lint, types, spelling, architecture'
 	@echo 'make test-all   the tests and the slow ones'
+	@echo 'make soak       the programs that run for hours, PART by PART'
 	@echo 'make bench      the measurements of benchmarks/'
 	@echo 'make gpu-check  the tests that need a GPU, with the python3 found (no .venv)'
 	@echo 'make docs       the documentation, as HTML, in docs/_build/html'
@@ -66,6 +67,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu' --durations=20
+
+# Without PART it says what there is.
+soak: $(READY)
+	$(BIN)/python tests/soak/run.py $(PART)
 
 check: check-format check-lint check-types check-spelling check-architecture
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.nn import Parameter
 
-__all__ = ["Footprint", "footprint", "objects"]
+__all__ = ["LIMIT", "Footprint", "footprint", "growth", "objects"]
+
+LIMIT = 0.01
+"""The part by which nothing may grow in the last four fifths of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,24 +22,41 @@ class Footprint:
     """What one process had at one moment."""
 
     memory: int
-    """Bytes of this process alone: what would come back if it ended (proportional share)."""
+    """Bytes that are resident."""
     descriptors: int
     threads: int
     mappings: int
     """Pieces of memory that are mapped: each thread has one for its stack, each segment one."""
+
+    def __str__(self) -> str:
+        megabytes = f"{self.memory / 1e6:.1f} MB"
+        return f"{megabytes}, {self.descriptors} descriptors, {self.threads} threads"
 
 
 def footprint(pid: int | str = "self") -> Footprint:
     """Measure a process, this one after a garbage collection."""
     if pid == "self":
         gc.collect()
-    rows = _rows(Path(f"/proc/{pid}/smaps_rollup"))
+    rows = _rows(Path(f"/proc/{pid}/status"))
     return Footprint(
-        memory=1024 * rows["Pss"],
+        memory=1024 * rows["VmRSS"],
         descriptors=len(os.listdir(f"/proc/{pid}/fd")),
-        threads=_rows(Path(f"/proc/{pid}/status"))["Threads"],
+        threads=rows["Threads"],
         mappings=len(Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()),
     )
+
+
+def growth(measured: Sequence[Footprint]) -> dict[str, float]:
+    """The part by which each quantity has grown since the first fifth of equal stretches.
+
+    One descriptor or thread more or less is no growth: one may be about to go.
+    """
+    first, last = measured[len(measured) // 5], measured[-1]
+    return {
+        "memory": last.memory / first.memory - 1,
+        "descriptors": max(0, last.descriptors - first.descriptors - 1) / first.descriptors,
+        "threads": max(0, last.threads - first.threads - 1) / first.threads,
+    }
 
 
 def objects() -> Counter[str]:

@@ -138,8 +138,9 @@ def save(
     ``keep_last``: how many complete checkpoints stay in ``directory``, this one included.
 
     Raises ``CheckpointWriteError`` (one line: rank, file, reason, what to do) on all ranks when
-    any of them fails; earlier checkpoints are untouched. An existing checkpoint of the step is
-    never overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
+    any of them fails, `CheckpointClaimedError` when another job saves to ``directory`` (see
+    `claim`); earlier checkpoints are untouched. An existing checkpoint of the step is never
+    overwritten. In one process wrong arguments raise ``TypeError`` or ``ValueError``.
     """
     target = step_directory(directory, step)
     request = _Request(

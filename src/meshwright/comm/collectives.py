@@ -83,8 +83,8 @@ class Communicator:
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
         self.unsummed: dict[int, list[Any]] = {}
         """Partial gradients of the backward passes that are under way; see `partial_gradients`."""
-        self.unions: dict[tuple[str, ...], Communicator] = {}
-        """Those of the ranks of this axis and others, by the names of the others' groups."""
+        self.unions: dict[tuple[Communicator, ...], Communicator] = {}
+        """Those of the ranks of this axis and others, by the others."""
         self.kept: dict[str, Any] = {}
         """What other rooms keep for this axis, by name."""
 

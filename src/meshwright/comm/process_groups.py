@@ -270,10 +270,13 @@ def union(axes: Sequence[Communicator]) -> Communicator:
     no grid.
     """
     first, *others = dict.fromkeys(axes)
-    key = tuple(axis.name for axis in others)
+    key = tuple(others)
     if not others:
         return first
-    if key not in first.unions or not first.unions[key].is_open:
+    known = first.unions.get(key)
+    if known is None or not known.is_open:
+        for gone in [axes for axes in first.unions if not all(axis.is_open for axis in axes)]:
+            del first.unions[gone]
         name = "+".join(axis.axis for axis in (first, *others))
         ranks = {dist.get_rank()}
         for is_check in (False, True):
