@@ -23,7 +23,7 @@ __all__ = ["Report", "Verdict", "check", "shrink"]
 
 TOGETHER = 12
 """Cases of one call."""
-SECONDS = 15.0
+SECONDS = 30.0
 """For one case, on a loaded machine."""
 
 

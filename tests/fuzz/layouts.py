@@ -394,7 +394,7 @@ class Planned:
     def train(self, parts: Sequence[Part], step: int) -> float:
         x, target = (torch.cat(each) for each in zip(*parts, strict=True))
         self.trainable.forward_backward(self._batch(x), target)
-        self._found = self.trainable.gradients()
+        self._found = {n: _full(g) for n, g in self.trainable.gradients().items()}
         self._result = self.trainable.optimizer_step()
         return self._result.loss.item()
 
