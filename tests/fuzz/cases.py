@@ -48,7 +48,10 @@ AXES: Mapping[int, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-OPTIMIZERS = ("sgd", "momentum", "decay", "adam", "adamw", "rmsprop", "adagrad", "nadam", "lion")
+OPTIMIZERS = (
+    *("sgd", "momentum", "decay", "adam", "adamw", "rmsprop", "adagrad", "nadam", "lion"),
+    *("adafactor", "lbfgs", "lamb", "sgd single", "adam foreach", "adamw fused"),
+)
 STATELESS = ("sgd",)
 """Of which a gradient of zeros and no gradient are the same."""
 
@@ -58,6 +61,8 @@ STATEFUL = frozenset({"Counted", "CountedInPlace", "Remembered", "Alternating", 
 LOOP = (
     *("clip ours", "clip torch", "clip class", "eval", "round trip", "keep zeros", "smaller"),
     *("freeze", "scale weights", "two forwards", "step in backward", "every pass", "join"),
+    *("functional call", "new parameter", "late hook", "loss reads weights", "autocast"),
+    *("gradient of input", "other start", "own statistics"),
 )
 """What a training loop may do; see `fuzz.training`."""
 
@@ -180,11 +185,13 @@ def _some(draw: random.Random, names: Sequence[str], chance: float) -> tuple[str
 
 def _fits(name: str, layout: str) -> bool:
     """Whether a loop with that layout can do it at all."""
-    is_plan, is_sharded = (
-        "=" in layout,
-        "shard" in layout or "class" in layout or layout == "hybrid",
-    )
-    if name in ("two forwards", "every pass", "keep zeros", "clip torch"):
+    is_plan, is_class = "=" in layout, "class" in layout
+    is_sharded = "shard" in layout or is_class or layout == "hybrid"
+    if name in ("functional call", "new parameter"):
+        return not is_plan and not is_class
+    if name in ("two forwards", "every pass", "keep zeros", "clip torch", "autocast"):
+        return not is_plan
+    if name in ("gradient of input", "own statistics"):
         return not is_plan
     if name == "clip class":
         return "class" in layout
@@ -201,8 +208,14 @@ def _sensible(case: Case) -> Case:
         loop -= {"clip ours", "clip torch", "clip class"}
     if "step in backward" in loop:
         loop -= {"keep zeros", "every pass"}
+    if case.optimizer == "lbfgs":
+        loop -= {"clip ours", "clip torch", "clip class", "step in backward", "join", "keep zeros"}
+    if "LookedSparse" in names:
+        loop -= {"clip ours", "clip torch", "clip class"}  # torch has no norm of sparse gradients
     if "BatchNormed" in names:
         loop -= {"smaller", "two forwards"}
+    else:
+        loop -= {"own statistics"}
     if case.is_flat:
         loop -= {"freeze"}
     if "join" in loop:
@@ -218,6 +231,8 @@ def _sensible(case: Case) -> Case:
         options -= {"recompute"}  # each pass would run twice
     # A flat gradient has zeros where one process has none.
     if case.is_flat and names & {"Unused", "Alternating"}:
+        optimizer = "sgd"
+    if "LookedSparse" in names and optimizer != "sgd single":
         optimizer = "sgd"
     keeps = [each for each in case.loop if each in loop]
     kept = [each for each in case.options if each in options]

@@ -11,20 +11,19 @@ import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fuzz.cases import CHANGED, Case, simpler
-from fuzz.training import run_cases, told
+from fuzz.training import SECONDS, Fault, run_cases, told
 from meshwright.testing import RanksFailed, ranks
 
 __all__ = ["Report", "Verdict", "check", "shrink"]
 
 TOGETHER = 12
 """Cases of one call."""
-SECONDS = 30.0
-"""For one case, on a loaded machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +32,20 @@ class Verdict:
 
     case: Case
     kind: str
-    """"same", "no program", "refused", or what kind of finding it is."""
+    """"same", "told", "no program", "refused", or what kind of finding it is."""
     text: str = ""
     trace: str = ""
 
     @property
     def is_finding(self) -> bool:
-        return self.kind not in ("same", "no program", "refused")
+        return self.kind not in ("same", "told", "no program", "refused")
 
     @property
     def normalised(self) -> str:
         """Its text without names and numbers."""
-        text = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)", "…", self.text.splitlines()[0])
-        return re.sub(r"[-\d.]+(e[-+]\d+)?", "#", text)[:150] if self.text else ""
+        text = self.text.splitlines()[0] if self.text else ""
+        text = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)|\S*[\d._]\w\S*|\S*\d\S*", "…", text)
+        return re.sub(r"…[\W]*…|…", "…", re.sub(r"(…[\s,and]*)+…", "…", text))[:130]
 
 
 def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
@@ -54,7 +54,7 @@ def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
     worst = next(
         (
             row
-            for kind in ("raised", "differs", "warned", "refused")
+            for kind in ("raised", "differs", "warned", "refused", "told")
             for row in rows
             if row["kind"] == kind
         ),
@@ -77,7 +77,9 @@ def _changes(case: Case) -> bool:
     return bool({"freeze", "scale weights", "round trip"} & set(case.loop))
 
 
-def _call(cases: Sequence[Case]) -> tuple[list[Verdict], str]:
+def _call(
+    cases: Sequence[Case], fault: Fault, seconds: float = SECONDS
+) -> tuple[list[Verdict], str]:
     """Verdicts on the first of ``cases``, and why there are no more; all have one kind of ranks."""
     world, backend = cases[0].world, cases[0].backend
     with tempfile.TemporaryDirectory() as name:
@@ -88,8 +90,10 @@ def _call(cases: Sequence[Case]) -> tuple[list[Verdict], str]:
                 run_cases,
                 list(cases),
                 name,
+                fault,
+                seconds,
                 backend=backend,
-                timeout=10 + SECONDS * len(cases),
+                timeout=20 + 2 * seconds * len(cases),
                 grace=1.0,
             )
         except RanksFailed as error:
@@ -102,11 +106,11 @@ def _call(cases: Sequence[Case]) -> tuple[list[Verdict], str]:
     return found, why
 
 
-def _alone(case: Case) -> Verdict:
-    found, why = _call([case])
+def _alone(case: Case, fault: Fault, seconds: float = SECONDS) -> Verdict:
+    found, why = _call([case], fault, seconds)
     if found:
         return found[0]
-    kind = "hangs" if "deadline" in why or "timeout" in why else "ends"
+    kind = "hangs" if re.search("deadline|timeout", why, re.IGNORECASE) else "ends"
     return Verdict(case=case, kind=kind, text=_gist(why), trace=why)
 
 
@@ -114,18 +118,29 @@ def _gist(why: str) -> str:
     return why.splitlines()[0] if why else "nothing was said"
 
 
-def check(cases: Sequence[Case], tell: Callable[[Verdict], None] = lambda _: None) -> Report:
-    """Run ``cases`` and judge them; ``tell`` hears each verdict."""
+def check(
+    cases: Sequence[Case],
+    tell: Callable[[Verdict], None] = lambda _: None,
+    *,
+    fault: Fault = nullcontext,
+    seconds: float = SECONDS,
+) -> Report:
+    """Run ``cases`` and judge them; ``tell`` hears each verdict.
+
+    ``fault`` is for tests, as less than ``seconds`` for a case are.
+    """
     report = Report()
     for batch in _batches(cases):
         waiting = list(batch)
         while waiting:
-            found, _ = _call(waiting)
+            found, _ = _call(waiting, fault, seconds)
             # The first that was not ended by all ranks stands in the way of the rest.
             alone = waiting[len(found) : len(found) + 1]
             waiting = waiting[len(found) + 1 :]
             doubtful = [v.case for v in found if v.is_finding] + alone
-            verdicts = [v for v in found if not v.is_finding] + [_alone(c) for c in doubtful]
+            verdicts = [v for v in found if not v.is_finding] + [
+                _alone(c, fault, seconds) for c in doubtful
+            ]
             for verdict in verdicts:
                 report.verdicts.append(verdict)
                 tell(verdict)
@@ -148,7 +163,7 @@ def shrink(verdict: Verdict) -> tuple[list[str], Verdict]:
     while is_smaller:
         is_smaller = False
         for word, case in simpler(verdict.case):
-            left = _alone(case)
+            left = _alone(case, nullcontext)
             if left.kind == verdict.kind and left.normalised == verdict.normalised:
                 words.append(word)
                 verdict, is_smaller = left, True
@@ -169,7 +184,8 @@ class Report:
     def __str__(self) -> str:
         kinds = Counter("finding" if v.is_finding else v.kind for v in self.verdicts)
         lines = [", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), ""]
-        lines += self._table("refused", [v for v in self.verdicts if v.kind == "refused"])
+        for kind in ("refused", "told"):
+            lines += self._table(kind, [v for v in self.verdicts if v.kind == kind])
         lines += self._table("no program", [v for v in self.verdicts if v.kind == "no program"])
         lines += self._table("FINDINGS", self.findings)
         return "\n".join(lines)

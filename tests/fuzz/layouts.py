@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate
 import meshwright as mw
 from fuzz.blocks import linears_of
 from fuzz.cases import Case
-from fuzz.models import build, call, loss_of, output_of
+from fuzz.models import build, call, last_of, loss_of, output_of
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.data_parallel import FSDPModule, batch_norms, synchronise_batch_norm
@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-__all__ = ["ByHand", "Laid", "Planned", "lay_out", "optimizer_of"]
+__all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of", "optimizer_of"]
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets of one pass."""
@@ -50,6 +50,7 @@ class Laid(Protocol):
     """A model over ranks, its optimizer, and what a step is made of."""
 
     model: nn.Module
+    optimizer: torch.optim.Optimizer | None
     data_rank: int
     data_size: int
 
@@ -93,6 +94,29 @@ class Softened(torch.optim.Optimizer):
                 parameter.sub_(torch.tanh(state["mean"]), alpha=group["lr"])
 
 
+def _lamb(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that looks at norms, of a class that no other case has used."""
+
+    class Lamb(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                state["mean"].mul_(0.5).add_(parameter.grad, alpha=0.5)
+                trust = (parameter.norm() + 0.1) / (state["mean"].norm() + 1)
+                parameter.sub_(state["mean"] * trust, alpha=0.1)
+
+    return Lamb(parameters, {})
+
+
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(list(parameters), lr=0.1, max_iter=2, line_search_fn="strong_wolfe")
+
+
 # Wide eps: of a gradient that is rounding and nothing else no full step is made.
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -104,7 +128,43 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": partial(torch.optim.Adagrad, lr=0.05, eps=1e-2),
     "nadam": partial(torch.optim.NAdam, lr=0.01, eps=1e-3),
     "lion": Softened,
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01, eps=(1e-4, 1e-3)),
+    "lbfgs": _lbfgs,
+    "lamb": _lamb,
+    "sgd single": partial(torch.optim.SGD, lr=0.1, foreach=False),
+    "adam foreach": partial(torch.optim.Adam, lr=0.01, eps=1e-3, foreach=True),
+    "adamw fused": partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True),
 }
+
+
+def losses_of(
+    case: Case, model: nn.Module, plain: nn.Module, x: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    """The loss of a pass of ``model``, which is ``plain`` or wraps it, as the loop computes it."""
+    if "gradient of input" in case.loop:
+        x = x.clone().requires_grad_()
+    loss = _loss_of_one(case, model, plain, x, target)
+    if "two forwards" in case.loop:
+        loss = (loss + _loss_of_one(case, model, plain, x * 0.5, target)) / 2
+    if "gradient of input" in case.loop:
+        torch.autograd.grad(loss, x, retain_graph=True)
+    return loss
+
+
+def _loss_of_one(
+    case: Case, model: nn.Module, plain: nn.Module, x: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    args, options = call(case.model, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in case.loop):
+        if "functional call" in case.loop:
+            weights = {name: 0.9 * p for name, p in model.named_parameters()}
+            output = torch.func.functional_call(model, weights, args, options)
+        else:
+            output = model(*args, **options)
+    loss = loss_of(output, target)
+    if "loss reads weights" in case.loop:
+        loss = loss + 0.01 * last_of(plain).weight.square().sum()
+    return loss
 
 
 def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -187,7 +247,7 @@ class ByHand:
             data = communicator(mesh.get_group("data"))
         elif "hybrid" in case.layout:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        if batch_norms(model) and data.size > 1:
+        if batch_norms(model) and data.size > 1 and "own statistics" not in case.loop:
             synchronise_batch_norm(model, data)
         self.plain = model
         self.model = self._wrapped(model, mesh)
@@ -217,6 +277,13 @@ class ByHand:
         return model
 
     def train(self, parts: Sequence[Part], step: int) -> float:
+        total = self._pass(parts)
+        dist.all_reduce(total)
+        return (total / dist.get_world_size()).item()
+
+    def _pass(self, parts: Sequence[Part]) -> torch.Tensor:
+        """This rank's loss, whose gradients are there then."""
+        self._parts = parts
         total = torch.zeros((), dtype=torch.float64)
         joining: Any = getattr(self.model, "join", contextlib.nullcontext)
         with joining() if "join" in self.case.loop else contextlib.nullcontext():
@@ -226,16 +293,16 @@ class ByHand:
                     loss = self._loss(x, target) / len(parts)
                     loss.backward()
                 total += loss.detach()
-        dist.all_reduce(total)
-        return (total / dist.get_world_size()).item()
+        return total
+
+    def _again(self) -> torch.Tensor:
+        """What LBFGS calls."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        return self._pass(self._parts)
 
     def _loss(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        args, options = call(self.case.model, x)
-        loss = loss_of(self.model(*args, **options), target)
-        if "two forwards" not in self.case.loop:
-            return loss
-        args, options = call(self.case.model, x * 0.5)
-        return (loss + loss_of(self.model(*args, **options), target)) / 2
+        return losses_of(self.case, self.model, self.plain, x, target)
 
     @contextlib.contextmanager
     def _passing(self, is_last: bool) -> Iterator[None]:
@@ -269,7 +336,7 @@ class ByHand:
         elif "clip class" in loop:
             self.model.clip_grad_norm_(CLIP)  # pyrefly: ignore
         if self.optimizer is not None:
-            self.optimizer.step()
+            self.optimizer.step(*([self._again] if self.case.optimizer == "lbfgs" else []))
             self.optimizer.zero_grad(set_to_none="keep zeros" not in loop)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -328,6 +395,7 @@ class ByHand:
 
 def _built(case: Case, seed: int) -> nn.Module:
     model = build(case.model)
+    seed += "other start" in case.loop and communicator().rank
     if seed:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -349,6 +417,11 @@ def _step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
             each.grad = None
 
         parameter.register_post_accumulate_grad_hook(step_now)
+
+
+def _loss_with(model: nn.Module, output: Any, target: torch.Tensor) -> torch.Tensor:
+    """A loss that reads a weight, too."""
+    return loss_of(output, target) + 0.01 * last_of(model).weight.square().sum()
 
 
 def _is_distributed(model: nn.Module) -> bool:
@@ -377,11 +450,12 @@ class Planned:
         model = _built(case, seed)
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         args, options = call(case.model, x)
+        self.optimizer = None
         self.trainable = mw.parallelize(
             model,
             plan_of(case, model),
             optimizer=optimizer_of(case),
-            loss=loss_of,
+            loss=partial(_loss_with, model) if "loss reads weights" in case.loop else loss_of,
             example=options or args,
         )
         self.model = self.trainable.module

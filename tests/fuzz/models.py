@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fuzz.blocks import BLOCKS, Block
+from fuzz.blocks import Block
+from fuzz.odd_blocks import BLOCKS
 
 __all__ = [
     "IN",
@@ -20,6 +21,7 @@ __all__ = [
     "build",
     "call",
     "draw_model",
+    "last_of",
     "loss_of",
     "output_of",
 ]
@@ -139,6 +141,11 @@ def build(spec: ModelSpec) -> nn.Module:
 def call(spec: ModelSpec, x: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the model for a batch."""
     return ((), {"x": x, "factor": 1.5}) if "keywords" in spec.traits else ((x,), {})
+
+
+def last_of(model: nn.Module) -> nn.Linear:
+    """The last layer."""
+    return model[-1] if isinstance(model, nn.Sequential) else model.head  # pyrefly: ignore
 
 
 def output_of(output: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
