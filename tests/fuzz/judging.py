@@ -181,6 +181,10 @@ class Report:
     def findings(self) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.is_finding]
 
+    def count(self, kind: str) -> int:
+        """How many are of ``kind``."""
+        return [verdict.kind for verdict in self.verdicts].count(kind)
+
     def __str__(self) -> str:
         kinds = Counter("finding" if v.is_finding else v.kind for v in self.verdicts)
         lines = [", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), ""]

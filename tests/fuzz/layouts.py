@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ import meshwright as mw
 from fuzz.blocks import linears_of
 from fuzz.cases import Case
 from fuzz.models import build, call, last_of, loss_of, output_of
+from fuzz.optimizers import OPTIMIZERS, optimizer_of
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.data_parallel import FSDPModule, batch_norms, synchronise_batch_norm
@@ -37,7 +38,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-__all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of", "optimizer_of"]
+__all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of"]
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets of one pass."""
@@ -71,72 +72,6 @@ class Laid(Protocol):
     def load(self, state: Any) -> None: ...
 
 
-# -------------------------------------------------------------------------------- optimizers
-
-
-@mw.declare_element_wise
-class Softened(torch.optim.Optimizer):
-    """An optimizer of the user's own: a step of limited size along a mean of gradients."""
-
-    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["mean"] = torch.zeros_like(parameter)
-                state["mean"].mul_(0.5).add_(parameter.grad, alpha=0.5)
-                parameter.sub_(torch.tanh(state["mean"]), alpha=group["lr"])
-
-
-def _lamb(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that looks at norms, of a class that no other case has used."""
-
-    class Lamb(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["mean"] = torch.zeros_like(parameter)
-                state["mean"].mul_(0.5).add_(parameter.grad, alpha=0.5)
-                trust = (parameter.norm() + 0.1) / (state["mean"].norm() + 1)
-                parameter.sub_(state["mean"] * trust, alpha=0.1)
-
-    return Lamb(parameters, {})
-
-
-def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(list(parameters), lr=0.1, max_iter=2, line_search_fn="strong_wolfe")
-
-
-# Wide eps: of a gradient that is rounding and nothing else no full step is made.
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "decay": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adam": partial(torch.optim.Adam, lr=0.01, eps=1e-3, weight_decay=0.01),
-    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-2),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.05, eps=1e-2),
-    "nadam": partial(torch.optim.NAdam, lr=0.01, eps=1e-3),
-    "lion": Softened,
-    "adafactor": partial(torch.optim.Adafactor, lr=0.01, eps=(1e-4, 1e-3)),
-    "lbfgs": _lbfgs,
-    "lamb": _lamb,
-    "sgd single": partial(torch.optim.SGD, lr=0.1, foreach=False),
-    "adam foreach": partial(torch.optim.Adam, lr=0.01, eps=1e-3, foreach=True),
-    "adamw fused": partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True),
-}
-
-
 def losses_of(
     case: Case, model: nn.Module, plain: nn.Module, x: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
@@ -165,10 +100,6 @@ def _loss_of_one(
     if "loss reads weights" in case.loop:
         loss = loss + 0.01 * last_of(plain).weight.square().sum()
     return loss
-
-
-def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    return _OPTIMIZERS[case.optimizer]
 
 
 # ------------------------------------------------------------------------------------ by hand
@@ -405,7 +336,7 @@ def _built(case: Case, seed: int) -> nn.Module:
 
 def _step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
     trained = [parameter for parameter in held if parameter.requires_grad]
-    make: Any = _OPTIMIZERS[case.optimizer]
+    make: Any = OPTIMIZERS[case.optimizer]
     if case.seed % 2 and isinstance(make, partial):
         _apply_optimizer_in_backward(make.func, trained, make.keywords)  # pyrefly: ignore
         return

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fuzz.cases import CHANGED, STEPS, Case
-from fuzz.layouts import CLIP, Part, lay_out, losses_of, optimizer_of
+from fuzz.layouts import CLIP, Part, lay_out, losses_of
 from fuzz.models import build, call, last_of, output_of
+from fuzz.optimizers import optimizer_of
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
