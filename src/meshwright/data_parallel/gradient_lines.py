@@ -55,7 +55,10 @@ class GradientLine:
         self._targets = [target for slot in self._slots for target, _ in slot]
         self._is_whole = all(place is None for slot in self._slots for _, place in slot)
         self._is_even = isinstance(layout, ChunkedLayout) and all(
-            layout.dims[i] == 0 and layout.shapes[i][0] % layout.parts == 0 for i in indices
+            layout.dims[i] == 0
+            and layout.shapes[i][0] % layout.parts == 0
+            and 0 not in layout.shapes[i]  # torch refuses to join what is empty
+            for i in indices
         )
         self._gaps = self._find_gaps()
         self._memory.free()

@@ -34,12 +34,27 @@ __all__ = [
     "as_dtensor",
     "clean_reported_names",
     "load_entries",
+    "names_in_state",
     "put_entries",
     "rename_for_load",
     "sharded_value",
     "shown_names",
     "unit_entries",
 ]
+
+
+def names_in_state(
+    unit: Unit, names: Sequence[tuple[str, ...]], module: nn.Module
+) -> list[tuple[str, ...]]:
+    """``names`` of the parameters of ``unit``, and those by the other ways to their modules."""
+    ways: dict[nn.Module, list[str]] = {}
+    for way, part in module.named_modules(remove_duplicate=False):
+        ways.setdefault(part, []).append(clean_name(way))
+    found: list[tuple[str, ...]] = []
+    for slot, own in zip(unit.slots, names, strict=True):
+        others = (f"{way}.{key}".lstrip(".") for m, key in slot.places for way in ways.get(m, ()))
+        found.append(tuple(dict.fromkeys((*own, *others))))
+    return found
 
 
 def unit_entries(

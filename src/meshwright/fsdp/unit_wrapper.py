@@ -29,6 +29,7 @@ from meshwright.fsdp.options import (
 )
 from meshwright.fsdp.state_dicts import (
     load_entries,
+    names_in_state,
     put_entries,
     rename_for_load,
     shown_names,
@@ -245,7 +246,8 @@ class UnitWrapper(nn.Module):
         entries: dict[str, torch.Tensor] = {}
         if unit is not None:
             exposed_of(unit).refresh(unit)
-            entries = unit_entries(unit, self._driver.own_names, settings, self._groups)
+            names = names_in_state(unit, self._driver.own_names, self.module)
+            entries = unit_entries(unit, names, settings, self._groups)
         with shown_names(unit):
             if destination is None:
                 found = super().state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -290,8 +292,8 @@ class UnitWrapper(nn.Module):
         """Take this rank's part of the unit's values; the rest is for the modules below."""
         rename_for_load(state_dict, prefix)
         if self._unit is not None:
-            problems = (missing_keys, error_msgs)
-            load_entries(self._unit, self._driver.own_names, state_dict, prefix, problems)
+            names = names_in_state(self._unit, self._driver.own_names, self.module)
+            load_entries(self._unit, names, state_dict, prefix, (missing_keys, error_msgs))
             self._unit.has_changed()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

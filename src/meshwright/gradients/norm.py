@@ -158,7 +158,8 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
             return parts[0] if parts else torch.zeros(())
         return _norm_of_norms([part.to(parts[0].device) for part in parts], norm_type)
     widest = functools.reduce(
-        torch.promote_types, [*(part.dtype for part in parts), *(group.dtype for group in spread)]
+        torch.promote_types,
+        [*(p.dtype for p in parts), *(group.dtype.to_real() for group in spread)],
     )
     # Powers of a float32 norm overflow where the norm itself does not.
     counted = [

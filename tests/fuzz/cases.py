@@ -1,0 +1,279 @@
+"""A case: a model, a layout and a way to train it, all drawn from one number.
+
+`draw_case` gives the same case for the same number always, and `simpler` the cases that lack one
+thing of a case, by which a finding is made small.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from fuzz.models import ModelSpec, draw_model
+
+__all__ = ["BY_HAND", "STEPS", "Case", "draw_case", "simpler", "without"]
+
+STEPS = 4
+CHANGED = 2
+"""The step before which something of the model is changed, saved or loaded."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
+
+BY_HAND: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "replicate": (2, 4),
+        "ddp": (2, 4),
+        "fully_shard": (2, 4),
+        "hybrid": (4,),
+        "class": (2, 4),
+        "hybrid class": (4,),
+        "tensor": (2, 4),
+        "tensor, replicate": (4,),
+        "tensor, fully_shard": (4,),
+        "tensor, class": (4,),
+    }
+)
+"""Layouts that a program makes itself, and for how many ranks."""
+
+AXES: Mapping[int, tuple[str, ...]] = MappingProxyType(
+    {
+        2: ("replicate=2", "shard=2", "tensor=2", "pipeline=2", "pipeline=2"),
+        4: (
+            *("replicate=4", "shard=4", "tensor=4", "pipeline=4"),
+            *("replicate=2,shard=2", "replicate=2,tensor=2", "shard=2,tensor=2"),
+            *("pipeline=2,replicate=2", "pipeline=2,shard=2", "pipeline=2,tensor=2"),
+        ),
+    }
+)
+
+OPTIMIZERS = (
+    *("sgd", "momentum", "decay", "adam", "adamw", "rmsprop", "adagrad", "nadam", "lion"),
+    *("adafactor", "lbfgs", "lamb", "sgd single", "adam foreach", "adamw fused"),
+)
+STATELESS = ("sgd",)
+"""Of which a gradient of zeros and no gradient are the same."""
+
+STATEFUL = frozenset({"Counted", "CountedInPlace", "Remembered", "Alternating", "BatchNormed"})
+"""Blocks that remember something of each pass."""
+
+LOOP = (
+    *("clip ours", "clip torch", "clip class", "eval", "round trip", "keep zeros", "smaller"),
+    *("freeze", "scale weights", "two forwards", "step in backward", "every pass", "join"),
+    *("functional call", "new parameter", "late hook", "loss reads weights", "autocast"),
+    *("gradient of input", "other start", "own statistics"),
+)
+"""What a training loop may do; see `fuzz.training`."""
+
+OF_CLASS = (*("orig", "SHARD_GRAD_OP", "NO_SHARD", "no prefetch", "forward prefetch", "one unit"),)
+OF_DDP = ("find unused", "views", "static graph", "small buckets")
+OF_SHARDS = ("keep", "flat groups", "one unit", "block of 2")
+OF_PLANS = (
+    "flat",
+    "small buckets",
+    "one unit",
+    "keep",
+    "recompute",
+    "reversed",
+    "split parameters",
+)
+OF_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "shard": ("one unit", "keep"),
+        "replicate": ("small buckets",),
+        "pipeline": ("split parameters",),
+    }
+)
+"""Options of plans that have no effect without an axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """All that a case is made from."""
+
+    seed: int
+    world: int
+    backend: str
+    model: ModelSpec
+    layout: str
+    """A key of `BY_HAND`, or the axes of a plan."""
+    schedule: str = ""
+    options: tuple[str, ...] = ()
+    """Of the layout."""
+    optimizer: str = "sgd"
+    passes: int = 1
+    """Backward passes of a step."""
+    loop: tuple[str, ...] = ()
+
+    @property
+    def is_plan(self) -> bool:
+        return "=" in self.layout
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of a plan."""
+        pairs = (text.split("=") for text in self.layout.split(",")) if self.is_plan else ()
+        return {name: int(size) for name, size in pairs}
+
+    @property
+    def tensor_ranks(self) -> int:
+        if self.is_plan:
+            return self.axes.get("tensor", 1)
+        if "tensor" not in self.layout:
+            return 1
+        return self.world if self.layout == "tensor" else 2
+
+    @property
+    def data_ranks(self) -> int:
+        return self.world // self.tensor_ranks // self.axes.get("pipeline", 1)
+
+    @property
+    def microbatches(self) -> int:
+        return 2 * self.axes["pipeline"] if self.schedule else 1
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether parameters without a gradient are given zeros beside others."""
+        flat = "class" in self.layout and "orig" not in self.options
+        return flat or "flat" in self.options or "flat groups" in self.options
+
+    def __str__(self) -> str:
+        words = (f"{self.world} ranks", self.backend, self.layout, self.schedule, *self.options)
+        loop = (self.optimizer, f"x{self.passes}", *self.loop)
+        return f"{' / '.join(w for w in words if w)} | {self.model} | {' / '.join(loop)}"
+
+
+def draw_case(seed: int) -> Case:
+    """The case of number ``seed``."""
+    draw = random.Random(seed)
+    world = draw.choice((2, 2, 4))
+    is_plan = draw.random() < 0.4
+    if is_plan:
+        layout = draw.choice(AXES[world])
+    else:
+        layout = draw.choice([name for name, sizes in BY_HAND.items() if world in sizes])
+    case = Case(
+        seed=seed,
+        world=world,
+        backend=draw.choice(("shm", "shm", "gloo")),
+        model=draw_model(draw),
+        layout=layout,
+        schedule=draw.choice(SCHEDULES) if "pipeline" in layout else "",
+        options=_some(draw, _options_of(layout), 0.3),
+        optimizer=draw.choice(("sgd", "sgd", *OPTIMIZERS)),
+        passes=draw.choice((1, 1, 2, 3)),
+        loop=_some(draw, [each for each in LOOP if _fits(each, layout)], 0.15),
+    )
+    return _sensible(case)
+
+
+def _options_of(layout: str) -> Sequence[str]:
+    if "=" in layout:
+        lacking = {each for axis, some in OF_AXES.items() if axis not in layout for each in some}
+        return [each for each in OF_PLANS if each not in lacking]
+    if "class" in layout:
+        return OF_CLASS
+    if layout == "ddp":
+        return OF_DDP
+    return OF_SHARDS if layout in ("fully_shard", "hybrid", "tensor, fully_shard") else ()
+
+
+def _some(draw: random.Random, names: Sequence[str], chance: float) -> tuple[str, ...]:
+    return tuple(name for name in names if draw.random() < chance)
+
+
+def _fits(name: str, layout: str) -> bool:
+    """Whether a loop with that layout can do it at all."""
+    is_plan, is_class = "=" in layout, "class" in layout
+    is_sharded = "shard" in layout or is_class or layout == "hybrid"
+    if name in ("functional call", "new parameter"):
+        return not is_plan and not is_class
+    if name in ("two forwards", "every pass", "keep zeros", "clip torch", "autocast"):
+        return not is_plan
+    if name in ("gradient of input", "own statistics"):
+        return not is_plan
+    if name == "clip class":
+        return "class" in layout
+    if name == "join":
+        return layout in ("ddp", "class")
+    return not (name == "step in backward" and (is_plan or not is_sharded))
+
+
+def _sensible(case: Case) -> Case:
+    """``case`` without what would make it another model in one process, too."""
+    names = {name for name, _ in case.model.blocks}
+    loop = set(case.loop)
+    if len([each for each in loop if each.startswith("clip")]) > 1 or "step in backward" in loop:
+        loop -= {"clip ours", "clip torch", "clip class"}
+    if "step in backward" in loop:
+        loop -= {"keep zeros", "every pass"}
+    if case.optimizer == "lbfgs":
+        loop -= {"clip ours", "clip torch", "clip class", "step in backward", "join", "keep zeros"}
+    if "LookedSparse" in names:
+        loop -= {"clip ours", "clip torch", "clip class"}  # torch has no norm of sparse gradients
+    if "BatchNormed" in names:
+        loop -= {"smaller", "two forwards"}
+    else:
+        loop -= {"own statistics"}
+    if case.is_flat:
+        loop -= {"freeze"}
+    if "join" in loop:
+        loop -= {"two forwards", "eval", "round trip"}
+    options, optimizer = set(case.options), case.optimizer
+    if "hybrid" in case.layout or "tensor" in case.layout:
+        options -= {"NO_SHARD", "SHARD_GRAD_OP", "block of 2"}
+    if "static graph" in options:
+        loop -= {"freeze"}
+    if "flat groups" in options:
+        loop -= {"round trip"}  # torch's functions know no flat parameters
+    if names & STATEFUL:
+        options -= {"recompute"}  # each pass would run twice
+    # A flat gradient has zeros where one process has none.
+    if case.is_flat and names & {"Unused", "Alternating"}:
+        optimizer = "sgd"
+    if "LookedSparse" in names and optimizer != "sgd single":
+        optimizer = "sgd"
+    keeps = [each for each in case.loop if each in loop]
+    kept = [each for each in case.options if each in options]
+    return replace(case, loop=tuple(keeps), options=tuple(kept), optimizer=optimizer)
+
+
+# --------------------------------------------------------------------------------- making small
+
+
+def parts_of(case: Case) -> Iterator[tuple[str, Case]]:
+    """What may be taken out of ``case``, and the case without it."""
+    for number in range(len(case.model.blocks)):
+        if len(case.model.blocks) > 1:
+            left = case.model.blocks[:number] + case.model.blocks[number + 1 :]
+            yield f"block{number}", replace(case, model=replace(case.model, blocks=left))
+    for trait in case.model.traits:
+        left = tuple(each for each in case.model.traits if each != trait)
+        yield trait.replace(" ", "_"), replace(case, model=replace(case.model, traits=left))
+    for each in case.loop:
+        yield each.replace(" ", "_"), replace(case, loop=tuple(e for e in case.loop if e != each))
+    for each in case.options:
+        left = tuple(e for e in case.options if e != each)
+        yield each.replace(" ", "_"), replace(case, options=left)
+    if case.passes > 1:
+        yield "passes", replace(case, passes=1)
+    if case.optimizer != "sgd":
+        yield "optimizer", replace(case, optimizer="sgd")
+    if case.backend != "shm":
+        yield "gloo", replace(case, backend="shm")
+
+
+def simpler(case: Case) -> list[tuple[str, Case]]:
+    """Each case that lacks one thing of ``case``, with the word for it."""
+    return [(word, left) for word, left in parts_of(case) if _sensible(left) == left]
+
+
+def without(case: Case, words: Sequence[str]) -> Case:
+    """``case`` without what ``words`` name, one after the other."""
+    for word in words:
+        found = dict(parts_of(case))
+        if word not in found:
+            raise ValueError(f"expected one of {sorted(found)} to leave out, found {word!r}")
+        case = found[word]
+    return case
