@@ -84,7 +84,7 @@ class LocalStatistics:
             # One warning is enough, also where others are frozen for now.
             for part in self._named.values():
                 part.__dict__[IS_KNOWN] = True
-            waiting = {}
+            waiting.clear()
         self._named = waiting
         self.is_due = bool(waiting)
         if found:
