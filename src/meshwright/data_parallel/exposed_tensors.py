@@ -72,7 +72,8 @@ class _Entry:
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
         self.exposed: Any = savable(exposed)
-        self.exposed._local_tensor = local  # of its class, with its attributes
+        # Of its class, with its attributes.
+        self.exposed._local_tensor = local  # pyrefly: ignore[missing-attribute]
         self.exposed.__dict__.update(slot.original.__dict__)
         carry_hooks(slot.original, self.exposed)
         self.note_memory()

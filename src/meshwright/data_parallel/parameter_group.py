@@ -250,7 +250,8 @@ class ParameterGroup:
         if isinstance(self.buffer, ExtendedBuffer):
             for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
                 if slot.full is not whole:
-                    slot.full = whole.requires_grad_(slot.full.requires_grad)
+                    whole.requires_grad_(slot.full.requires_grad)
+                    slot.full = whole
 
     def _empty_shard(
         self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
