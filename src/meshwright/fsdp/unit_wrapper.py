@@ -244,7 +244,8 @@ class UnitWrapper(nn.Module):
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}
         if unit is not None:
-            exposed_of(unit).refresh(unit)
+            if not self._is_summoned:
+                exposed_of(unit).refresh(unit)
             entries = unit_entries(unit, self._driver.own_names, settings, self._groups)
         with shown_names(unit):
             if destination is None:
