@@ -108,7 +108,10 @@ def broadcast_tensors(
     dtypes, so that many small ones cost one broadcast.
     """
     # The largest elements first: each tensor then starts at a multiple of its element size.
-    ordered = sorted(map(local_of, tensors), key=lambda tensor: -tensor.dtype.itemsize)
+    ordered = sorted(
+        (values_of(local_of(tensor)) for tensor in tensors),
+        key=lambda tensor: -tensor.dtype.itemsize,
+    )
     slab: list[torch.Tensor] = []
     size = 0
     for tensor in ordered:
