@@ -22,7 +22,7 @@ from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy
 from meshwright.mesh import init_device_mesh
-from meshwright.plan import Plan
+from meshwright.plan import Plan, TrainPlan
 from meshwright.testing import Ranks
 
 CLASSES = {"flat": {"use_orig_params": False}, "original": {"use_orig_params": True}}
@@ -118,8 +118,15 @@ def seeded_since(strategy: str) -> Any:
 
 def loaded_since(strategy: str) -> Any:
     model = another_seed(strategy)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, build(3).state_dict(), options=options)
+    state = build(3).state_dict()
+    if strategy == "fully_shard":
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, state, options=options)
+        return model
+    model.load_state_dict(state)
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    with FSDP.summon_full_params(model):
+        assert model.state_dict().keys() == state.keys()
     return model
 
 
@@ -243,12 +250,16 @@ def body_of_loaded_copies() -> None:
 
 
 def body_of_plans() -> None:
-    plan = Plan(axes=Axes.of({"shard": 2}))
+    """Plans send what rank 0 has."""
+    plan = Plan(axes=Axes.of({"shard": 2}), train=TrainPlan(batch_norm="local"))
     batch, target = torch.ones(4, 4), torch.zeros(4, 5)
     options: Any = {"optimizer": torch.optim.SGD, "loss": mse_loss}
-    parallelize(build(), plan, **options).step(batch, target)
-    with pytest.raises(CollectiveMismatchError, match="to have the same values"):
-        parallelize(build(here()), plan, **options).step(batch, target)
+    found = []
+    for seed in (0, here()):
+        trainable = parallelize(build(seed), plan, **options)
+        trainable.step(batch, target)
+        found.append(trainable.state_dict()["model"])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -185,6 +185,7 @@ def test_collectives_of_a_step(ranks: Ranks) -> None:
     assert found == [
         ("all_gather", "compare parameters: sizes"),  # when a root starts, once
         ("all_gather", "compare parameters"),
+        ("all_gather", "compare starting values"),
         ("all_gather", "unshard 0"),
         ("all_gather", "unshard 2"),
         ("all_gather", "unshard 4"),

@@ -78,7 +78,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
     """Check that all ranks have started from the same values; a collective for each axis.
 
     What an axis shards is compared as it was when it was sharded, unless it was written since; what
-    it replicates, as it is now. ``names`` are those of modules, for buffers.
+    it replicates, as it is now. ``names`` are those of modules.
 
     Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
     """
@@ -89,12 +89,15 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
             replicate = group.axes.replicate
             for index, slot in enumerate(group.slots):
                 start, slot.start, part = slot.start, None, group.buffer.own(index)
+                (module, attribute), name = slot.places[0], slot.name
+                if module in names:
+                    name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
                 for axis in group.axes.communicators:
-                    row = slot.name, None if start is None else start.now(part)
+                    row = name, None if start is None else start.now(part)
                     by_axis.setdefault(axis, []).append(row)
                 if replicate is not None and (now := digest_of(part)) is not None:
                     copying.add(replicate)
-                    by_axis[replicate].append((slot.name, (now, now, now)))
+                    by_axis[replicate].append((name, (now, now, now)))
         buffers, driver.buffers = driver.buffers, ()
         for buffer in buffers:
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))

@@ -122,7 +122,8 @@ def broadcast_tensors(
     dtypes, so that many small ones cost one broadcast.
     """
     # The largest elements first: each tensor then starts at a multiple of its element size.
-    found = [t if t.is_contiguous() else _without_copies(t) for t in map(local_of, tensors)]
+    plain = (values_of(local_of(tensor)) for tensor in tensors)
+    found = [tensor if tensor.is_contiguous() else _without_copies(tensor) for tensor in plain]
     ordered = sorted(found, key=_ITEM_SIZE, reverse=True)
     slab: list[torch.Tensor] = []
     size = 0
@@ -308,9 +309,10 @@ def compare_digests(
     """
     names = [name for name, _ in named]
     payload = json.dumps([found, names, _to_host([each for _, each in named])]).encode()
-    label = "compare starting values"
-    mine = hashlib.sha256(payload).digest()
-    if len(set(axis.gather_bytes(mine, label=label))) == 1:
+    mine = torch.tensor(list(hashlib.sha256(payload).digest()), dtype=torch.uint8)
+    everyones = torch.empty(mine.numel() * axis.size, dtype=torch.uint8, device=axis.device)
+    axis.all_gather(everyones, mine.to(axis.device), label="compare starting values").wait()
+    if torch.equal(everyones.cpu(), mine.repeat(axis.size)):
         return ""
     rows = axis.gather_bytes(payload, label="starting values that differ")
     everyone = [json.loads(row) for row in rows]

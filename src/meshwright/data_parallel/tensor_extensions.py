@@ -234,7 +234,7 @@ class ExtendedBuffer(FlatBuffer):
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("extensions are gathered chunk by chunk")
         self._gathered_version = self.shard._version
-        self._metadata = []
+        self._metadata.clear()
         is_first = not self._gathered
         for index, extension in enumerate(self._extensions):
             rows = layout.slots[index] // max(1, math.prod(layout.shapes[index][1:]))
@@ -275,7 +275,8 @@ class ExtendedBuffer(FlatBuffer):
             pending.wait()
         self._travels.clear()
         self._sent.clear()
-        metadata, self._metadata = self._metadata, list[object]()
+        metadata = tuple(self._metadata)
+        self._metadata.clear()
         for index, known in enumerate(metadata):
             part, gathered = self._extensions[index].part, self._gathered[index]
             outputs, compute = tuple(gathered.outputs), self.types.compute

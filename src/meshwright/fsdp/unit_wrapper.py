@@ -245,7 +245,8 @@ class UnitWrapper(nn.Module):
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}
         if unit is not None:
-            exposed_of(unit).refresh(unit)
+            if not self._is_summoned:
+                exposed_of(unit).refresh(unit)
             names = names_in_state(unit, self._driver.own_names, self.module)
             entries = unit_entries(unit, names, settings, self._groups)
         with shown_names(unit):
