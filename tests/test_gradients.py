@@ -129,6 +129,8 @@ def body_spread_norm(norm_type: float) -> None:
         norm_type,
     )
     torch.testing.assert_close(found, torch.cat([whole, spread]).norm(norm_type))
+    elsewhere = SpreadGradients(gradients=(), communicators=(world,), dtype=torch.complex128)
+    assert global_norm([elsewhere], norm_type).dtype is torch.float64
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

@@ -346,6 +346,34 @@ class NoElements(Case):
         return super().forward(x) + self.z.sum() + self.y.sum()
 
 
+class NoElementsBesideEven(Case):
+    """All dims 0 can be cut evenly, that of the empty parameter too."""
+
+    units = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = layer(5, 6), layer(6, 6)
+        self.z = nn.Parameter(torch.zeros(0, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.z.sum(0)
+
+
+class TwoWays(Case):
+    """One module under two names, and in the list of another module."""
+
+    units = ("b",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.a
+        self.listed = nn.ModuleList([self.a, layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.listed[1](self.again(x)))
+
+
 class Scalar(Case):
     refused = dict.fromkeys(("fully_shard", "flat", "original"), "support scalar parameters")
 

@@ -1,9 +1,9 @@
 """The fuzzer as a program: draw cases, run them, and print what became of them.
 
-python tests/fuzz --cases 5000 --seed 1        # many, drawn from a number
-python tests/fuzz --case 1234                  # one again, with its traceback
-python tests/fuzz --case 1234 --without block0 clip_ours
-python tests/fuzz --case 1234 --shrink         # and what can be left out of it
+python -m tests.fuzz --cases 5000 --seed 1       # many, drawn from a number
+python -m tests.fuzz --case 1234                 # one again, with its traceback
+python -m tests.fuzz --case 1234 --without block0 clip_ours
+python -m tests.fuzz --case 1234 --shrink        # and what can be left out of it
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def _one(number: int, words: list[str], *, shrinks: bool) -> int:
 def command(number: int, words: list[str]) -> str:
     """What runs a case again."""
     left_out = f" --without {' '.join(words)}" if words else ""
-    return f"python tests/fuzz --case {number}{left_out}"
+    return f"python -m tests.fuzz --case {number}{left_out}"
 
 
 def _say(verdict: Verdict) -> None:
     if verdict.is_finding:
         number = verdict.case.seed
-        print(f"{verdict.kind}: {verdict.text[:300]}\n  {verdict.case}\n  {command(number, [])}")
+        print(f"{verdict.kind}: {verdict.text[:300]}\n  {verdict.case}\n  {command(number, [])}", flush=True)
 
 
 if __name__ == "__main__":
