@@ -72,7 +72,7 @@ def all_reduce(calls: str) -> float:
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("calls", ["ours", "plain"])
+@pytest.mark.parametrize("calls", ["ours", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
     """Three times as long as a rank may do nothing, in each way of doing something."""
 
@@ -238,7 +238,9 @@ def own_store(port: int) -> None:
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("where", ["in a wait", "between ranks' questions", "at work"])
 def test_the_rank_that_hosts_the_store_is_named(
     ranks: Ranks, free_port: int, number: signal.Signals, where: str
