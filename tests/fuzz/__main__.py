@@ -70,7 +70,10 @@ def command(number: int, words: list[str]) -> str:
 def _say(verdict: Verdict) -> None:
     if verdict.is_finding:
         number = verdict.case.seed
-        print(f"{verdict.kind}: {verdict.text[:300]}\n  {verdict.case}\n  {command(number, [])}", flush=True)
+        print(
+            f"{verdict.kind}: {verdict.text[:300]}\n  {verdict.case}\n  {command(number, [])}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
