@@ -132,7 +132,7 @@ def _optimizer(
     if build is None:
         return None
     made = build(flat_groups(module) if plan.train.flat else module.parameters())
-    check_optimizer(made)
+    check_optimizer(made, has_closure=False)
     return made
 
 
