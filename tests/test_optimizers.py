@@ -515,6 +515,9 @@ def body_plans() -> None:
     tensor = Plan(axes=Axes.of({"tensor": 2}), tensor=cuts)
     with pytest.raises(TypeError, match="Adafactor uses operators"):
         mw.parallelize(net(), tensor, optimizer=torch.optim.Adafactor, **example)
+    replicas = Plan(axes=Axes.of({"replicate": 2}))
+    with pytest.raises(TypeError, match="LBFGS computes the loss several times .* closure"):
+        mw.parallelize(net(), replicas, optimizer=torch.optim.LBFGS, **example)
     pipeline = PipelinePlan(schedule="1f1b", microbatches=2)
     staged = Plan(axes=Axes.of({"pipeline": 2}), pipeline=pipeline)
     build = partial(mw.parallelize, net(), staged, **example)

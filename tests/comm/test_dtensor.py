@@ -35,7 +35,7 @@ from meshwright.layout import Partial, Replicate, Shard, TensorLayout
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
-SHAPES = [(8, 3), (5, 3), (3,), (1, 4), (4, 0), (7, 2, 3)]
+SHAPES = [(8, 3), (5, 3), (3,), (1, 4), (4, 0), (0, 4), (7, 2, 3)]
 
 
 def whole(shape: tuple[int, ...]) -> torch.Tensor:
@@ -57,6 +57,7 @@ def test_dtensors_share_the_storage_of_their_part(ranks: Ranks, size: int) -> No
             stock = distribute_tensor(full, mesh, spread)
             assert torch.equal(tensor.to_local(), stock.to_local())
             assert torch.equal(tensor.full_tensor(), full)
+            assert torch.equal(gathered(tensor), full)
             assert tensor.shape == full.shape
             assert tensor.stride() == full.stride()
             assert local_of(tensor).data_ptr() == local.data_ptr()

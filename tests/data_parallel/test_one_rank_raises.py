@@ -57,6 +57,7 @@ class Net(nn.Module):
         return self.b(RaisesInBackward.apply(x) if self.raises_in == "backward" else x)
 
 
+@mw.declare_element_wise
 class HalfSGD(torch.optim.SGD):
     """Raises when it has changed its first parameter, if asked to."""
 

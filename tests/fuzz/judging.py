@@ -74,7 +74,7 @@ def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
 
 
 def _changes(case: Case) -> bool:
-    return bool({"freeze", "scale weights", "round trip"} & set(case.loop))
+    return bool({"freeze", "scale weights", "round trip", "new parameter"} & set(case.loop))
 
 
 def _call(

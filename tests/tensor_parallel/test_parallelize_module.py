@@ -280,3 +280,19 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
             parallelize_module(Layers(), mesh, MLP)
 
     ranks(2, body)
+
+
+def test_weights_that_were_computed_from_others_are_refused(ranks: Ranks) -> None:
+    def body() -> None:
+        model = parallelize_module(nn.Linear(4, 6), tensor_mesh(), ColwiseParallel())
+        x = torch.ones(2, 4)
+        named = dict(model.named_parameters())
+        with torch.no_grad():  # nothing is lost where nothing trains
+            doubled = {name: 2 * parameter for name, parameter in named.items()}
+            found = torch.func.functional_call(model, doubled, (x,))
+            torch.testing.assert_close(found, 2 * model(x))
+        doubled = {name: 2 * parameter for name, parameter in named.items()}
+        with pytest.raises(RuntimeError, match="computed from others, as torch.func.functional_c"):
+            torch.func.functional_call(model, doubled, (x,))
+
+    ranks(2, body)

@@ -66,11 +66,20 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     * It has no name and is in no module's ``parameters()``. Gradients of `torch.autograd.grad` are
       those of the leaf, not of ``parameter``.
 
+    Raises RuntimeError for a DTensor that has a graph, whose gradient would go nowhere.
+
     A parameter that is no DTensor is returned as it is: whoever manages the module has put its own
     leaf there.
     """
     if not isinstance(parameter, DTensor):
         return parameter
+    if not parameter.is_leaf:
+        raise RuntimeError(
+            f"expected a parameter, found a DTensor of shape {tuple(parameter.shape)} that was "
+            "computed from others, as torch.func.functional_call gives it: modules that "
+            "parallelize_module has cut compute on local tensors, by which its gradient would be "
+            "lost. Write the values into the parameter, or leave that module out"
+        )
     held = vars(parameter).get(_HELD)
     if held is None or held.local is not parameter._local_tensor:
         local = parameter._local_tensor

@@ -93,7 +93,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
         axes[number].all_gather(gathered, everyone, label=label).wait()
         everyone = gathered
     found = rest.local.new_empty(rest.shape)
-    for ranges, part in zip(places, everyone.split(room), strict=True):
+    for ranges, part in zip(places, everyone.view(len(places), room), strict=True):
         shape = [_length(each) for each in ranges]
         local = part[: math.prod(shape)].view(shape)
         for box, memory in _boxes(ranges, local):

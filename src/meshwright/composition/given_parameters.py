@@ -84,7 +84,7 @@ class GivenParameters:
         if make is None:
             return None
         optimizer = make(optimized_parameters(module, plan))
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, has_closure=False)
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         held = {id(parameter) for parameter in module.parameters()}
         given = {

@@ -199,9 +199,10 @@ def _with_mean_loss(
     return args, {**kwargs, "closure": mean}
 
 
-def check_optimizer(optimizer: Optimizer) -> str:
+def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     """Raise TypeError where ``optimizer`` would compute other numbers than one process.
 
+    Also where its ``step`` needs a closure and whoever calls it, without ``has_closure``, has none.
     Returns what is in doubt about a class that nobody knows, "" where nothing is.
     """
     looks, name = _looks(type(optimizer)), type(optimizer).__name__
@@ -215,13 +216,18 @@ def check_optimizer(optimizer: Optimizer) -> str:
             f"fully_shard and parallelize_module are. {lacks}"
         )
     found, instead = _unlike_one_process(held, looks)
-    if not found:
-        return ""
-    if looks is not _Looks.UNKNOWN:
+    if found and looks is not _Looks.UNKNOWN:
         raise TypeError(
             f"{name} looks at {looks}, but {found}: it would compute other numbers than one "
             f"process. Use an element-wise optimizer such as AdamW, or {instead}"
         )
+    if not has_closure and type(optimizer) in _BY_LOSS:
+        raise TypeError(
+            f"{name} computes the loss several times in a step, by a closure that a Trainable does "
+            "not have. Use another optimizer, or a loop of your own with replicate or fully_shard"
+        )
+    if not found:
+        return ""
     return (
         f"{name} is not known to look at single elements alone, and {found}. If its step takes a "
         "norm, a mean or a shape of what it is given, it computes other numbers than one process: "
