@@ -23,6 +23,7 @@ from meshwright.comm import communicator
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.gradients import declare_element_wise
 from meshwright.testing import Ranks, RanksFailed
 
 SOON = 5.0
@@ -57,7 +58,7 @@ class Net(nn.Module):
         return self.b(RaisesInBackward.apply(x) if self.raises_in == "backward" else x)
 
 
-@mw.declare_element_wise
+@declare_element_wise
 class HalfSGD(torch.optim.SGD):
     """Raises when it has changed its first parameter, if asked to."""
 
