@@ -485,7 +485,8 @@ def body_raised() -> None:
     with pytest.raises((KeyError, CommunicationError)):
         trainable.step(rows, rows)
     if rank == 1:
-        with pytest.raises(CollectiveMismatchError, match="rank 1 raised in step 2 .* axis tensor"):
+        # Rank 0 still waits for the rest of that pass, or has ended for it.
+        with pytest.raises(CollectiveMismatchError, match=r"raised in step 2\b"):
             trainable.step(rows, rows)
 
 

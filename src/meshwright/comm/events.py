@@ -154,7 +154,7 @@ class EventCheck:
         def have_come(answers: Answers) -> bool:
             return self._have_come(monitor, number, event, after, answers)
 
-        wait_for_all(monitor, votes, self._coming(event), have_come)
+        wait_for_all(monitor, votes, self._coming(event, after), have_come)
 
     def _wait_until_said(self, monitor: FailureMonitor, event: Event, keys: list[str]) -> None:
         """Wait for ``keys`` as for a collective."""
@@ -196,8 +196,10 @@ class EventCheck:
                 self._fail(monitor, event, rank, tail[number][0], theirs["state"])
         return is_complete
 
-    def _coming(self, event: Event) -> Coming:
-        number = self._number
+    def _coming(self, event: Event, after: str = "") -> Coming:
+        number, place = self._number, f"{event.text} of {self._root}"
+        if after:
+            place += f", which rank {self._rank} begins after it raised in {after}"
 
         def has_come(answer: Mapping[str, Any]) -> bool:
             theirs = self._told(answer)
@@ -205,7 +207,7 @@ class EventCheck:
 
         return Coming(
             communicator=self._communicator,
-            place=f"{event.text} of {self._root}",
+            place=place,
             name=f"{self._key}/{number}",
             come=has_come,
         )
