@@ -502,7 +502,7 @@ class Codebook(nn.Module):
 
 def body_plan(*, is_frozen: bool, **axes: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Codebook(is_frozen=is_frozen))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), Codebook(is_frozen=is_frozen))
     is_piped = "pipeline" in axes
     is_cut = "tensor" in axes
     rules = {"0": "colwise", "1": "rowwise"} if is_cut else None

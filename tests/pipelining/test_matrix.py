@@ -88,9 +88,9 @@ def run_alone(
 
 
 def spread(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
+    # Of BatchNorm each rank keeps the statistics of its own share here.
+    keep_batch_norm_local(module)
     if kind == "replicate":
-        # Of BatchNorm each replica keeps the statistics of its own share here.
-        keep_batch_norm_local(module)
         return mw.replicate(module, device_mesh=mesh, broadcast_buffers=False)
     if kind == "fully_shard":
         mw.fully_shard(module.layer, mesh=mesh)
