@@ -23,7 +23,7 @@ from meshwright.composition import parallelize
 from meshwright.data_parallel import DistributedDataParallel, MixedPrecision, replicate
 from meshwright.data_parallel.comm_hooks import allreduce_hook
 from meshwright.errors import CommunicationError
-from meshwright.plan import PipelinePlan, Plan
+from meshwright.plan import PipelinePlan, Plan, TensorPlan
 from meshwright.testing import Ranks
 
 Wrap = Callable[..., Any]
@@ -253,6 +253,40 @@ def body_between_passes() -> None:
     same_gradients(ours, one)
 
 
+def body_by_and_by() -> None:
+    """A tie that ends, a change under no_sync, parameters in containers, a block of join."""
+    for wrap in WRAPS:
+        one = mlp()
+        is_tied(one)
+        inner = copy.deepcopy(one)
+        ours = wrap(inner)
+        train_both(one, ours, inner)
+        of_rank_zero(is_assigned, one)
+        is_assigned(inner)
+        train_both(one, ours, inner)
+        x, mine = batch()
+        of_rank_zero(is_loaded, one)
+        is_loaded(inner)
+        with ours.no_sync():
+            loss(ours, mine).backward()
+        loss(ours, mine).backward()
+        loss(one, x.repeat(2, 1)).mul(2).backward()
+        same_gradients(inner, one)
+    inner = mlp()
+    ours = DistributedDataParallel(inner)
+    rank = communicator().rank
+    with ours.join():
+        for number in range(3 - rank):
+            if number == 1:
+                is_assigned(inner)
+            inner.zero_grad()
+            loss(ours, mine).backward()
+    for parameter in inner.parameters():
+        of_first = parameter.detach().clone()
+        communicator().broadcast(of_first, label="values of rank 0").wait()
+        assert torch.equal(of_first, parameter)
+
+
 def body_lent() -> None:
     """Tensors that a functional call lends are not parameters, and come and go without a word."""
     one = mlp()
@@ -275,8 +309,8 @@ def body_lent() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body_every_change, body_options, body_between_passes, body_lent],
-    ids=["changes", "options", "between", "lent"],
+    [body_every_change, body_options, body_between_passes, body_by_and_by, body_lent],
+    ids=["changes", "options", "between", "by-and-by", "lent"],
 )
 def test_parameters_that_are_given_anew_are_reduced(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)
@@ -379,6 +413,8 @@ class Averages(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("hidden", torch.zeros(3).double(), persistent=False)
         self.register_buffer("late", None)
+        self.register_buffer("signs", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("waves", torch.zeros(3, dtype=torch.complex64))
         self.register_buffer("own", torch.zeros(1))
         self.changes = changes
 
@@ -387,7 +423,8 @@ class Averages(nn.Module):
         with torch.no_grad():
             rows = y.detach().mean(0)
             self.mean = 0.9 * self.mean + 0.1 * rows
-            self.steps = self.steps + 1
+            self.steps = torch.tensor(int(self.steps) + 1 + communicator().rank)
+            self.signs, self.waves = rows > 0, rows.to(torch.complex64)
             self.own = self.own + 1 + communicator().rank
             self.hidden = torch.cat([self.hidden, rows]) if self.changes else self.hidden + rows
             if self.changes:
@@ -465,9 +502,11 @@ class Codebook(nn.Module):
 
 def body_plan(*, is_frozen: bool, **axes: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Codebook(is_frozen=is_frozen))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), Codebook(is_frozen=is_frozen))
     is_piped = "pipeline" in axes
-    plan = Plan(axes=Axes.of(axes))
+    is_cut = "tensor" in axes
+    rules = {"0": "colwise", "1": "rowwise"} if is_cut else None
+    plan = Plan(axes=Axes.of(axes), tensor=TensorPlan(rules=rules))
     if is_piped:
         cut = PipelinePlan(schedule="gpipe", microbatches=2, split=("2",))  # pyrefly: ignore
         plan = Plan(axes=Axes.of(axes), pipeline=cut)
@@ -476,7 +515,7 @@ def body_plan(*, is_frozen: bool, **axes: int) -> dict[str, list[float]]:
         plan,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         loss=F.mse_loss,
-        example=(torch.ones(4, 3),) if is_piped else None,
+        example=(torch.ones(4, 3),) if is_piped or is_cut else None,
     )
     torch.manual_seed(1 + trainable.data_rank)
     for _ in range(2):
@@ -489,6 +528,14 @@ def test_plans_keep_them_equal(ranks: Ranks, axis: str) -> None:
     first, second = ranks(2, body_plan, is_frozen=False, **{axis: 2})
     assert len(first["2.history"]) == 3
     assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_plans_with_tensor_keep_them_equal(ranks: Ranks, axis: str) -> None:
+    first, *others = ranks(4, body_plan, is_frozen=False, **{axis: 2, "tensor": 2})
+    assert len(first["2.history"]) >= 3
+    assert all(other == first for other in others)
 
 
 @pytest.mark.slow

@@ -1,0 +1,172 @@
+"""What autograd shows of one rank's gradient, and what of the mean: a table of docs/concepts.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from data_parallel.replica_samples import loss
+from meshwright.comm import communicator
+from meshwright.compiler import aot_backend
+from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
+from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.testing import Ranks
+
+NAME = "2.weight"
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+
+
+def in_units(model: nn.Sequential) -> nn.Module:
+    fully_shard(model[0])
+    fully_shard(model[2])
+    return fully_shard(model)
+
+
+def in_wrappers(model: nn.Sequential, *, use_orig_params: bool) -> nn.Module:
+    model[2] = FullyShardedDataParallel(model[2], use_orig_params=use_orig_params)
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+
+
+def flat(model: nn.Sequential) -> nn.Module:
+    return in_wrappers(model, use_orig_params=False)
+
+
+def original(model: nn.Sequential) -> nn.Module:
+    return in_wrappers(model, use_orig_params=True)
+
+
+def compiled(model: nn.Sequential) -> Any:
+    return torch.compile(replicate(model), backend=aot_backend)
+
+
+Wrap = Callable[[nn.Sequential], Any]
+REPLICAS: tuple[Wrap, ...] = (replicate, DistributedDataParallel)
+SHARDED: tuple[Wrap, ...] = (in_units, flat, original)
+
+
+def share(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def gradients_of(rank: int) -> dict[str, torch.Tensor]:
+    """Those of one process that has the batch of ``rank``."""
+    one = net()
+    loss(one, share(rank)).backward()
+    return {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+
+
+def kind(gradient: torch.Tensor, name: str = NAME) -> str:
+    """Whether ``gradient`` is of this rank or the mean over all."""
+    world = communicator()
+    each = [gradients_of(rank)[name] for rank in range(world.size)]
+    found = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    mean = sum(each[1:], each[0]) / world.size
+    if found.shape != mean.shape:  # a part of a line of elements
+        parts = mean.flatten().chunk(world.size)
+        found, mean = found.flatten(), parts[world.rank]
+    if found.shape == mean.shape and torch.allclose(found, mean, rtol=1e-12):
+        return "mean"
+    own = each[world.rank]
+    return "own" if torch.allclose(found, own, rtol=1e-12) else "other"
+
+
+def held(ours: nn.Module) -> nn.Parameter:
+    """The parameter called `NAME`, or the flat one that it has become."""
+    return list(ours.parameters())[-1]
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A mean over samples that depends on gradients."""
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return gradient.square().mean() + y.square().mean()
+
+
+def body_autograd_grad() -> None:
+    mine = share(communicator().rank)
+    one = net()
+    x = mine.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(one, x), x)
+    both = torch.cat([share(rank) for rank in range(communicator().size)]).requires_grad_()
+    penalties = torch.autograd.grad(penalty(one, both), list(one.parameters()))
+    for wrap in (*REPLICAS, *SHARDED):
+        ours = wrap(net())
+        own = list(ours.parameters())
+        for inputs in ([x], [x, *own]):
+            if wrap in SHARDED and len(inputs) > 1:
+                with pytest.raises(RuntimeError, match="not have been used in the graph"):
+                    torch.autograd.grad(loss(ours, x), inputs)
+                continue
+            found = torch.autograd.grad(loss(ours, x), inputs)
+            torch.testing.assert_close(found[0], expected)
+            for gradient, (name, _) in zip(found[1:], one.named_parameters(), strict=False):
+                assert kind(gradient, name) == "own", name
+        penalised = wrap(net())
+        if wrap in SHARDED:
+            with pytest.raises(RuntimeError, match="does not support gradients of gradients"):
+                penalty(penalised, x)
+        else:
+            penalty(penalised, x).backward()
+            means = [p.grad for p in penalised.parameters()]
+            torch.testing.assert_close(means, list(penalties))
+        # A flat parameter has no gradient that is None once a backward pass has ended.
+        assert all(not g.any() for p in ours.parameters() if (g := p.grad) is not None)
+        assert wrap is flat or all(parameter.grad is None for parameter in ours.parameters())
+        loss(ours, mine).backward()
+        gradient = held(ours).grad
+        assert gradient is not None
+        assert kind(gradient) == "mean"
+
+
+def body_compiled() -> None:
+    """Sums are in the backward of a compiled replica, whoever runs it."""
+    ours = compiled(net())
+    found = torch.autograd.grad(loss(ours, share(communicator().rank)), list(ours.parameters()))
+    names = [name for name, _ in net().named_parameters()]
+    assert [kind(g, name) for g, name in zip(found, names, strict=True)] == ["mean"] * 3
+
+
+def seen_by_hooks(wrap: Wrap, register: str) -> tuple[str, str]:
+    """What a hook is given, and what ``.grad`` is when the backward has ended."""
+    seen: list[torch.Tensor] = []
+    ours = wrap(net())
+    parameter = held(ours)
+
+    def look(given: torch.Tensor) -> None:
+        gradient = given.grad if register == "register_post_accumulate_grad_hook" else given
+        assert gradient is not None
+        seen.append(gradient.detach().clone())
+
+    getattr(parameter, register)(look)
+    loss(ours, share(communicator().rank)).backward()
+    assert parameter.grad is not None
+    (found,) = seen
+    return kind(found), kind(parameter.grad)
+
+
+def body_hooks() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        for wrap in (*REPLICAS, compiled):
+            assert seen_by_hooks(wrap, register) == ("own", "mean"), (wrap, register)
+        assert seen_by_hooks(in_units, register) == ("mean", "mean"), register
+    for wrap in (flat, original):
+        found = seen_by_hooks(wrap, "register_post_accumulate_grad_hook")
+        assert found == ("mean", "mean")
+        with pytest.raises(RuntimeError, match="has a hook on its gradient"):
+            seen_by_hooks(wrap, "register_hook")
+
+
+@pytest.mark.parametrize(
+    "body", [body_autograd_grad, body_compiled, body_hooks], ids=["grad", "compiled", "hooks"]
+)
+def test_the_table_of_the_docs_is_true(ranks: Ranks, body: Callable[[], None]) -> None:
+    ranks(2, body)
