@@ -191,6 +191,26 @@ class ExposedTensors:
         self._add(group, reduced, fresh, used)
         for exposed in hooked:
             run_after_hooks(exposed)
+        if hooked:
+            self.follow_gradients(group)
+
+    @torch.no_grad()
+    def follow_gradients(self, group: ParameterGroup) -> None:
+        """Let the flat gradient be what hooks have made of ``.grad`` of the parameters."""
+        flat = self._flat.get(group)
+        if flat is None or flat.grad is None:
+            return
+        entries = self.entries(group)
+        if all(entry.exposed.grad is None for entry in entries):
+            flat.grad = None
+            return
+        for entry in entries:
+            part, gradient = flat.grad[entry.start : entry.stop], entry.exposed.grad
+            if gradient is None:
+                part.zero_()
+            elif local_of(gradient).data_ptr() != part.data_ptr():
+                part.copy_(local_of(gradient).reshape(-1))
+                entry.exposed.grad = dtensor_like(part.view(entry.shape), entry.exposed)
 
     def _add(
         self,
@@ -204,6 +224,10 @@ class ExposedTensors:
             entries = self.entries(group)
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
+                for e, is_used in zip(entries, used, strict=True):
+                    if is_used and e.exposed.grad is None and e.exposed.requires_grad:
+                        part = flat.grad[e.start : e.stop].view(e.shape)
+                        e.exposed.grad = dtensor_like(part.detach(), e.exposed)
                 return
             flat.grad = reduced
             for entry in entries:
