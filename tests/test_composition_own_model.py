@@ -117,6 +117,20 @@ def step_in_backward(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(step)
 
 
+def gradients_anew(model: nn.Module) -> None:
+    """Let hooks put other gradients into the place of some, and take others away."""
+
+    def put(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+    def take(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(take if "layers.1" in name else put)
+
+
 def hooks_on_modules(model: Any) -> None:
     model.layers[1].register_full_backward_hook(lambda _, given, __: (given[0] * 3,))
     model.layers[2][0].register_forward_pre_hook(
@@ -236,6 +250,12 @@ def test_hooks_and_weights_in_losses_are_those_of_one_process(ranks: Ranks, sche
 @pytest.mark.parametrize("other", ["replicate", "shard", "tensor"])
 def test_hooks_and_weights_in_losses_beside_other_axes(ranks: Ranks, other: str) -> None:
     ranks(4, body_as_alone, plan_of("zbv", pipeline=2, **{other: 2}), FEW)
+
+
+def test_flat_gradients_of_shards_are_what_hooks_have_made_of_them(ranks: Ranks) -> None:
+    cases: list[Case] = [(Graph, step_in_backward, mse), (Graph, gradients_anew, mse)]
+    ranks(2, body_as_alone, no_pipeline(TrainPlan(flat=True), shard=2), cases)
+    ranks(4, body_as_alone, plan_of("1f1b", TrainPlan(flat=True), pipeline=2, shard=2), cases)
 
 
 @pytest.mark.slow

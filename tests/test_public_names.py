@@ -30,6 +30,7 @@ NAMES = {
     "Plan",
     "__version__",
     "clip_grad_norm_",
+    "declare_element_wise",
     "flat_groups",
     "fully_shard",
     "init_device_mesh",

@@ -42,6 +42,7 @@ from meshwright.composition.trainable import (
     autocast_of,
     tensors_in,
 )
+from meshwright.data_parallel.optimizer import follow_gradients
 from meshwright.errors import PipelinePeerError, PlanError
 from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (
@@ -286,7 +287,8 @@ class PipelinedTrainable(Trainable):
             window, scale = self._window, self._loss_scale
             window.close()
             self._layout.scale_by(lambda: window.factor() / scale)
-            self._hooks.run()
+            if self._hooks.run():
+                follow_gradients(self.module)
 
     def _scale_to(
         self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]

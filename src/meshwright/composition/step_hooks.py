@@ -113,8 +113,8 @@ class StepHooks:
             yield
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Give the hooks that have rested the gradients that are in ``.grad`` now.
+    def run(self) -> bool:
+        """Give the hooks that have rested the gradients that are in ``.grad`` now; say if any did.
 
         Raises what they raise, with the name of the parameter; RuntimeError for a gradient of
         another kind or shape.
@@ -146,6 +146,7 @@ class StepHooks:
             for owner, copied in self._copies:
                 if owner is parameter:
                     _follow(owner, copied)
+        return bool(owned)
 
 
 def _hooks(found: Hooks | None) -> Hooks:

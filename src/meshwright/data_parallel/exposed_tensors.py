@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.comm.after_hooks import run_after_hooks
 from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
-from meshwright.comm.gradient_part import gradient_part
+from meshwright.comm.gradient_part import gradient_part, plain
 from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
 from meshwright.data_parallel.parameter_hooks import carry_hooks, change_by_hooks, has_hooks
@@ -261,8 +261,28 @@ class ExposedTensors:
         self._add(group, reduced, fresh, used)
         for exposed in hooked:
             run_after_hooks(exposed)
+        if hooked:
+            self.follow_gradients(group)
         if group in self._flat:
             _run_hooks_of_flat(self._flat[group], group)
+
+    @torch.no_grad()
+    def follow_gradients(self, group: ParameterGroup) -> None:
+        """Let the flat gradient be what hooks have made of ``.grad`` of the parameters."""
+        flat = self._flat.get(group)
+        if flat is None or flat.grad is None:
+            return
+        entries, line = self.entries(group), plain(flat.grad)
+        if all(entry.exposed.grad is None for entry in entries):
+            flat.grad = None
+            return
+        for entry in entries:
+            part, gradient = line[entry.start : entry.stop], entry.exposed.grad
+            if gradient is None:
+                part.zero_()
+            elif local_of(gradient).data_ptr() != part.data_ptr():
+                part.copy_(local_of(gradient).reshape(-1))
+                entry.exposed.grad = dtensor_like(part.view(entry.shape), entry.exposed)
 
     def _add(
         self,
@@ -276,6 +296,10 @@ class ExposedTensors:
             entries = self.entries(group)
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
+                for e, is_used in zip(entries, used, strict=True):
+                    if is_used and e.exposed.grad is None and e.exposed.requires_grad:
+                        part = plain(flat.grad)[e.start : e.stop].view(e.shape)
+                        e.exposed.grad = dtensor_like(part.detach(), e.exposed)
                 return
             is_part = is_marked_spread(flat)
             flat.grad = (

@@ -15,7 +15,7 @@ from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.flat_parameters import FlatParameter, flat_parameters
 from meshwright.data_parallel.unit import Unit
 
-__all__ = ["flat_groups", "parts_of_flat"]
+__all__ = ["flat_groups", "follow_gradients", "parts_of_flat"]
 
 
 def flat_groups(model: nn.Module) -> list[nn.Parameter]:
@@ -61,6 +61,14 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
             f"this {type(model).__name__}"
         )
     return found
+
+
+def follow_gradients(model: nn.Module) -> None:
+    """Let flat gradients of units be what was made of ``.grad`` of the parameters of ``model``."""
+    for unit in _units(model):
+        if isinstance(unit.exposure, ExposedTensors):
+            for group in unit.groups:
+                unit.exposure.follow_gradients(group)
 
 
 def parts_of_flat(
