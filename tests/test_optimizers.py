@@ -225,7 +225,7 @@ def test_a_part_computes_as_a_plain_tensor_but_for_norms() -> None:
     for function in (
         lambda g: g.abs() * 2 - g**3,
         lambda g: torch.where(g.isfinite() & (g > 0), g, 0.0).to(torch.float64),
-        lambda g: torch.maximum(g, -g) + torch.max(g, torch.zeros(6)),
+        lambda g: torch.maximum(g, -g) + torch.max(g, torch.tensor(0.0)),
         lambda g: torch.cat([g.view(2, 3), g.detach().data.view(2, 3)]),
         lambda g: torch._foreach_mul([g, g], 3.0)[1],
     ):
@@ -240,6 +240,8 @@ def test_a_part_computes_as_a_plain_tensor_but_for_norms() -> None:
         lambda g: g[1:3],
         lambda g: g.new_ones(3),
         lambda g: torch.isnan(g).any(),
+        lambda g: (g - torch.ones(6)).abs().max(),
+        lambda g: torch.max(g, torch.zeros(6)),
         lambda g: g.as_subclass(torch.Tensor),
         lambda g: copy.deepcopy({"gradient": g})["gradient"],
         lambda g: pickle.loads(pickle.dumps(g)),

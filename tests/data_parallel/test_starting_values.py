@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
-from meshwright.data_parallel import fully_shard
+from meshwright.data_parallel import fully_shard, keep_batch_norm_local
 from meshwright.data_parallel.starting_state import digest_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
@@ -36,7 +36,9 @@ def here() -> int:
 def build(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     layer = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
-    return nn.Sequential(layer, nn.Linear(6, 5))
+    model = nn.Sequential(layer, nn.Linear(6, 5))
+    keep_batch_norm_local(model)
+    return model
 
 
 def laid_out(model: Any, strategy: str, **options: Any) -> Any:

@@ -58,8 +58,8 @@ _JOINED = frozenset(
 class GradientPart(torch.Tensor):
     """This rank's elements of the gradient of ``name``, on memory that it shares.
 
-    What is computed from it element by element is one, too; copies, and what is cut out of it, are
-    plain. ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this
+    What is computed from it alone, element by element, is one, too; copies, what is cut out of it,
+    and what is computed from other tensors beside it, as a difference, are plain. ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this
     rank's elements alone.
     """
 
@@ -124,13 +124,15 @@ def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """What is computed from parts, and has as many elements, is one."""
+    """What is computed from parts alone, and has as many elements, is one."""
     if type(result) is not torch.Tensor:
         if type(result) in (list, tuple):
             return type(result)([_marked(func, each, args) for each in result])
         return result
     part = _first_part(args)
     if part is None or (result.numel() != part.numel() and func not in _JOINED):
+        return result
+    if _has_others(args):
         return result
     return gradient_part(result, part._meshwright_name)
 
@@ -145,6 +147,17 @@ def _first_part(values: Iterable[object]) -> GradientPart | None:
             if part is not None:
                 return part
     return None
+
+
+def _has_others(values: Iterable[object]) -> bool:
+    """Whether elements of something else go in, as where gradients are compared."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, GradientPart) and value.numel() > 1:
+                return True
+        elif type(value) in (list, tuple) and _has_others(cast("Iterable[object]", value)):
+            return True
+    return False
 
 
 def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
