@@ -58,9 +58,10 @@ _JOINED = frozenset(
 class GradientPart(torch.Tensor):
     """This rank's elements of the gradient of ``name``, on memory that it shares.
 
-    What is computed from it alone, element by element, is one, too; copies, what is cut out of it,
-    and what is computed from other tensors beside it, as a difference, are plain. ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this
-    rank's elements alone.
+    What is computed from it alone, element by element, is one, too. Copies, what is cut out of it,
+    and what is computed from other tensors beside it, as a difference, are plain.
+    ``as_subclass(torch.Tensor)`` is a plain tensor on the same memory, for who wants this rank's
+    elements alone.
     """
 
     is_sparse = False  # asked of each gradient by each step of an optimizer
