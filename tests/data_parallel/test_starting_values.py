@@ -36,12 +36,11 @@ def here() -> int:
 def build(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     layer = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
-    model = nn.Sequential(layer, nn.Linear(6, 5))
-    keep_batch_norm_local(model)
-    return model
+    return nn.Sequential(layer, nn.Linear(6, 5))
 
 
 def laid_out(model: Any, strategy: str, **options: Any) -> Any:
+    keep_batch_norm_local(model)
     if strategy == "fully_shard":
         fully_shard(model[0], **options)
         return fully_shard(model, **options)

@@ -154,7 +154,7 @@ def _has_others(values: Iterable[object]) -> bool:
     """Whether elements of something else go in, as where gradients are compared."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if not isinstance(value, GradientPart) and value.numel() > 1:
+            if not isinstance(value, GradientPart) and value.ndim:
                 return True
         elif type(value) in (list, tuple) and _has_others(cast("Iterable[object]", value)):
             return True
