@@ -191,7 +191,7 @@ def left_out(strategy: str) -> Any:
     with torch.no_grad():
         expert.weight += here()
         expert.running_var += here()
-    model.append(expert)
+    keep_batch_norm_local(model.append(expert))
     own = list(expert.parameters())
     if strategy == "fully_shard":
         return fully_shard(model, ignored_params=set(own))

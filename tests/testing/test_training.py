@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.data_parallel import replicate
+from meshwright.data_parallel import keep_batch_norm_local, replicate
 from meshwright.errors import ParityError
 from meshwright.plan import Plan
 from meshwright.testing import MODELS, Ranks, assert_same_training, wrapped
@@ -57,6 +57,7 @@ def test_a_plan_trains_as_one_process(ranks: Ranks, name: str) -> None:
 
 def test_local_batch_statistics_equal_a_cut_reference(ranks: Ranks) -> None:
     def wrap(model: nn.Module) -> nn.Module:
+        keep_batch_norm_local(model)
         return replicate(model, broadcast_buffers=False)
 
     with pytest.raises(ParityError, match="'batch_norm' on 2 ranks: rank 0, step 0: "):
