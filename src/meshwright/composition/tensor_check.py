@@ -209,7 +209,11 @@ def _gradients(
     if pairs:
         with resting(parameters.values()):  # an optimizer may step in one of them
             torch.autograd.backward([out for out, _ in pairs], [seed for _, seed in pairs])
-    found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    found = {
+        name: grad.to_dense() if grad.is_sparse else grad
+        for name, parameter in parameters.items()
+        if (grad := parameter.grad) is not None
+    }
     for name, parameter in parameters.items():
         parameter.grad = before[name]
     return found

@@ -11,19 +11,20 @@ In the first step the owner's values are sent to the other holders.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.comm.dtensor import dtensor_like, is_dtensor, local_of
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.metadata import digest
 from meshwright.pipelining.residency import Several
 
-__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted"]
+__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted", "own_copies"]
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Names that wrappers put into the name of a parameter."""
@@ -41,9 +42,36 @@ class Tie:
 
 def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Copy a parameter with the attributes that were set on it; hooks stay with the original."""
-    copied = copy.deepcopy(parameter)
+    copied = copy.deepcopy(parameter, own_copies([parameter]))
     vars(copied).update(vars(parameter))
     return copied
+
+
+def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Copy those of ``tensors`` that ``copy.deepcopy`` cannot, for its memo.
+
+    These are leaves of subclasses without storage of their own kind. Raises TypeError, with the
+    name of the class, where a copy would be of another one.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        kind = type(tensor)
+        is_plain = kind is torch.Tensor or nn.Parameter in kind.__mro__
+        if is_plain or kind.__deepcopy__ is not torch.Tensor.__deepcopy__:
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            continue
+        found = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if type(found) is not kind:
+            raise TypeError(
+                f"a tensor of class {kind.__name__} cannot be copied: clone() gives a "
+                f"{type(found).__name__}. Give the class a __deepcopy__"
+            )
+        if isinstance(tensor, nn.Parameter):
+            found = nn.Parameter(found, tensor.requires_grad)
+        vars(found).update(vars(tensor))
+        memo[id(tensor)] = found
+    return memo
 
 
 class Wire(Protocol):
