@@ -300,9 +300,9 @@ class TiedParameters:
 def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
     stage, names = min(frozen), dict(tie.names)
     return LayoutError(
-        f"parameter {names[tie.owner]!r} trains in stage {tie.owner}, and its copy {names[stage]!r} "
-        f"in stage {stage} is frozen, so that a part of its gradient would be missing: freeze it "
-        "under both names, or under none"
+        f"parameter {names[tie.owner]!r} trains in stage {tie.owner}, and its copy "
+        f"{names[stage]!r} in stage {stage} is frozen, so that a part of its gradient would be "
+        "missing: freeze it under both names, or under none"
     )
 
 
