@@ -19,6 +19,7 @@ from meshwright.errors import (
     CheckpointMismatchError,
     CollectiveMismatchError,
     CommunicationError,
+    LayoutError,
     PlanError,
 )
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
