@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.axes import Axes
 from meshwright.comm import Recorder, communicator, observe
@@ -18,6 +19,7 @@ from meshwright.errors import (
     CheckpointMismatchError,
     CollectiveMismatchError,
     CommunicationError,
+    LayoutError,
     PlanError,
 )
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
@@ -493,3 +495,51 @@ def body_raised() -> None:
 @pytest.mark.backends("gloo", "shm")
 def test_a_rank_that_gave_up_a_pass_alone_does_not_go_on(ranks: Ranks) -> None:
     ranks(2, body_raised)
+
+
+class Recomputing(nn.Module):
+    """Checkpoints a layer itself, and looks rows up whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        return self.head(checkpoint(lambda y: self.layer(y).tanh(), x, use_reentrant=False))
+
+
+def body_recomputing() -> None:
+    ids = torch.arange(8)
+    rules = {"layer": "colwise_gathered", "head": "colwise_gathered"}
+    plan = Plan(axes=Axes.of({"tensor": 2}), tensor=TensorPlan(rules=rules))
+    torch.manual_seed(0)
+    model, alone = Recomputing().double(), Recomputing().double()
+    alone.load_state_dict(model.state_dict())
+    trainable = parallelize(
+        model,
+        plan,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=F.mse_loss,
+        example=(ids[:2],),
+    )
+    optimizer, target = torch.optim.SGD(alone.parameters(), lr=0.1), torch.ones(8, 4).double()
+    for _ in range(2):
+        F.mse_loss(alone(ids), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trainable.step(ids, target)
+    torch.testing.assert_close(trainable.weights(), dict(alone.state_dict()), rtol=1e-9, atol=1e-12)
+    before = model.head.weight
+    model.head.weight = nn.Parameter(torch.ones(4, 4).double())
+    with pytest.raises(LayoutError, match=r"head\.weight is a whole tensor of shape \(4, 4\)"):
+        model.head(target)
+    model.head.weight = before
+    before.data = 2 * before.data
+    with pytest.raises(RuntimeError, match=r"something was assigned to \.data of a parameter"):
+        model.head(target)
+
+
+def test_what_recomputes_itself_is_cut_and_what_replaces_parts_is_refused(ranks: Ranks) -> None:
+    ranks(2, body_recomputing)

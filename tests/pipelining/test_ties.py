@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright.comm import communicator
 from meshwright.comm.whole import whole
+from meshwright.errors import LayoutError
 from meshwright.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
@@ -182,6 +183,36 @@ def body_refused() -> None:
 
 def test_what_is_no_tie(ranks: Ranks) -> None:
     ranks(2, body_refused)
+
+
+def body_frozen() -> None:
+    """The owner says whether a tied parameter trains: users may hold no other."""
+    world = communicator()
+    torch.manual_seed(0)
+    model = Tied(2)
+    alone = copy.deepcopy(model)
+    schedule = made("GPipe", model, 2, is_traced=False)
+    part = schedule._stages[world.rank].submod
+    held = (part.embed or part.head).weight
+    tokens = torch.randint(WORDS, (ROWS * world.size, 3))
+    more = {} if world.rank == 0 else {"target": tokens}
+    for trains in (True, False, True):
+        alone.embed.weight.requires_grad_(trains)
+        if world.rank == 0:
+            held.requires_grad_(trains)
+        alone.zero_grad()
+        part.zero_grad()
+        cross_entropy(alone(tokens), tokens).backward()
+        schedule.step(*((tokens,) if world.rank == 0 else ()), **more)
+        torch.testing.assert_close(held.grad, alone.embed.weight.grad)
+    held.requires_grad_(world.rank == 0)
+    text = "'embed.weight' trains in stage 0, and its copy 'head.weight' in stage 1 is frozen"
+    with pytest.raises(LayoutError, match=text):
+        schedule.step(*((tokens,) if world.rank == 0 else ()), **more)
+
+
+def test_a_tied_parameter_is_frozen_in_all_stages(ranks: Ranks) -> None:
+    ranks(2, body_frozen)
 
 
 def body_spread(kind: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from meshwright.composition.observing import copied as copied_model
 from meshwright.pipelining import (
     LossWrapper,
     Pipe,
@@ -254,23 +255,97 @@ class Changing(nn.Module):
         return y * h
 
 
+class CountsPasses(nn.Module):
+    """Reads buffers before and after it gives them anew, in the computation with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.unread: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x) * self.mean
+        self.mean = 0.5 * self.mean + self.layer(x).mean(0)  # with a gradient in this pass
+        self.mean = self.mean.detach() + 1
+        self.unread = y
+        return y / self.mean
+
+
 def test_changes_in_place() -> None:
-    model = Changing("assigned")
-    alone = copy.deepcopy(model)
     x = torch.randn(2, 4)
-    pipe = pipeline(model, (x,))
-    found, expected = run(pipe, x), alone(x)
-    torch.testing.assert_close(found, expected)
-    found.sum().backward()
-    expected.sum().backward()
-    compare(pipe, alone)
-    torch.testing.assert_close(pipe.get_stage_module(0).get_buffer("count"), alone.count)
+    for model in (
+        Changing("assigned"),
+        nn.Sequential(nn.Sequential(Changing("assigned"), CountsPasses())),
+    ):
+        alone = copy.deepcopy(model)
+        pipe = pipeline(model, (x,))
+        for _ in range(2):
+            found = [run(pipe, part) for part in (x, 2 * x)]
+            expected = [alone(part) for part in (x, 2 * x)]
+            torch.testing.assert_close(found, expected)
+            torch.stack(found).square().sum().backward()
+            torch.stack(expected).square().sum().backward()
+            compare(pipe, alone)
+        for name, buffer in alone.named_buffers():
+            held = [pipe.get_stage_module(n) for n in range(pipe.num_stages)]
+            (copied,) = [b for stage in held for n, b in stage.named_buffers() if n == name]
+            torch.testing.assert_close(copied, buffer)
     with pytest.raises(ValueError, match="several values share"):
         pipeline(Changing("views"), (x,))
     with pytest.raises(
         ValueError, match=r"count is changed in place at .* read in stages \[0, 1\]"
     ):
         pipeline(Changing("buffer"), (x,))
+
+
+class Remembering(nn.Module):
+    """Gives what it has another shape, or a tensor that is no buffer another value."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.layer, self.before = what, nn.Linear(4, 4), torch.zeros(4)
+        self.register_buffer("last", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.what == "shape":
+            self.last = y.detach()
+        else:
+            y = y + self.before
+            self.before = self.before + y.detach().mean(0)
+        return y
+
+
+def test_what_forwards_assign_and_stages_would_lose_is_refused() -> None:
+    x = torch.randn(2, 4)
+    for what, text in (
+        ("shape", r"0\.last had shape \(0,\) and torch\.float32, and forward gives it \(2, 4\)"),
+        ("attribute", r"reads the tensor '0\.before' and gives the attribute another one"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pipeline(nn.Sequential(Remembering(what), nn.Linear(4, 4)), (x,))
+
+
+class Doubled(torch.Tensor):
+    """A weight with which layers compute twice as much."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        return 2 * found.as_subclass(torch.Tensor) if "linear" in func.__name__ else found
+
+
+def test_parameters_of_subclasses_are_copied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Doubled))
+    copied, x = copied_model(model), torch.randn(2, 4)
+    torch.testing.assert_close(copied(x), model(x))
+    assert type(copied[0].weight) is Doubled
+    assert isinstance(copied[0].weight, nn.Parameter)
+    assert copied[0].weight.data_ptr() != model[0].weight.data_ptr()
 
 
 class Uncapturable(nn.Module):

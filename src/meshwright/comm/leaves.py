@@ -34,13 +34,24 @@ _HELD = "_meshwright_local_leaf"
 class _Held:
     """The leaf of one parameter. A copy of the parameter makes a leaf of its own."""
 
-    __slots__ = ("__weakref__", "is_hooked", "is_taken", "leaf", "local", "parameter", "partial")
+    __slots__ = (
+        "__weakref__",
+        "is_hooked",
+        "is_taken",
+        "leaf",
+        "local",
+        "parameter",
+        "partial",
+        "storage",
+    )
 
     def __init__(self, parameter: nn.Parameter, leaf: nn.Parameter, local: torch.Tensor) -> None:
         self.parameter = parameter
         self.leaf = leaf
         self.local = local
         """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
+        self.storage = parameter.untyped_storage()
+        """Another object as soon as something is assigned to ``.data`` of the parameter."""
         self.is_hooked = False
         self.is_taken = False
         self.partial: Callable[[nn.Parameter, torch.Tensor], None] | None = None
@@ -66,7 +77,8 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     * It has no name and is in no module's ``parameters()``. Gradients of `torch.autograd.grad` are
       those of the leaf, not of ``parameter``.
 
-    Raises RuntimeError for a DTensor that has a graph, whose gradient would go nowhere.
+    Raises RuntimeError for a DTensor that has a graph, whose gradient would go nowhere, and for one
+    to whose ``.data`` something was assigned since it was asked for before.
 
     A parameter that is no DTensor is returned as it is: whoever manages the module has put its own
     leaf there.
@@ -87,6 +99,12 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
         leaf = nn.Parameter(local.detach(), requires_grad=requires_grad)
         held = _Held(parameter, leaf, local)
         vars(parameter)[_HELD] = held
+    elif held.storage is not parameter.untyped_storage():
+        raise RuntimeError(
+            "something was assigned to .data of a parameter of shape "
+            f"{tuple(parameter.shape)}, which is a DTensor: torch leaves its values as they were. "
+            "Use copy_() under torch.no_grad(), or load a state dict"
+        )
     leaf = held.leaf
     if leaf.requires_grad is not parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)

@@ -26,6 +26,7 @@ from meshwright.composition.other_stages import name_of
 from meshwright.gradients import call_module
 from meshwright.pipelining.dropped import HOOKING, saved_tensor_hooks
 from meshwright.pipelining.module_hooks import drop_hooks, hooks_of
+from meshwright.pipelining.ties import own_copies
 
 __all__ = ["Inputs", "Observation", "copied", "left_as_it_is", "observe"]
 
@@ -67,7 +68,7 @@ class _Call:
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a model. Tensors among its attributes that autograd has made lose their graph."""
-    memo: dict[int, Any] = {}
+    memo = own_copies([*model.parameters(), *model.buffers()])
     for part in model.modules():
         for value in tree_leaves([vars(part)[key] for key in vars(part).keys() - _OF_ALL]):
             if isinstance(value, torch.Tensor) and not value.is_leaf:

@@ -231,7 +231,11 @@ def _one() -> float:
 
 
 def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
-    """The tensors of all ranks of ``axis``, on each; where several have a name, the first's."""
+    """The tensors of all ranks of ``axis``, on each; where several have a name, the first's.
+
+    Sparse ones become dense.
+    """
+    own = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in own.items()}
     facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
     rows = axis.gather_bytes(json.dumps(facts).encode(), label="names of a pipeline")
     found: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from meshwright.pipelining.edges import Source, StageEdges
-from meshwright.pipelining.placement import Placement, attribute
+from meshwright.pipelining.placement import Placement, assigns, attribute
 from meshwright.pipelining.split_points import is_marker
 from meshwright.pipelining.stage_module import Nesting, StageModule, follow_mode, nested
 from meshwright.pipelining.ties import Tie, copy_parameter
@@ -298,6 +298,7 @@ class _Cutter:
 
     def _finish(self, stage: _Stage) -> StageModule:
         is_training = self.traced.model.training
+        _read_copies(stage.graph)
         stage.graph.lint()
         module = StageModule(stage.root, stage.graph)
         module.keep(tuple(stage.transient), stage.modes, is_training=is_training)
@@ -329,6 +330,21 @@ class _Cutter:
             for index, name in tie.names[1:]:
                 _replace(modules[index], name)
         return tuple(ties)
+
+
+def _read_copies(graph: fx.Graph) -> None:
+    """Let ``graph`` read buffers that it assigns from copies: the backward may need those."""
+    assigned = {str(node.args[0].target) for node in graph.nodes if assigns(node)}
+    for node in list(graph.nodes):
+        if node.op != "get_attr" or str(node.target) not in assigned:
+            continue
+        readers = [user for user in node.users if not (assigns(user) and user.args[0] is node)]
+        if readers:
+            with graph.inserting_after(node):
+                copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = copy.copy(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, copied)
 
 
 def _replace(module: nn.Module, name: str) -> None:

@@ -11,22 +11,25 @@ In the first step the owner's values are sent to the other holders.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.comm.dtensor import dtensor_like, is_dtensor, local_of
-from meshwright.errors import PipeliningShapeError
+from meshwright.errors import LayoutError, PipeliningShapeError
 from meshwright.pipelining.metadata import digest
 from meshwright.pipelining.residency import Several
 
-__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted"]
+__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted", "own_copies"]
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Names that wrappers put into the name of a parameter."""
+_FROZEN = -1
+"""Sent in place of a gradient that is not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,36 @@ class Tie:
 
 def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Copy a parameter with the attributes that were set on it; hooks stay with the original."""
-    copied = copy.deepcopy(parameter)
+    copied = copy.deepcopy(parameter, own_copies([parameter]))
     vars(copied).update(vars(parameter))
     return copied
+
+
+def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Copy those of ``tensors`` that ``copy.deepcopy`` cannot, for its memo.
+
+    These are leaves of subclasses without storage of their own kind. Raises TypeError, with the
+    name of the class, where a copy would be of another one.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        kind = type(tensor)
+        is_plain = kind is torch.Tensor or nn.Parameter in kind.__mro__
+        if is_plain or kind.__deepcopy__ is not torch.Tensor.__deepcopy__:
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            continue
+        found = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if type(found) is not kind:
+            raise TypeError(
+                f"a tensor of class {kind.__name__} cannot be copied: clone() gives a "
+                f"{type(found).__name__}. Give the class a __deepcopy__"
+            )
+        if isinstance(tensor, nn.Parameter):
+            found = nn.Parameter(found, tensor.requires_grad)
+        vars(found).update(vars(tensor))
+        memo[id(tensor)] = found
+    return memo
 
 
 class Wire(Protocol):
@@ -189,7 +219,7 @@ class TiedParameters:
                     0,
                 )
             for held, value in zip(taken, _receive(wire, other, mine, taken, 0), strict=True):
-                if value is not None:
+                if isinstance(value, torch.Tensor):
                     for parameter in held.parameters.values():
                         local_of(parameter).detach().copy_(value)
         for held in self._held:
@@ -201,8 +231,11 @@ class TiedParameters:
     def add_up(self, wire: Wire) -> None:
         """Sum the gradients of this step over all holders, and add them to those of earlier ones.
 
-        Of two holders the lower stage sends first, as backends without tags need it.
-        Raises `PipeliningShapeError` when a parameter differs among its holders.
+        Of two holders the lower stage sends first, as backends without tags need it. The owner says
+        whether the parameter is frozen.
+
+        Raises `PipeliningShapeError` when a parameter differs among its holders, `LayoutError` when
+        another holder has frozen what its owner trains.
         """
         if not self._is_open:
             return
@@ -210,20 +243,35 @@ class TiedParameters:
             {stage: g for stage, p in held.parameters.items() if (g := _gradient(p)) is not None}
             for held in self._held
         ]
+        frozen = [
+            {stage for stage, p in held.parameters.items() if not p.requires_grad}
+            for held in self._held
+        ]
         start = self._first_gradient
         for mine, other in self._peers:
             shared = self._shared(mine, other)
-            given = [_gradient(held.parameters[mine]) for held in shared]
+            places = [self._held.index(held) for held in shared]
+            given = [
+                _FROZEN if mine in frozen[place] else parts[place].get(mine) for place in places
+            ]
             if mine < other:
                 _send(wire, mine, other, given, start)
             found = _receive(wire, other, mine, shared, start)
             if mine > other:
                 _send(wire, mine, other, given, start)
-            for held, gradient in zip(shared, found, strict=True):
-                if gradient is not None:
-                    parts[self._held.index(held)][other] = gradient
+            for place, gradient in zip(places, found, strict=True):
+                if isinstance(gradient, torch.Tensor):
+                    parts[place][other] = gradient
+                elif gradient is not None:
+                    frozen[place].add(other)
         wire.finish()  # reductions write to where these gradients lie
-        for held, gradients in zip(self._held, parts, strict=True):
+        for held, gradients, still in zip(self._held, parts, frozen, strict=True):
+            if held.tie.owner in still:
+                gradients.clear()
+                for parameter in held.parameters.values():
+                    parameter.grad = None
+            elif still:
+                raise _frozen_in_part(held.tie, still)
             self._set_sum(held, gradients)
         self._close()
         self._has_values = True
@@ -249,28 +297,37 @@ class TiedParameters:
         ]
 
 
+def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
+    stage, names = min(frozen), dict(tie.names)
+    return LayoutError(
+        f"parameter {names[tie.owner]!r} trains in stage {tie.owner}, and its copy "
+        f"{names[stage]!r} in stage {stage} is frozen, so that a part of its gradient would be "
+        "missing: freeze it under both names, or under none"
+    )
+
+
 def _send(
-    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | None], start: int
+    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None], start: int
 ) -> None:
     """Send what there is, after one message that says what that is."""
-    facts = [0 if tensor is None else _facts(tensor) for tensor in tensors]
+    facts = [_facts(each) if isinstance(each, torch.Tensor) else each or 0 for each in tensors]
     wire.send_tied(torch.tensor(facts), stage, target, start)
     for number, tensor in enumerate(tensors, start + 1):
-        if tensor is not None:
+        if isinstance(tensor, torch.Tensor):
             wire.send_tied(tensor, stage, target, number)
 
 
 def _receive(
     wire: Wire, stage: int, target: int, shared: Sequence[_Held], start: int
-) -> list[torch.Tensor | None]:
+) -> list[torch.Tensor | int | None]:
     if not shared:
         return []
     facts = torch.zeros(len(shared), dtype=torch.int64)
     wire.recv_tied(facts, stage, target, start)
-    found: list[torch.Tensor | None] = []
+    found: list[torch.Tensor | int | None] = []
     for number, (held, fact) in enumerate(zip(shared, facts.tolist(), strict=True), start + 1):
-        if not fact:
-            found.append(None)
+        if fact in (0, _FROZEN):
+            found.append(fact or None)
             continue
         like = local_of(held.parameters[target])
         buffer = torch.empty_like(like, memory_format=torch.contiguous_format)

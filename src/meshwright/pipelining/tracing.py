@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
@@ -12,6 +13,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from meshwright.pipelining.assigned import assignments, refuse_remembered
 from meshwright.pipelining.dropped import watched_forward
 from meshwright.pipelining.module_hooks import CALLED, refuse_hooks
 from meshwright.pipelining.splitting import Argument, Traced, expected
@@ -46,8 +48,10 @@ def export(
                 "pipeline() cannot trace DTensor inputs; give local tensors, or build the stages "
                 "by PipelineStage"
             )
-    with _left_as_it_is(module), watched_forward(module):
-        return _exported(module, args, kwargs, dynamic_shapes)
+    with _left_as_it_is(module), watched_forward(module), assignments(module) as replaced:
+        program = _exported(module, args, kwargs, dynamic_shapes)
+    refuse_remembered(replaced, program.constants)
+    return program
 
 
 @contextlib.contextmanager
@@ -70,9 +74,12 @@ def _exported(
     dynamic_shapes: Any,  # noqa: ANN401
 ) -> ExportedProgram:
     try:
-        return torch.export.export(
-            module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-        )
+        with warnings.catch_warnings():
+            # Those that matter are refused; a recurrent layer has its parameters in a list, too.
+            warnings.filterwarnings("ignore", "The tensor attributes? self")
+            return torch.export.export(
+                module, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
     except Exception as error:
         names = [name for name, _ in module.named_modules() if name]
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

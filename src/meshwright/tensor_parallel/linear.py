@@ -30,6 +30,7 @@ from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.leaves import local_leaf, sum_partial
 from meshwright.comm.partial_gradients import PartialGradient, forget_unsummed
 from meshwright.comm.whole import side_by_side
+from meshwright.errors import LayoutError
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
 from meshwright.tensor_parallel.following import mark
 from meshwright.tensor_parallel.functions import (
@@ -158,6 +159,7 @@ def by_columns(
     saved = _Saved.of(module, site.labels.name)
     passage = _Passage(site.axis, site.labels, dim, total, saved, is_summed=given.is_summed)
     weight, bias = _leaves(module, settings, is_transposed)
+    _check_part(weight, 0, features[1], site)
     if bias is not None and settings.parts > 1:
         bias = own_part(bias.unflatten(0, (settings.parts, -1)), site.axis, 1).flatten()
     x, weight, bias = _autocast(given.local, weight, bias)
@@ -187,6 +189,7 @@ def by_rows(
     wanted = Shard(given.local.ndim - 1)
     given = site.move(given, wanted)
     weight, bias = _leaves(module, settings, is_transposed)
+    _check_part(weight, 1, features[0], site)
     x, weight, bias = _autocast(given.local, weight, bias)
     shape = (*x.shape[:-1], features[1])
     output = normal(settings.output, x.ndim)
@@ -217,6 +220,17 @@ def _leaves(
         forget_unsummed(settings.site.axis)
         return weight, sum_partial(bias, settings.partial_bias)
     return weight, None if bias is None else local_leaf(bias)
+
+
+def _check_part(weight: torch.Tensor, dim: int, whole: int, site: Site) -> None:
+    """Raise LayoutError for a whole weight where this rank's part was, given anew since."""
+    axis = site.axis
+    if weight.shape[dim] == whole and chunk(whole, axis.size, axis.rank)[1] != whole:
+        raise LayoutError(
+            f"{site.labels.name}.weight is a whole tensor of shape {tuple(weight.shape)} on rank "
+            f"{axis.rank} of axis {axis.axis}, and was a DTensor when the module was cut: it was "
+            "given anew since. Write the values into the DTensor (copy_), or do it before"
+        )
 
 
 def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:

@@ -17,6 +17,7 @@ from meshwright.comm.dtensor import (
     is_dtensor,
     known_at_rest,
 )
+from meshwright.comm.leaves import local_leaf
 from meshwright.comm.whole import part
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
@@ -97,6 +98,7 @@ def distribute(
             "(RowwiseParallel on an embedding, ColwiseParallel on its output layer), or untie them"
         )
     module._parameters[key] = became.parameter
+    local_leaf(became.parameter)  # which sees what is assigned to its .data from now on
 
 
 def guard_loading(module: nn.Module) -> None:
