@@ -68,6 +68,7 @@ def test_a_wrong_gradient_is_found() -> None:
     assert "the gradient of '0.layer.weight' differs by" in finding.text
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_of_one_rank_is_found() -> None:
     def moved(laid: ByHand) -> None:
         laid.named()["0.layer.weight"].add_(1e-7)
