@@ -22,7 +22,7 @@ from meshwright.compiler import aot_backend, compiled_autograd
 from meshwright.composition import parallelize
 from meshwright.data_parallel import DistributedDataParallel, MixedPrecision, replicate
 from meshwright.data_parallel.comm_hooks import allreduce_hook
-from meshwright.errors import CommunicationError
+from meshwright.errors import CollectiveMismatchError, CommunicationError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan
 from meshwright.testing import Ranks
 
@@ -307,10 +307,71 @@ def body_lent() -> None:
     train_both(one, ours, ours)
 
 
+class Scaled(nn.Module):
+    """A model that computes with nine tenths of its weights, in functional calls alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        lent = {name: 0.9 * p for name, p in self.inner.named_parameters()}
+        return functional_call(self.inner, lent, (x,))
+
+
+def body_lent_from_the_first() -> None:
+    """Every pass is a functional call, also the first, and the first with a new parameter."""
+    for wrap in WRAPS:
+        one = mlp()
+        inner = copy.deepcopy(one)
+        ours = wrap(inner)
+        train_both(Scaled(one), Scaled(ours), inner)
+        for model in (one, inner):
+            model[2].weight = nn.Parameter(2 * model[2].weight.detach())
+            model.append(nn.Linear(2, 2, bias=False, dtype=torch.float64))
+            nn.init.ones_(model[-1].weight)
+        train_both(Scaled(one), Scaled(ours), inner)
+        train_both(one, ours, inner)
+
+    # What is lent was made before any value of rank 0 could be sent.
+    apart = Scaled(replicate(nn.Sequential(linear(3, 2))))
+    _, mine = batch()
+    with pytest.raises(CollectiveMismatchError, match="'0.weight' to have the same values"):
+        loss(apart, mine).backward()
+
+
+def body_searched() -> None:
+    """LBFGS knows that the gradients of parameters given anew are means, too."""
+    one = mlp()
+    ours = replicate(copy.deepcopy(one))
+    x, mine = batch()
+    loss(ours, mine).backward()
+    of_rank_zero(is_loaded, one)
+    is_loaded(ours)
+    loss(ours, mine).backward()
+    for model, rows in ((one, x), (ours, mine)):
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=4, max_iter=8, line_search_fn="strong_wolfe"
+        )
+
+        def again(model: nn.Module = model, rows: torch.Tensor = rows) -> torch.Tensor:
+            model.zero_grad()
+            value = loss(model, rows)
+            value.backward()
+            return value
+
+        optimizer.step(again)
+    for a, b in zip(one.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b, a)
+
+
 @pytest.mark.parametrize(
     "body",
-    [body_every_change, body_options, body_between_passes, body_by_and_by, body_lent],
-    ids=["changes", "options", "between", "by-and-by", "lent"],
+    [
+        *(body_every_change, body_options, body_between_passes, body_by_and_by, body_lent),
+        *(body_lent_from_the_first, body_searched),
+    ],
+    ids=["changes", "options", "between", "by-and-by", "lent", "lent-first", "searched"],
 )
 def test_parameters_that_are_given_anew_are_reduced(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)
@@ -581,7 +642,7 @@ def body_compiled(*changes: Callable[[Any], None], in_hooks: bool = False) -> No
                 same_gradients(inner, one)
 
 
-def body_compiled_buffers() -> dict[str, list[float]]:
+def body_compiled_buffers() -> dict[str, Any]:
     """What buffers become of other batches on each rank, and then one batch that is the same."""
     module = Averages(changes=False)
     ours = torch.compile(replicate(module), backend=aot_backend)
@@ -609,6 +670,9 @@ def test_compiled_replicas_follow(ranks: Ranks) -> None:
     ranks(2, body_compiled, is_assigned)
     ranks(2, body_compiled_and_lent)
     first, second = ranks(2, body_compiled_buffers)
+    # A forward adds its rank to what it was given: the same on both, of rank 0.
+    assert first.pop("steps") == 3
+    assert second.pop("steps") == 4
     assert first == second
 
 

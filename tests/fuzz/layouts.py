@@ -182,14 +182,17 @@ class ByHand:
             synchronise_batch_norm(model, data)
         self.plain = model
         self.model = self._wrapped(model, mesh)
-        self.held = list(self.model.parameters())
-        if "flat groups" in case.options:
-            self.held = list(mw.flat_groups(self.model))
+        self._flat = list(mw.flat_groups(self.model)) if "flat groups" in case.options else None
         self.optimizer: torch.optim.Optimizer | None = None
         if "step in backward" in case.loop:
             _step_in_backward(case, self.held)
         else:
             self.optimizer = optimizer_of(case)(self.held)
+
+    @property
+    def held(self) -> list[nn.Parameter]:
+        """What is trained now."""
+        return list(self.model.parameters()) if self._flat is None else self._flat
 
     def _wrapped(self, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
         case = self.case

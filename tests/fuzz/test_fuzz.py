@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,7 +17,8 @@ from fuzz.cases import Case, draw_case
 from fuzz.judging import Report, check
 from fuzz.layouts import ByHand, Part
 from fuzz.models import ModelSpec
-from fuzz.training import Fault
+from fuzz.training import Fault, is_refusal
+from meshwright.errors import CollectiveMismatchError
 
 
 def test_sixty_drawn_cases_train_as_one_process_or_are_refused_by_name() -> None:
@@ -66,6 +68,7 @@ def test_a_wrong_gradient_is_found() -> None:
     assert "the gradient of '0.layer.weight' differs by" in finding.text
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_of_one_rank_is_found() -> None:
     def moved(laid: ByHand) -> None:
         laid.named()["0.layer.weight"].add_(1e-7)
@@ -91,6 +94,19 @@ def _spoilt(what: Callable[[ByHand], None], at: int) -> Iterator[None]:
         yield
 
 
+def test_ranks_that_start_apart_may_be_refused_and_others_not() -> None:
+    error = CollectiveMismatchError("expected 'weight' to have the same values on all ranks")
+    assert is_refusal(error, replace(_case("fully_shard"), loop=("other start",)))
+    assert not is_refusal(error, _case("fully_shard"))
+
+
+def test_what_optimizers_and_clipping_get_is_what_the_module_holds() -> None:
+    loop = ("clip torch", "new parameter")
+    changed = [replace(_case(each), loop=loop) for each in ("replicate", "fully_shard")]
+    assert check(changed).count("same") == len(changed)
+
+
+@pytest.mark.slow
 def test_a_hang_is_found_within_its_deadline() -> None:
     @contextlib.contextmanager
     def hangs(case: Case) -> Iterator[None]:

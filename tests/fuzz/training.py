@@ -33,7 +33,7 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = ["Found", "run_cases", "told"]
+__all__ = ["Found", "is_refusal", "run_cases", "told"]
 
 RTOL, ATOL = 1e-9, 1e-11
 
@@ -285,18 +285,25 @@ TORCH_REFUSES = re.compile(
 )
 """What torch says itself, with an operator's name, of a program that is not to be."""
 
+TORCH_CANNOT = re.compile(r"Sharding propagation failed for aten\.view\.default\(Spec")
+"""What torch says of views that its own functions take of DTensors with uneven parts, or none."""
 
-def is_refusal(error: BaseException) -> bool:
+
+def is_refusal(error: BaseException, case: Case) -> bool:
     """Whether ``error`` was raised by the library, on purpose, of what it was asked for."""
     if isinstance(error, RuntimeError) and TORCH_REFUSES.search(str(error)):
         return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, RuntimeError) and TORCH_CANNOT.search(str(error)):
+        return not any("/meshwright/" in frame.filename for frame in frames)
+    if isinstance(error, CollectiveMismatchError) and "to have the same values on" in str(error):
+        return "other start" in case.loop
     unsound = (CollectiveMismatchError, CollectiveTimeoutError, InternalError, NonFiniteError)
     if isinstance(error, unsound) or not isinstance(error, ValueError | TypeError | RuntimeError):
         is_contract = isinstance(error, AssertionError) and len(str(error)) > 30
         if not is_contract or isinstance(error, unsound):
             return False
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return "/meshwright/" in last.filename and (last.line or "").startswith("raise")
+    return "/meshwright/" in frames[-1].filename and (frames[-1].line or "").startswith("raise")
 
 
 def outcome(case: Case, fault: Fault) -> Found:
@@ -321,7 +328,7 @@ def outcome(case: Case, fault: Fault) -> Found:
         except RankFailedError as error:
             return Found(kind="followed", text=str(error), step=at["step"])
         except Exception as error:
-            kind: Kind = "refused" if is_refusal(error) else "raised"
+            kind: Kind = "refused" if is_refusal(error, case) else "raised"
             text = f"{type(error).__name__}: {error}"
             return Found(kind=kind, text=text, step=at["step"], trace=traceback.format_exc())
     return _with_warnings(found, told, {str(warning.message) for warning in usual})

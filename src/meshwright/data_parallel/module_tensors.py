@@ -92,17 +92,25 @@ class ModuleParameters(_Held):
     """The parameters of a module."""
 
     named: tuple[tuple[str, nn.Parameter], ...] = ()
-    """Names and parameters; the same object until one of them is another one."""
+    """Names and parameters; the same object until one of them is another one. None at all where
+    the module has shown only what a call lends it."""
+    is_lent: bool
+    """Whether the last look found what a call lends: the module's own are out of sight then."""
 
     def __init__(
         self, module: nn.Module, ignored: Collection[nn.Module], names: Collection[str]
     ) -> None:
         super().__init__(module, "_parameters", ignored, names)
-        self._follow()
+        self._known = [_END]
+        self.is_lent = _is_functional()
+        if not self.is_lent:
+            self._follow()
 
     def look(self) -> tuple[tuple[str, nn.Parameter], ...]:
         """Find what the module holds now; returns `named`."""
-        if self._has_changed and not self._is_lent():
+        has_changed = self._has_changed
+        self.is_lent = has_changed and self._runs_with_others()
+        if has_changed and not self.is_lent:
             self._follow()
         return self.named
 
@@ -112,17 +120,10 @@ class ModuleParameters(_Held):
         if before != [(name, id(parameter)) for name, parameter in found.items()]:
             self.named = tuple(found.items())
 
-    def _is_lent(self) -> bool:
+    def _runs_with_others(self) -> bool:
         """Whether the module runs with other tensors for this call alone, and gets its own back."""
         held = chain.from_iterable(self._tensors)
-        if not all(isinstance(tensor, nn.Parameter | None) for tensor in held):
-            return True
-        frame = sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            if frame.f_code is _functional_call.__code__:
-                return True
-        return False
+        return not all(isinstance(each, nn.Parameter | None) for each in held) or _is_functional()
 
 
 class ModuleBuffers(_Held):
@@ -145,6 +146,16 @@ class ModuleBuffers(_Held):
         if self._has_changed:
             self.named = self._collect()
         return self.named
+
+
+def _is_functional() -> bool:
+    """Whether this is called inside of `torch.func.functional_call`."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _functional_call.__code__:
+            return True
+    return False
 
 
 def _objects(views: Iterable[Iterable[object]]) -> list[object]:

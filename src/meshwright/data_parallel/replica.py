@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,22 @@ from meshwright.data_parallel.equal_buffers import EqualBuffers
 from meshwright.data_parallel.module_tensors import ModuleParameters
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
-from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
+from meshwright.data_parallel.starting_state import (
+    broadcast_tensors,
+    compare_digests,
+    compare_parameters,
+    digest_of,
+)
 from meshwright.data_parallel.traced import Marking, Route
+from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
 
 __all__ = ["Replica"]
+
+ALIKE = (
+    "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
+    "before rank 0's values can be sent. Start all ranks alike, or run the module itself first"
+)
 
 
 class Replica:
@@ -56,8 +67,12 @@ class Replica:
         apart = options.ignored, options.ignored_names
         self.buffers = EqualBuffers(module, communicator, *apart)
         self._held = ModuleParameters(module, *apart)
+        self._was_lent = False
+        """Whether a forward pass ran with what a call lent it: what the module trains is looked at
+        when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
         parameters = self._held.named
+        may_be_frozen = may_be_frozen or self._held.is_lent
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
         self._check_axes(parameters)
         mark_mean([parameter for _, parameter in parameters], [communicator])
@@ -106,8 +121,8 @@ class Replica:
 
     def route(self) -> Route:
         """Where gradients of the pass that is traced are marked."""
-        if not self.is_driven:
-            self._follow_module()
+        if not (self.is_driven or self._follow_module()):
+            return "eager"
         return self.marking.route()
 
     def before_traced(
@@ -148,9 +163,11 @@ class Replica:
     def _take_up(self) -> None:
         """Reduce parameters that are others than before, as all were at first; collective then.
 
-        They are compared, and with ``init_sync`` given the values of rank 0.
+        They are compared, and with ``init_sync`` given the values of rank 0; where a pass may have
+        computed with them already, they must have these.
         """
         found, reducer = self._held.look(), self.reducer
+        was_lent, self._was_lent = self._was_lent, self._held.is_lent
         if found is reducer.named:
             return
         known = {id(parameter) for _, parameter in reducer.named}
@@ -161,11 +178,20 @@ class Replica:
         sparse = _sparse_names(module, found)
         reason = _difference(reducer.named, found, fresh)
         compare_parameters(self.communicator, found, sparse, fresh=fresh, reason=reason)
-        if self._options.init_sync:
+        if self._options.init_sync and was_lent:
+            self._compare_values(fresh)
+        elif self._options.init_sync:
             broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
+        mark_mean(fresh.values(), [self.communicator])
         reducer.take_up(found, replace(reducer.settings, sparse=sparse), local_parameters(module))
         self.marking.take_up()
         self._statistics.follow(module)
+
+    def _compare_values(self, fresh: Mapping[str, nn.Parameter]) -> None:
+        digests = [(name, digest_of(parameter)) for name, parameter in fresh.items()]
+        rows = [(name, None if each is None else (each, each, each)) for name, each in digests]
+        if difference := compare_digests(self.communicator, rows, "", ALIKE):
+            raise CollectiveMismatchError(difference)
 
     def _check_axes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         for name, parameter in parameters:
@@ -177,7 +203,8 @@ class Replica:
     def _follow_module(self) -> bool:
         """Take up what the module holds when a pass is traced: collective where that is others.
 
-        A graph is traced anew when a parameter has become another object.
+        A graph is traced anew when a parameter has become another object. Returns False where the
+        module's own are out of sight.
         """
         if torch.is_grad_enabled():
             self._take_up()
@@ -185,7 +212,7 @@ class Replica:
                 self._statistics.tell()
         if self.broadcast_buffers and self.reducer.is_wanted:
             self.buffers.follow()
-        return True
+        return not self._held.is_lent
 
     @constant
     def _buffer_names(self) -> str:
@@ -214,6 +241,8 @@ class Replica:
     @apart
     def _backward_begins(self, _: torch.Tensor) -> None:
         if not torch.compiler.is_compiling():
+            if self._was_lent:
+                self._take_up()
             self.reducer.begin_backward()
 
 
