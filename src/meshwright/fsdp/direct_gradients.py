@@ -40,9 +40,11 @@ class Refusals:
             return
 
         def refuse(gradients: object) -> None:
+            names = [slot.name for slot in slots]
+            rest = f" or {len(names) - 3} more" if len(names) > 3 else ""
             raise RuntimeError(
                 f"rank {rank_in(communicators)}: the loss has read a parameter beside its module, "
-                f"{' or '.join(slot.name for slot in slots)}, of which this rank shows its part: "
+                f"{' or '.join(names[:3])}{rest}, of which this rank shows its part: "
                 "neither loss nor gradient are those of one process. Compute that term inside of "
                 "the forward of the module that uses the parameter, or use fully_shard, whose "
                 "parameters are DTensors and may be read; to look at it without a gradient, use "
