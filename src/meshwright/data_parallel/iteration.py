@@ -66,6 +66,8 @@ class Iteration:
         """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = False
         self.is_in_forward = False
+        self.keeps_graph = False
+        """Whether the graph of the last backward pass may be run again."""
         self.statistics: LocalStatistics | None = None
         """What there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]
@@ -255,6 +257,7 @@ class Iteration:
             if self._events is not None:
                 self._events.happens(Event("a backward pass"))
             self.is_in_backward = True
+            self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             if torch.is_grad_enabled():
                 # Only `create_graph=True` leaves gradients enabled within a backward pass.
                 raise RuntimeError(

@@ -24,6 +24,7 @@ from meshwright.data_parallel.replaced_parameters import (
 )
 from meshwright.data_parallel.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
+from meshwright.fsdp.direct_gradients import Refusals
 from meshwright.fsdp.pieces import (
     change_piece_by_hooks,
     cuts_of,
@@ -118,6 +119,7 @@ class FlatExposure:
         """What modules hold while the unit is sharded. Nobody else should change it."""
         self._nothing_trains = False
         self._shows_full = False
+        self._refusals = Refusals()
 
     def _only_group(self, unit: Unit) -> ParameterGroup:
         (group,) = unit.groups
@@ -154,6 +156,7 @@ class FlatExposure:
         """See `Exposure`."""
         if self._flat is None:
             self._flat = self._take_over(unit)
+            self._refusals.add(unit, self._flat, unit.slots, FLAT)
         else:
             self._find(unit)
         self.show_nothing(unit)
@@ -165,6 +168,7 @@ class FlatExposure:
         if (before.dtype, before.device, self._nothing_trains) != kind:
             self._nothing = flat.data[:0].requires_grad_(flat.requires_grad)
             self._nothing_trains = flat.requires_grad
+            self._refusals.add(unit, self._nothing, unit.slots, "")
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -270,6 +274,7 @@ class FlatExposure:
         if flat.data_ptr() != shard.data_ptr():
             shard.copy_(flat.data)
             flat.data = shard
+            self._refusals.add(unit, flat, unit.slots, FLAT)
             unit.has_changed()
 
 
@@ -284,6 +289,7 @@ class OriginalExposure:
         self._targets: list[tuple[Slot, torch.Tensor]] = []
         """Each parameter, and its place in the shard."""
         self._seen = -1
+        self._refusals = Refusals()
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """The original parameters."""
@@ -404,6 +410,7 @@ class OriginalExposure:
             original = slot.original
             if original.data_ptr() != target.data_ptr() or original.shape != target.shape:
                 write_back(original, target, slot.name)
+                self._refusals.add(unit, original, [slot], slot.name)
 
     def _follow(self, unit: Unit, slot: Slot) -> None:
         """Take over a parameter of the user's that is in one place of ``slot``, in all its places.
@@ -456,6 +463,7 @@ class OriginalExposure:
                 target.copy_(slot.original.data)
             slot.original.data = target
             self._targets.append((slot, target))
+            self._refusals.add(unit, slot.original, [slot], slot.name)
 
 
 def gradients_by_axes(
