@@ -220,6 +220,8 @@ def _sensible(case: Case) -> Case:
         loop -= {"freeze"}
     if "join" in loop:
         loop -= {"two forwards", "eval", "round trip"}
+    if case.schedule and names & STATEFUL:
+        loop -= {"eval"}  # stages evaluate in microbatches, one process at once
     options, optimizer = set(case.options), case.optimizer
     if "hybrid" in case.layout or "tensor" in case.layout:
         options -= {"NO_SHARD", "SHARD_GRAD_OP", "block of 2"}
