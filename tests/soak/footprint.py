@@ -72,7 +72,8 @@ def objects() -> Counter[str]:
         for kind in kinds
         if str(kind.__module__).startswith("meshwright.") or issubclass(kind, Parameter)
     ]
-    remembered = ("Call", "Issued", "c_char_Array")
+    # What is kept of the last few operations, and of where threads stood at the last look.
+    remembered = ("Call", "Issued", "c_char_Array", "_Place")
     return Counter(name for name in ours if not name.startswith(remembered))
 
 
