@@ -1,4 +1,4 @@
-"""Who takes part in a run, and where each rank is: the roll, roll calls, and looks at processes.
+"""Attendance in a run: the roll, roll calls, and looks at processes that do not answer.
 
 A rank signs in with its process. From then on its board's thread answers roll calls, also while the
 main thread computes or waits; who cannot answer is looked at by the ranks of its host.
@@ -30,7 +30,7 @@ KEPT = 4
 """Answers of a rank that stay on the board."""
 
 Answers = Mapping[int, Mapping[str, Any]]
-"""What ranks have answered, by rank; those that have not are missing."""
+"""The answers of ranks, by rank; those that have not answered are missing."""
 
 _ENTRY: Mapping[str, type] = {"process": dict, "hosts": bool, "more": dict}
 
@@ -45,13 +45,13 @@ class Describer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """What a rank waits in, for others that ask."""
+    """A wait of a rank, for others that ask."""
 
     what: str
     number: int
     """Different in every wait of this rank."""
     since: float
-    """When it began, on the monotonic clock."""
+    """Its begin, on the monotonic clock."""
 
 
 class Attendance:
@@ -61,15 +61,15 @@ class Attendance:
         self.rank = rank
         self.world_size = world_size
         self.roll: dict[int, Mapping[str, Any]] = {}
-        """What ranks have said of themselves when they came, by rank."""
+        """The words of ranks about themselves when they came, by rank."""
         self.processes: dict[int, Process] = {}
         """The processes of the ranks that have come."""
         self.left: dict[int, float] = {}
-        """When ranks have said that they are done with the run, on the monotonic clock."""
+        """The times, on the monotonic clock, at which ranks have said that they are done."""
         self.is_leaving = False
         """True when this rank is done and only waits for the others."""
         self.describers: MutableMapping[str, Describer] = weakref.WeakValueDictionary()
-        """Who adds to this rank's answer to a roll call, by name."""
+        """Those that add to this rank's answer to a roll call, by name."""
         self._waits: dict[int, list[Waiting]] = {}
         """Waits of this rank for others, by thread; the last is the inmost."""
         self._wait_count = 0

@@ -87,14 +87,14 @@ class Board:
 
     @property
     def host_name(self) -> str:
-        """How messages call the host of the store."""
+        """Name the host of the store, for messages."""
         return (
             "the run's store" if self.host == STORE else f"rank {self.host}, which hosts the store,"
         )
 
     @property
     def host_process(self) -> str:
-        """How messages call the process of the host."""
+        """Name the process of the host, for messages."""
         if self.host != STORE:
             return "its process"
         is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -255,7 +255,7 @@ class EventCheck:
 
 
 def register(kind: str, communicator: Communicator, describer: Describer) -> str:
-    """Let ``describer`` answer roll calls under a name that is the same on all ranks; return it.
+    """Have ``describer`` answer roll calls under a name that is the same on all ranks; return it.
 
     The name is "" where nobody asks.
     """
@@ -282,7 +282,7 @@ class Coming:
 
     @property
     def lacks(self) -> str:
-        """What messages say of a rank that has not come."""
+        """Return what messages say of a rank that has not come."""
         return "has not come to it"
 
     @property

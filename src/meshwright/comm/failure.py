@@ -71,7 +71,7 @@ _NOTICES: Mapping[str, Mapping[str, type]] = {
     "report": {"text": str},
     "deviation": {"rank": int, "text": str},
 }
-"""What each kind of notice holds."""
+"""The fields of each kind of notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class FailureMonitor:
         self.board = Board(store, host=host, every=max(interval, world_size / 2000))
         """The store on which the notices stand."""
         self.ranks = Attendance(self.board, rank, world_size)
-        """Who takes part, and where they are."""
+        """The ranks, and their processes."""
         self.pid = os.getpid()
         self.has_raised = False
         """True when an error that names another rank, or ends the process, has been raised here."""
@@ -299,7 +299,7 @@ class FailureMonitor:
             _log.warning("rank %d kills rank %d, a stopped process", self.rank, rank)
 
     def report(self, topic: str, text: str, *, everywhere: bool = True) -> None:
-        """Let every rank log ``text``, or one, once for each ``topic``."""
+        """Log ``text`` on every rank, or on one, once for each ``topic``."""
         if self.board.add(f"reports/{topic}", 1) == 1:
             if everywhere:
                 self._post({"kind": "report", "text": text})

@@ -125,7 +125,7 @@ def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """What is computed from parts alone, and has as many elements, is one."""
+    """Mark what is computed from parts alone, and has as many elements, as a part."""
     if type(result) is not torch.Tensor:
         if type(result) in (list, tuple):
             return type(result)([_marked(func, each, args) for each in result])
@@ -151,7 +151,7 @@ def _first_part(values: Iterable[object]) -> GradientPart | None:
 
 
 def _has_others(values: Iterable[object]) -> bool:
-    """Whether elements of something else go in, as where gradients are compared."""
+    """Tell whether elements of something else go in, as where gradients are compared."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, GradientPart) and value.ndim:

@@ -317,7 +317,7 @@ class _Awaited:
         return int(counts.get(self._key(rank), 0)) > self._pending.sequence
 
     def differences(self, answers: Answers) -> list[str]:
-        """What other ranks have issued at this number, where it is another operation."""
+        """Return what other ranks have issued at this number, where it is another operation."""
         pending = self._pending
         found: list[str] = []
         if pending.kind in ("send", "recv"):

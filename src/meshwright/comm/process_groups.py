@@ -363,7 +363,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _transport_timeout(limit: float | None) -> timedelta:
-    """What c10d is told where the user's limit is ``limit`` seconds."""
+    """Return what c10d is told where the user's limit is ``limit`` seconds."""
     return TRANSPORT_TIMEOUT if limit is None else timedelta(seconds=limit + TRANSPORT_GRACE)
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: the store, the roll, the backend that serves them all.
+"""The meeting of the ranks of a run: the store, the roll, the backend that serves them all.
 
 ::
 

@@ -78,7 +78,7 @@ def new_stream(device: torch.device, *, high_priority: bool = False) -> Stream:
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the host can read ``tensor`` without waiting for a device."""
+    """Tell whether the host can read ``tensor`` without waiting for a device."""
     return tensor.device.type == "cpu"
 
 

@@ -59,12 +59,12 @@ class StuckCall:
     line: str
     """The user's line."""
     since: float
-    """When the thread was first seen in it, on the monotonic clock."""
+    """The first time that the thread was seen in it, on the monotonic clock."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a thread stands."""
+    """The place at which a thread stands."""
 
     frames: tuple[object, ...] | None
     """Its innermost frames; None where they were not asked for."""

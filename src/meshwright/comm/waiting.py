@@ -130,9 +130,9 @@ class Watch:
         self._report_at = monitor.hang_after
         self._reports = 0
         self._is_complete = False
-        """Whether all ranks had done their part when they were last to be reported."""
+        """True where all ranks had done their part when they were last to be reported."""
         self._has_excused = False
-        """Whether the limit was last put off for a rank that may take its time."""
+        """True where the limit was last put off for a rank that may take its time."""
         self._silent: dict[int, _Silence] = {}
         self._serials: Mapping[int, object] = {}
         self._serials_since = 0.0

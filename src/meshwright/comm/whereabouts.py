@@ -1,4 +1,4 @@
-"""Where a rank is: what it says of itself when others ask, and how what they say is read."""
+"""The whereabouts of a rank: its answer when others ask, and the reading of theirs."""
 
 from __future__ import annotations
 

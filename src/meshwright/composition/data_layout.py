@@ -46,7 +46,7 @@ class DataLayout(Protocol):
         ...
 
     def has_buffers(self) -> bool:
-        """Whether the module has buffers now, which follow rank 0."""
+        """Tell whether the module has buffers now, which follow rank 0."""
         ...
 
     def synchronise_buffers(self) -> None:

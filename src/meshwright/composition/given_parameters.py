@@ -55,7 +55,7 @@ class GivenParameters:
         }
 
     def carry(self, module: nn.Module) -> None:
-        """Let parameters of ``module`` have the attributes and hooks of those that they replace."""
+        """Give parameters of ``module`` the attributes and hooks of those that they replace."""
         for name, parameter in module.named_parameters(remove_duplicate=False):
             before = self._given.get(name)
             if before is None or before.itself() is parameter:

@@ -57,7 +57,7 @@ def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter
 
 
 def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
-    """Let dropout draw the masks of one process, if the plan says so."""
+    """Make dropout draw the masks of one process, if the plan says so."""
     if plan.train.dropout == "local":
         return None
     draws = Draws(plan.train.seed)

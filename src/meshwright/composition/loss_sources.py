@@ -31,14 +31,14 @@ _ADVICE = "Or compute the term in the model's forward, and return it with the ou
 
 
 class LossSources:
-    """What the loss of one layout may read."""
+    """The tensors that the loss of one layout may read."""
 
     def __init__(self, module: nn.Module, others: Mapping[int, nn.Module]) -> None:
         """``others`` are stages of this rank that are not the last, which ``module`` is then."""
         self._module = module
         self._others = dict(others)
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
-        """What has been found to be a parameter that computes."""
+        """The parameters found that compute."""
 
     def look(self, total: torch.Tensor, ends: Collection[object]) -> None:
         """Raise LayoutError for what the loss reads and may not, between ``ends`` and ``total``."""

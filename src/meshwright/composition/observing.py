@@ -45,7 +45,7 @@ _CHANGING = HOOKING | {"__set__", "backward", "detach_", "requires_grad_"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one run of a model has shown."""
+    """The findings of one run of a model."""
 
     links: list[str] | None
     """The modules of the model in the order of their calls, where it is a chain of them."""
@@ -78,7 +78,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Let runs change copies of buffers and attributes: what they count is no part of training."""
+    """Give runs copies of buffers and attributes to change: their counts are no part of training."""
     memo: dict[int, torch.Tensor] = {}
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in model.modules():
@@ -179,7 +179,7 @@ class _Run(TorchFunctionMode):
         self._kept: list[object] = []  # an identity means something only while its object lives
         self._depth = 0
         self._is_plain = True
-        """Whether the model's own forward has only called its modules so far."""
+        """True where the model's own forward has only called its modules so far."""
         self._around: object = None
         for name in names:
             part = model.get_submodule(name)

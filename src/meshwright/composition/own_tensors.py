@@ -20,7 +20,7 @@ __all__ = ["share", "show"]
 
 
 def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Let ``stages``, all of this rank, hold the parameters and buffers of ``model`` by name.
+    """Give ``stages``, all of this rank, the parameters and buffers of ``model`` by name.
 
     Where several of them hold one parameter, the first has the model's, and others copies: each
     accumulates a gradient of its own.
@@ -45,7 +45,7 @@ def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
 
 
 def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Let the modules of ``model`` have what ``stages``, all of this rank, hold by these names.
+    """Give the modules of ``model`` what ``stages``, all of this rank, hold by these names.
 
     Where a stage has all of a module they share the table of it, so that the model has whole
     parameters while the stage has them.

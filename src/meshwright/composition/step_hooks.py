@@ -27,7 +27,7 @@ Hooks = dict[int, Callable[..., Any]]
 
 
 class Rested(NamedTuple):
-    """What was to be called for the gradient of one parameter."""
+    """The hooks that rest for the gradient of one parameter."""
 
     parameter: nn.Parameter
     changing: Hooks
@@ -38,7 +38,7 @@ class Rested(NamedTuple):
 
 @contextlib.contextmanager
 def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
-    """Let no hook of ``parameters`` run in the block, but for those by which reducers count.
+    """Keep hooks of ``parameters`` from running in the block, but for those of reducers.
 
     Yields those that rest.
     """
@@ -97,7 +97,7 @@ class StepHooks:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Let no hook run in the block.
+        """Keep all hooks from running in the block.
 
         Raises LayoutError for a parameter that a module was given anew.
         """
@@ -155,13 +155,13 @@ def _hooks(found: Hooks | None) -> Hooks:
 
 
 def _is_ours(hook: object) -> bool:
-    """Whether ``hook`` tells a reducer that a gradient has come."""
+    """Tell whether ``hook`` tells a reducer that a gradient has come."""
     owner = getattr(getattr(hook, "func", None), "__self__", None)
     return isinstance(owner, GradientReducer)
 
 
 def _write(gradient: torch.Tensor, changed: torch.Tensor | None) -> None:
-    """Let ``gradient`` be what a hook has made of it."""
+    """Write to ``gradient`` what a hook has made of it."""
     if changed is None or changed is gradient:
         return
     if is_dtensor(changed) is not is_dtensor(gradient) or changed.shape != gradient.shape:
@@ -174,7 +174,7 @@ def _write(gradient: torch.Tensor, changed: torch.Tensor | None) -> None:
 
 
 def _follow(owner: nn.Parameter, copied: nn.Parameter) -> None:
-    """Let the copy of a parameter have what hooks have made of its gradient, and of itself."""
+    """Give the copy of a parameter what hooks have made of its gradient, and of itself."""
     if owner.grad is None:
         copied.grad = None
         local_of(copied).copy_(local_of(owner))

@@ -46,7 +46,7 @@ def guard(
     ranks: Sequence[int],
     scope: LossScope,
 ) -> None:
-    """Let the modules of ``model`` refuse, by name, what the stages of ``found`` do not do.
+    """Make the modules of ``model`` refuse, by name, what the stages of ``found`` do not do.
 
     ``mine`` are the stages of this rank, and ``ranks`` those that have the stages.
     """
@@ -84,7 +84,7 @@ def guard(
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What is known of a module that refuses."""
+    """The facts about a module that refuses."""
 
     name: str
     text: str

@@ -49,7 +49,7 @@ def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> Non
 
 
 def keep_batch_norm_local(module: nn.Module) -> None:
-    """Let every BatchNorm in ``module`` normalise by each rank's own batch, without a warning.
+    """Keep every BatchNorm in ``module`` to the batch of each rank, without a warning.
 
     That is what torch does, and other numbers than those of one process.
     """
@@ -70,7 +70,7 @@ class LocalStatistics:
         """Take the modules that ``module`` holds now for those that there are."""
         self._named = batch_norms(module) if self._is_first else {}
         self.is_due = bool(self._named)
-        """Whether there is one that has not trained yet."""
+        """True where there is one that has not trained yet."""
 
     def tell(self) -> None:
         """Warn of those that use the statistics of their batch in the pass that begins."""
@@ -110,7 +110,7 @@ def _uses_batch(part: _BatchNorm) -> bool:
 
 
 def _is_unasked(part: _BatchNorm) -> bool:
-    """Whether nobody has said whose statistics ``part`` uses."""
+    """Tell whether nobody has said whose statistics ``part`` uses."""
     if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False
     return getattr(vars(part).get("forward"), "func", None) is not _forward

@@ -119,7 +119,7 @@ class Driver:
         self.is_last_backward = True
         """Whether backward passes deliver gradients; that of the root counts."""
         self.stops_on_non_finite = False
-        """Whether ranks stop at gradients that are not finite, of all units if of one."""
+        """True where ranks stop at gradients that are not finite, of all units if of one."""
         self.most_in_flight: int | None = None
         """How many reductions its unit allows at a time; the largest counts for the root."""
         self.without_effect: dict[str, object] = {}

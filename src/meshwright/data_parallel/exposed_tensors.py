@@ -268,7 +268,7 @@ class ExposedTensors:
 
     @torch.no_grad()
     def follow_gradients(self, group: ParameterGroup) -> None:
-        """Let the flat gradient be what hooks have made of ``.grad`` of the parameters."""
+        """Make the flat gradient what hooks have made of ``.grad`` of the parameters."""
         flat = self._flat.get(group)
         if flat is None or flat.grad is None:
             return

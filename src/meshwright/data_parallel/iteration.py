@@ -67,7 +67,7 @@ class Iteration:
         self.is_in_backward = False
         self.is_in_forward = False
         self.keeps_graph = False
-        """Whether the graph of the last backward pass may be run again."""
+        """True where the graph of the last backward pass may be run again."""
         self.statistics: LocalStatistics | None = None
         """What there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]

@@ -51,7 +51,7 @@ def compute_in(
     ignored: Collection[nn.Module],
     names: Collection[str],
 ) -> None:
-    """Let ``module`` compute in ``precision``, but for ``ignored`` modules and ``names``."""
+    """Make ``module`` compute in ``precision``, but for ``ignored`` modules and ``names``."""
     if precision.buffer_dtype is not None:
         for buffer in ModuleBuffers(module, ignored, names).named.values():
             if buffer.is_floating_point():

@@ -69,7 +69,7 @@ class _Held:
 
     @property
     def _has_changed(self) -> bool:
-        """Whether any tensor or module is another object than at the last look."""
+        """Tell whether any tensor or module is another object than at the last look."""
         return not (_are(self._known, self._tensors) and _are(self._known_modules, self._modules))
 
     def _collect(self) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ class ModuleParameters(_Held):
     """Names and parameters; the same object until one of them is another one. None at all where
     the module has shown only what a call lends it."""
     is_lent: bool
-    """Whether the last look found what a call lends: the module's own are out of sight then."""
+    """True where the last look found what a call lends: the module's own are out of sight then."""
 
     def __init__(
         self, module: nn.Module, ignored: Collection[nn.Module], names: Collection[str]
@@ -149,7 +149,7 @@ class ModuleBuffers(_Held):
 
 
 def _is_functional() -> bool:
-    """Whether this is called inside of `torch.func.functional_call`."""
+    """Tell whether this is called inside of `torch.func.functional_call`."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -163,5 +163,5 @@ def _objects(views: Iterable[Iterable[object]]) -> list[object]:
 
 
 def _are(known: list[object], views: Iterable[Iterable[object]]) -> bool:
-    """Whether ``views`` show just the objects of ``known``, which ends with `_END`."""
+    """Tell whether ``views`` show just the objects of ``known``, which ends with `_END`."""
     return all(map(is_, chain(chain.from_iterable(views), (_END,)), known))

@@ -64,7 +64,7 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
 
 
 def follow_gradients(model: nn.Module) -> None:
-    """Let flat gradients of units be what was made of ``.grad`` of the parameters of ``model``."""
+    """Make flat gradients of units what ``.grad`` of the parameters of ``model`` is now."""
     for unit in _units(model):
         if isinstance(unit.exposure, ExposedTensors):
             for group in unit.groups:

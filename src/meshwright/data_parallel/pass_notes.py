@@ -1,4 +1,4 @@
-"""What ranks tell each other of a backward pass: numbers behind its gradients, summed with them.
+"""Notes of ranks to each other on a backward pass: numbers behind its gradients, summed with them.
 
 Of replicas::
 
@@ -32,7 +32,7 @@ STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
 
 
 class PassNotes:
-    """What this rank has to say of its backward passes, and what follows from the sums."""
+    """The notes of this rank on its backward passes, and what follows from the sums."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], settings: ReductionSettings
@@ -46,7 +46,7 @@ class PassNotes:
 
     @property
     def numel(self) -> int:
-        """How many numbers there are."""
+        """Count the numbers."""
         return NOTES + (self.static is not None) + (self.reduced is not None)
 
     def begin(self) -> None:
@@ -106,7 +106,7 @@ class NonFinite:
     """What is not finite on this rank when the sums of sharded units have ended."""
 
     flags: tuple[bool, ...] = ()
-    """Whether there is something, where it is asked for: to be told to the other ranks."""
+    """True where there is something, where it is asked for: to be told to the other ranks."""
     found: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
     axes: tuple[Communicator, ...] = ()

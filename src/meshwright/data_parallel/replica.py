@@ -120,7 +120,7 @@ class Replica:
         return tree_map(partial(_moved, device), (args, kwargs))
 
     def route(self) -> Route:
-        """Where gradients of the pass that is traced are marked."""
+        """Return where gradients of the pass that is traced are marked."""
         if not (self.is_driven or self._follow_module()):
             return "eager"
         return self.marking.route()
@@ -251,7 +251,7 @@ def _difference(
     now: Sequence[tuple[str, nn.Parameter]],
     fresh: Collection[str],
 ) -> str:
-    """What a rank tells others that do something else when its parameters are other ones."""
+    """Return what a rank tells others that do something else when its parameters are other ones."""
     for name in fresh:
         return f": parameter {name!r} was given anew"
     for name in sorted({name for name, _ in before} - {name for name, _ in now}):

@@ -45,7 +45,7 @@ MUCH_PADDING = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
-    """What was asked for in the call of `fully_shard`."""
+    """The options of one call of `fully_shard`."""
 
     target: Target
     reshard_after_forward: bool | int | None = None
@@ -191,7 +191,7 @@ def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
 
 
 def _device(slot: Slot, target: Target) -> torch.device:
-    """Where a parameter computes: on the meta device until it is materialised elsewhere."""
+    """Return where a parameter computes: on the meta device until it is materialised elsewhere."""
     return slot.original.device if slot.original.is_meta else _device_of(target)
 
 
@@ -222,7 +222,7 @@ def own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Whether a composable function has been applied to ``module``."""
+    """Tell whether a composable function has been applied to ``module``."""
     return bool(module.__dict__.get(STATES))
 
 

@@ -211,7 +211,7 @@ class Start:
     """Of this rank's part. A part that differs from it was written since, in whatever way."""
 
     def now(self, part: torch.Tensor | None) -> Compared:
-        """What is compared when ``part`` is this rank's part now; nothing for None."""
+        """Return what is compared when ``part`` is this rank's part now; nothing for None."""
         now = None if part is None else digest_of(part)
         return None if now is None else (self.whole, self.own, now)
 

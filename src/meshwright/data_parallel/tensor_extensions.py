@@ -94,7 +94,7 @@ def extension_of(
 
 
 class Extension:
-    """How one parameter is cut and gathered."""
+    """The way in which one parameter is cut and gathered."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Extension:
 
 
 class _Gathered:
-    """What is gathered of one parameter, and the whole one, which stay the same objects."""
+    """The gathered tensors of one parameter, and the whole one, which stay the same objects."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], parts: int) -> None:
         self.kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -305,7 +305,7 @@ class ExtendedBuffer(FlatBuffer):
             each.free()
 
     def lends(self, address: int) -> bool:
-        """Whether what lies at ``address`` is gone after `release`."""
+        """Tell whether what lies at ``address`` is gone after `release`."""
         return any(each.lends(address) for each in self._gathered)
 
 

@@ -74,7 +74,7 @@ class Exposure(Protocol):
         ...
 
     def show_full(self, unit: Unit) -> bool:
-        """Let modules hold ``slot.full`` of each slot, with the ``requires_grad`` of now.
+        """Give modules ``slot.full`` of each slot, with the ``requires_grad`` of now.
 
         False where one holds a tensor of `torch.func.functional_call` for now.
         """

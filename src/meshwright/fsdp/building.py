@@ -55,7 +55,7 @@ class UnitPlan:
     offloads: bool = False
     """Whether shards and gradients stay on the CPU."""
     is_synchronised: bool = False
-    """Whether all ranks have just been given the same values."""
+    """True where all ranks have just been given the same values."""
 
 
 def named_unmanaged(

@@ -25,7 +25,7 @@ class Refusals:
 
     @torch.enable_grad()
     def add(self, unit: Unit, tensor: torch.Tensor, slots: Sequence[Slot], what: str) -> None:
-        """Let a backward raise RuntimeError before it gives the leaf ``tensor`` a gradient.
+        """Make a backward raise RuntimeError before it gives the leaf ``tensor`` a gradient.
 
         It is the one tensor named ``what``, and holds this rank's part of ``slots``.
         """

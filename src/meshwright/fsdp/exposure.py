@@ -162,7 +162,7 @@ class FlatExposure:
         self.show_nothing(unit)
 
     def show_nothing(self, unit: Unit) -> None:
-        """Let modules hold empty tensors, unless they hold what computes for one call."""
+        """Give modules empty tensors, unless they hold what computes for one call."""
         before, flat, self._shows_full = self._nothing, self.flat, False
         kind = flat.dtype, flat.device, flat.requires_grad
         if (before.dtype, before.device, self._nothing_trains) != kind:

@@ -53,7 +53,7 @@ def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communica
 def mark_pieces(
     parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot], *, is_line: bool
 ) -> None:
-    """Let sums over all parameters know which ranks hold the rest of those in ``parameter``."""
+    """Tell sums over all parameters which ranks hold the rest of those in ``parameter``."""
     outers, name = [slot.outer for slot in slots], slots[0].name
     mark_spread(parameter, outers, group.axes.shard, name, is_line=is_line)
 
@@ -61,7 +61,7 @@ def mark_pieces(
 def change_piece_by_hooks(
     group: ParameterGroup, parameter: nn.Parameter, gradient: torch.Tensor, name: str
 ) -> None:
-    """Let hooks on the gradient of ``parameter`` change it, unless this rank has a piece of it.
+    """Run hooks of ``parameter`` on its gradient, unless this rank has a piece of it.
 
     Raises RuntimeError then: a hook that takes a norm, say, would go wrong without a word.
     """

@@ -96,11 +96,11 @@ class NonFiniteValues:
             note.add_(largest.isfinite().logical_not().any())
 
     def gradients(self) -> list[str]:
-        """What was found, in words."""
+        """Return what was found, in words."""
         return [f"the gradient of {name!r}" for name in self.names()]
 
     def names(self) -> list[str]:
-        """What was found, in the order in which it was looked at."""
+        """Return what was found, in the order in which it was looked at."""
         for names, largest in self._unread:
             rows = zip(names, largest.isfinite().tolist(), strict=True)
             self._found += [name for name, is_finite in rows if not is_finite]

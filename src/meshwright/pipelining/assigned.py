@@ -20,7 +20,7 @@ __all__ = ["assignments", "refuse_remembered"]
 
 @contextlib.contextmanager
 def assignments(model: nn.Module) -> Iterator[set[str]]:
-    """Let the forward of ``model`` copy what it has given buffers of inner modules into them.
+    """Make the forward of ``model`` copy what it has given buffers of inner modules into them.
 
     Yields what will have the names of the attributes that it has given other tensors. Raises
     ValueError, behind the block, for another shape or dtype than a buffer has.

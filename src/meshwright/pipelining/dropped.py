@@ -49,7 +49,7 @@ def watched_forward(model: nn.Module) -> Iterator[None]:
 
 
 def saved_tensor_hooks() -> object:
-    """What is done with tensors that autograd saves now; None where it is nothing."""
+    """Return what is done with tensors that autograd saves now; None where it is nothing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 

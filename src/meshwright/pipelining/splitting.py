@@ -333,7 +333,7 @@ class _Cutter:
 
 
 def _read_copies(graph: fx.Graph) -> None:
-    """Let ``graph`` read buffers that it assigns from copies: the backward may need those."""
+    """Make ``graph`` read buffers that it assigns from copies: the backward may need those."""
     assigned = {str(node.args[0].target) for node in graph.nodes if assigns(node)}
     for node in list(graph.nodes):
         if node.op != "get_attr" or str(node.target) not in assigned:

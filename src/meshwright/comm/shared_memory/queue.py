@@ -133,7 +133,7 @@ class SharedWork(Work):
         raise NotImplementedError
 
     def _late(self, seconds: float) -> str:
-        """Who is missing after ``seconds``."""
+        """Return who is missing after ``seconds``."""
         raise NotImplementedError
 
 

@@ -207,7 +207,7 @@ class Transfers:
         return [rank for rank in others if meeting.state(rank) != LEFT] or others
 
     def late(self, transfer: Transfer, seconds: float) -> str:
-        """Who is missing in ``transfer`` after ``seconds``."""
+        """Return who is missing in ``transfer`` after ``seconds``."""
         peers = self._meeting.peers
         names = ", ".join(peers.name(rank) for rank in self._awaited(transfer))
         held = "; ".join(
