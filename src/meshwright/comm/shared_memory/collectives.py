@@ -24,6 +24,7 @@ import torch
 from meshwright.comm.shared_memory.arena import Location, SharedTensors
 from meshwright.comm.shared_memory.calls import Call, Records
 from meshwright.comm.shared_memory.reductions import accumulate
+from meshwright.comm.shared_memory.views import bytes_of, flat, over
 from meshwright.comm.shared_memory.waits import Meeting
 
 __all__ = ["SLOT_BYTES", "Exchange", "Steps"]
@@ -71,22 +72,17 @@ class Exchange:
     # ------------------------------------------------------------------ steps and memory
 
     def _view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over ``numel`` elements at ``address``, outside autograd."""
+        """A remembered tensor over ``numel`` elements of shared memory, outside autograd.
+
+        Not for other memory: a gradient has another address in each step, and what is remembered of
+        it takes small pieces of C's heap between large ones, which then never fit a gradient again.
+        """
         view = self._views.get((address, numel, dtype))
         if view is None:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-            with torch.inference_mode(False):
-                view = torch.frombuffer(memory, dtype=dtype)
-            self._views[(address, numel, dtype)] = view
+            view = self._views[(address, numel, dtype)] = over(address, numel, dtype)
         return view
-
-    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` as one dimension, outside autograd and without touching its version."""
-        if tensor.is_inference() and tensor.numel():
-            return self._view(tensor.data_ptr(), tensor.numel(), tensor.dtype)
-        return tensor.data.view(-1)
 
     def _next(self) -> tuple[int, ...]:
         """The slots of all ranks for the next step."""
@@ -145,14 +141,14 @@ class Exchange:
         if is_direct and not places:
             if numel:
                 views = [self._view(slot, numel, tensor.dtype) for slot in slots]
-                accumulate(self._flat(tensor), views, call.reduction)
+                accumulate(flat(tensor), views, call.reduction)
         elif len(places) == self.size:
             self._reduce_share(call, places, numel, tensor.dtype)
             self.meeting.arrive()
             yield
         else:
             staged = None if places else slots
-            yield from self._all_reduce_staged(call, address, nbytes, staged)
+            yield from self._all_reduce_staged(call, tensor, staged)
 
     def _reduce_share(
         self, call: Call, places: Sequence[int], numel: int, dtype: torch.dtype
@@ -176,7 +172,7 @@ class Exchange:
             _copy(slot + place * piece, start, nbytes)
 
     def _all_reduce_staged(
-        self, call: Call, address: int, total: int, staged: Sequence[int] | None
+        self, call: Call, tensor: torch.Tensor, staged: Sequence[int] | None
     ) -> Steps:
         """In rounds: a slot carries the pieces of one round and the result of the round before.
 
@@ -186,6 +182,7 @@ class Exchange:
 
             slot of rank r:  | its pieces for the other ranks, round k | its result, round k - 1 |
         """
+        elements, address, total = flat(tensor), tensor.data_ptr(), tensor.nbytes
         piece = self._part
         rounds = -(-total // (piece * self.size))
         results = piece * (self.size - 1)
@@ -193,8 +190,8 @@ class Exchange:
         for k in range(0 if staged is None else 1, rounds + 1):
             slots = self._next()
             if k > 0:
-                own = _cut(address, total, k - 1, piece, self.rank, self.size)
-                self._reduce_piece(call, own, before, slots)
+                start, nbytes = _cut(0, total, k - 1, piece, self.rank, self.size)
+                self._reduce_piece(call, bytes_of(elements, start, nbytes), before, slots)
             if k < rounds:
                 self._stage_round(slots[self.rank], address, total, k)
             self.meeting.arrive()
@@ -206,21 +203,19 @@ class Exchange:
             before = slots
 
     def _reduce_piece(
-        self, call: Call, own: Part, before: Sequence[int], slots: Sequence[int]
+        self, call: Call, own: torch.Tensor, before: Sequence[int], slots: Sequence[int]
     ) -> None:
-        address, nbytes = own
-        if nbytes <= 0 or call.dtype is None:
+        if not own.numel():
             return
         piece = self._part
-        numel = nbytes // call.dtype.itemsize
         sources = [
-            self._view(address, numel, call.dtype)
+            own
             if rank == self.rank
-            else self._view(before[rank] + self._place_in(rank) * piece, numel, call.dtype)
+            else self._view(before[rank] + self._place_in(rank) * piece, own.numel(), own.dtype)
             for rank in range(self.size)
         ]
-        accumulate(sources[self.rank], sources, call.reduction, alias=self.rank)
-        _copy(slots[self.rank] + piece * (self.size - 1), address, nbytes)
+        accumulate(own, sources, call.reduction, alias=self.rank)
+        _copy(slots[self.rank] + piece * (self.size - 1), own.data_ptr(), own.nbytes)
 
     def _place_in(self, rank: int) -> int:
         """Which place this rank has among the pieces in the slot of ``rank``."""
@@ -233,7 +228,7 @@ class Exchange:
         share, nbytes, address = output.nbytes, tensor.nbytes, tensor.data_ptr()
         inside = address <= output.data_ptr() < address + nbytes
         alias = self.size if inside else None
-        own = address + self.rank * share
+        own = bytes_of(flat(tensor), self.rank * share, share)
         located = self._locate(address, nbytes)
         is_direct = nbytes <= self._direct_bytes
         slots = self._next()
@@ -251,8 +246,7 @@ class Exchange:
             places = [place for place in self._places(parity, address) if place is not None]
         if is_direct and not places:
             starts = [slot + self.rank * share for slot in slots]
-            starts[self.rank] = own
-            self._reduce_from(call, output, starts, alias)
+            self._reduce_from(call, output, starts, alias, own)
             return
         if len(places) == self.size:
             starts = [place + self.rank * share for place in places]
@@ -266,19 +260,32 @@ class Exchange:
             self._stage_shares(slots[self.rank], address, share, 0)
             self.meeting.arrive()
             yield
-        yield from self._reduce_scatter_staged(call, output, address, slots, alias)
+        yield from self._reduce_scatter_staged(call, output, address, own, slots, alias)
 
     def _reduce_from(
-        self, call: Call, output: torch.Tensor, starts: Sequence[int], alias: int | None
+        self,
+        call: Call,
+        output: torch.Tensor,
+        starts: Sequence[int],
+        alias: int | None,
+        own: torch.Tensor | None = None,
     ) -> None:
-        """Reduce what lies at ``starts``, one address for each rank, into ``output``."""
+        """Reduce what lies at ``starts``, one address for each rank, into ``output``.
+
+        ``own`` is this rank's part where that is not in shared memory.
+        """
         dtype, width = output.dtype, output.dtype.itemsize
         block = BLOCK_BYTES // width
-        flat = self._flat(output)
+        elements = flat(output)
         for first in range(0, output.numel(), block):
-            target = flat[first : first + block]
+            target = elements[first : first + block]
             count = target.numel()
-            views = [self._view(start + first * width, count, dtype) for start in starts]
+            views = [
+                self._view(start + first * width, count, dtype)
+                if own is None or rank != self.rank
+                else own[first : first + count]
+                for rank, start in enumerate(starts)
+            ]
             accumulate(target, views, call.reduction, alias)
 
     def _stage_shares(self, slot: int, address: int, share: int, first: int) -> None:
@@ -292,32 +299,29 @@ class Exchange:
         call: Call,
         output: torch.Tensor,
         address: int,
+        own: torch.Tensor,
         slots: Sequence[int],
         alias: int | None,
     ) -> Steps:
         """In rounds; the pieces of the first are in ``slots`` already."""
         share, width, piece = output.nbytes, output.dtype.itemsize, self._piece
-        own = address + self.rank * share
-        flat = self._flat(output)
+        elements = flat(output)
         for first in range(0, share, piece):
             if first:
                 slots = self._next()
                 self._stage_shares(slots[self.rank], address, share, first)
                 self.meeting.arrive()
                 yield
-            starts = [
-                own + first if rank == self.rank else slots[rank] + self._place_in(rank) * piece
-                for rank in range(self.size)
-            ]
-            target = flat[first // width : (first + piece) // width]
-            self._reduce_from(call, target, starts, alias)
+            starts = [slots[rank] + self._place_in(rank) * piece for rank in range(self.size)]
+            part = slice(first // width, (first + piece) // width)
+            self._reduce_from(call, elements[part], starts, alias, own[part])
 
     # ------------------------------------------------------------------ reduce
 
     def reduce(self, call: Call, tensor: torch.Tensor, root: int) -> Steps:
         """Reduce ``tensor`` over all ranks into the tensor of rank ``root``."""
         nbytes, address, width = tensor.nbytes, tensor.data_ptr(), tensor.dtype.itemsize
-        flat, parity = self._flat(tensor), -1
+        elements, parity = flat(tensor), -1
         for first in range(0, max(nbytes, 1), SLOT_BYTES):
             count = min(SLOT_BYTES, nbytes - first)
             slots = self._next()
@@ -330,7 +334,7 @@ class Exchange:
             if first == 0:
                 self.records.check(parity, call)
             if self.rank == root and count:
-                target = flat[first // width : (first + count) // width]
+                target = elements[first // width : (first + count) // width]
                 self._reduce_from(call, target, slots, None)
 
     # ------------------------------------------------------------------ gathering
