@@ -34,6 +34,26 @@ def test_destroyed_groups_give_back_threads_descriptors_and_memory(ranks: Ranks)
         assert_no_growth(measured, "groups")
 
 
+def reduced_at_many_places() -> tuple[int, int]:
+    """Tensors that are left of reductions of gradients, each at an address of its own."""
+    world = communicator()
+    kept = [torch.ones(1 << 17) for _ in range(12)]
+    counts = []
+    for tensors in (kept[:2], kept[2:]):
+        for whole in tensors:
+            world.reduce_scatter(torch.empty(whole.numel() // world.size), whole).wait()
+            world.all_reduce(whole).wait()
+        gc.collect()
+        counts.append(sum(type(found) is torch.Tensor for found in gc.get_objects()))
+    return counts[0], counts[1]
+
+
+@both
+def test_nothing_is_remembered_of_memory_that_was_reduced(ranks: Ranks) -> None:
+    for first, last in ranks(2, reduced_at_many_places):
+        assert last <= first
+
+
 def assert_no_growth(measured: list[Footprint], name: str) -> None:
     """A thread that is about to end, or one more piece of memory in a pool, is no growth."""
     before, after = measured[len(measured) // 3], measured[-1]
