@@ -13,8 +13,9 @@ Time: every arm trains the same model on every rank, one thread each; the arms t
 rounds, so that a busy machine slows all of them alike. A ratio is taken within a round; printed is
 the median of the rounds, and their quartiles.
 
-Memory: every arm in processes of its own, one after another; the most that a rank's share of the
-pages (Pss) grows over what it was before the model was built, sampled while steps run.
+Memory: every arm in processes of its own, one after another, with AdamW; what a rank's share of the
+pages (Pss: a page of n processes counts as one part in n) grows over what it was before the model
+was built, at most while steps run, and between steps without gradients.
 
 Python: one process on c10d's ``fake`` backend, which sends nothing; what a step takes longer than
 the plain model's, for each unit.
@@ -25,6 +26,7 @@ Optimizer: AdamW on the shards of one rank, parameter by parameter and unit by u
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import threading
@@ -191,12 +193,14 @@ def measure_memory(rank: int, options: argparse.Namespace, name: str, arm: str) 
     before = pss()
     torch.manual_seed(0)
     model = make(name, arm, work.build(), group)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     train(model, optimizer, work)
     world.barrier()
     with Sampler() as sampler:
         for _ in range(12):
             train(model, optimizer, work)
+    optimizer.zero_grad()
+    gc.collect()
     world.barrier()
     grown = sampler.highest - before, pss() - before
     rows = world.gather_numbers(grown, label="bytes")

@@ -1,0 +1,32 @@
+"""`docs/parity.md` says what is the same as torch's, and nothing is absent without a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parity.names import SUBJECTS, Subject, rows
+from parity.table import PAGE, note_of, render
+
+released = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13"
+)
+
+
+@released
+def test_the_page_is_what_the_modules_say() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert render(page) == page, "PYTHONPATH=tests python -m parity.table > docs/parity.md"
+
+
+@released
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.title)
+def test_what_is_not_the_same_has_a_reason(subject: Subject) -> None:
+    assert [
+        row.name for row in rows(subject) if (row.differs or not row.found) and not note_of(row)
+    ] == []
+
+
+@released
+def test_all_that_is_there_is_shown_by_a_test() -> None:
+    assert "| `` |" not in render()
