@@ -233,6 +233,40 @@ def test_survivors_of_a_killed_rank_end_soon_after_they_name_it(ranks: Ranks) ->
         assert re.search(r"rank 1\b.* (failed first|was lost)", str(outcome.exception))
 
 
+def test_a_callback_of_torch_hides_nobody(ranks: Ranks) -> None:
+    """torch's DDP raises a RuntimeError of its own where a wait of the transport has failed."""
+
+    def body() -> None:
+        world = comm.connect()
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        for step in range(1000):
+            if step == 3 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, backend="shm", grace=8.0)
+    for rank in (0, 2):
+        text = caught.value.outcomes[rank].details()
+        assert "when running the callback" in text
+        assert re.search(r"rank 1 .*(failed first|was lost)", text), text
+        assert f"rank {2 - rank} failed first" not in text
+
+
+def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks) -> None:
+    """Rank 0 goes on after its error, for which rank 1 has raised, and both leave."""
+
+    def body() -> None:
+        membership.LEAVE_TIMEOUT = 600.0
+        world = comm.communicator()
+        with pytest.raises(ValueError if world.rank == 0 else RankFailedError), comm.phase("data"):
+            if world.rank == 0:
+                raise ValueError("no such token")
+            world.all_reduce(torch.ones(1)).wait()
+
+    ranks(2, body, timeout=30.0)
+
+
 def own_store(port: int) -> None:
     """Let rank 0 host the store, at ``port``, as without torchrun."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
