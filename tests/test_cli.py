@@ -272,6 +272,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_stays(config: Path, tmp_
     wait_until_gone(config)
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed(config: Path) -> None:
     with started("train", str(config), "--run.steps=100000") as process:
         process.kill()
@@ -304,6 +305,7 @@ def test_a_second_run_is_refused_and_a_restart_after_kill_9_goes_on_at_once(
     assert verify(newest).step == max(losses(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_at_the_start_is_named(config: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n"
@@ -316,6 +318,7 @@ def test_a_rank_that_dies_at_the_start_is_named(config: Path, tmp_path: Path) ->
     wait_until_gone(config)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_told(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

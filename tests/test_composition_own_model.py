@@ -247,7 +247,9 @@ def test_hooks_and_weights_in_losses_are_those_of_one_process(ranks: Ranks, sche
     ranks(2, body_as_alone, plan_of(schedule, pipeline=2), CASES, is_made_before=schedule == "zbv")
 
 
-@pytest.mark.parametrize("other", ["replicate", "shard", "tensor"])
+@pytest.mark.parametrize(
+    "other", [pytest.param("replicate", marks=pytest.mark.slow), "shard", "tensor"]
+)
 def test_hooks_and_weights_in_losses_beside_other_axes(ranks: Ranks, other: str) -> None:
     ranks(4, body_as_alone, plan_of("zbv", pipeline=2, **{other: 2}), FEW)
 
@@ -449,7 +451,7 @@ def body_changed_later(plan: Plan) -> None:
                 )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_what_is_changed_after_a_model_was_laid_out_holds(ranks: Ranks, schedule: str) -> None:
     ranks(2, body_changed_later, plan_of(schedule, pipeline=2))
 

@@ -38,7 +38,9 @@ def plan_of(
     )
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "transformer" else []) for n in CUTS]
+)
 def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     plan = plan_of("1f1b", 2, CUTS[name], pipeline=2, train=TrainPlan(clip_norm=0.05))
     assert_same_training(MODELS[name], plan, world=2, ranks=ranks)

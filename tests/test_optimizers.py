@@ -186,7 +186,7 @@ def body_norms() -> None:
             assert_equal(model, one, name)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_norm_is_of_all_ranks_or_is_refused(ranks: Ranks, size: int) -> None:
     ranks(size, body_norms)
 

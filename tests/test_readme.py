@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from meshwright.testing import Ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "replicate.py"
@@ -19,7 +24,18 @@ def test_the_readme_shows_the_file() -> None:
     assert shown.group(1) == code
 
 
-def test_the_example_trains_the_same_model_on_two_ranks() -> None:
+def test_the_example_trains_the_same_model_on_two_ranks(ranks: Ranks) -> None:
+    def body() -> tuple[float, list[float]]:
+        found = runpy.run_path(str(EXAMPLE))
+        return found["loss"].item(), found["model"].weight.flatten().tolist()
+
+    first, second = ranks(2, body, connected=False)
+    assert max(first[0], second[0]) < 0.01
+    assert first[1] == second[1]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_example() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLE)],

@@ -63,7 +63,7 @@ def test_ranks_get_torchruns_variables_and_one_thread(
     ("mode", "message"),
     [
         ("raise", "rank 1 of 2 exited with status 1: ValueError: no such file of tokens"),
-        ("kill", "rank 0 of 2 was ended by signal 9 (SIGKILL)"),
+        pytest.param("kill", "rank 0 of 2 was ended by signal 9 (SIGKILL)", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_failure_is_named_and_nobody_is_left(

@@ -447,8 +447,17 @@ def _outcomes(ranks: Ranks, backend: str, size: int) -> list[dict[str, str]]:
     return ranks(size, _run, backend, connected=False)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+SLOW = {("all_reduce_sums", 3), *((name, 4) for name in CASES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[pytest.mark.slow] if (name, size) in SLOW else [])
+        for name in CASES
+        for size in (1, 2, 3, 4)
+    ],
+)
 def test_case(ranks: Ranks, name: str, size: int) -> None:
     backends = ["cpu:meshwright"]
     if name not in BEYOND_GLOO and size > 1:

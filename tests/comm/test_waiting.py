@@ -27,6 +27,12 @@ from meshwright.testing import Ranks, RanksFailed
 from meshwright.testing.outcome import Ending
 
 
+ON_BOTH = pytest.mark.parametrize(
+    "ranks", ["shm", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True
+)
+"""On shared memory, and on Gloo among the slow tests."""
+
+
 def shorten(seconds: float = 2.0) -> None:
     """Let the rule take seconds where it takes a minute."""
     waiting.STILL = watching.STILL = waiting.DEADLOCK = seconds
@@ -71,7 +77,7 @@ def all_reduce(calls: str) -> float:
     return tensor.item()
 
 
-@pytest.mark.backends("shm", "gloo")
+@ON_BOTH
 @pytest.mark.parametrize("calls", ["ours", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
     """Three times as long as a rank may do nothing, in each way of doing something."""
@@ -101,7 +107,7 @@ def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
             assert "test_waiting.py" in line or "its process is at work" in line
 
 
-@pytest.mark.backends("shm", "gloo")
+@ON_BOTH
 def test_a_rank_that_stands_still_is_named_without_any_limit(ranks: Ranks) -> None:
     def body() -> None:
         shorten()
@@ -168,7 +174,7 @@ def test_ranks_that_wait_for_each_other_are_named(ranks: Ranks, calls: str) -> N
             assert "waits for all_reduce" in text
 
 
-@pytest.mark.backends("shm", "gloo")
+@ON_BOTH
 def test_a_call_of_c10d_that_cannot_end_ends_its_process_by_name(ranks: Ranks) -> None:
     def body() -> None:
         shorten()
@@ -231,6 +237,40 @@ def test_survivors_of_a_killed_rank_end_soon_after_they_name_it(ranks: Ranks) ->
     for outcome in (caught.value.outcomes[0], caught.value.outcomes[2]):
         assert outcome.ending == Ending.RAISED, outcome.details()
         assert re.search(r"rank 1\b.* (failed first|was lost)", str(outcome.exception))
+
+
+def test_a_callback_of_torch_hides_nobody(ranks: Ranks) -> None:
+    """torch's DDP raises a RuntimeError of its own where a wait of the transport has failed."""
+
+    def body() -> None:
+        world = comm.connect()
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        for step in range(1000):
+            if step == 3 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(RanksFailed) as caught:
+        ranks(3, body, backend="shm", grace=8.0)
+    for rank in (0, 2):
+        text = caught.value.outcomes[rank].details()
+        assert "when running the callback" in text
+        assert re.search(r"rank 1 .*(failed first|was lost)", text), text
+        assert f"rank {2 - rank} failed first" not in text
+
+
+def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks) -> None:
+    """Rank 0 goes on after its error, for which rank 1 has raised, and both leave."""
+
+    def body() -> None:
+        membership.LEAVE_TIMEOUT = 600.0
+        world = comm.communicator()
+        with pytest.raises(ValueError if world.rank == 0 else RankFailedError), comm.phase("data"):
+            if world.rank == 0:
+                raise ValueError("no such token")
+            world.all_reduce(torch.ones(1)).wait()
+
+    ranks(2, body, timeout=30.0)
 
 
 def own_store(port: int) -> None:
@@ -333,7 +373,7 @@ def test_a_rank_that_ends_without_a_word_is_told_at_the_end(ranks: Ranks) -> Non
     assert "rank 1 failed first: its process has ended without a word" in str(outcome.value)
 
 
-@pytest.mark.backends("shm", "gloo")
+@ON_BOTH
 def test_the_limits_that_users_give_are_heard(ranks: Ranks) -> None:
     def body() -> tuple[object, ...]:
         given = timedelta(seconds=7)

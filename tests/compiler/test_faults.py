@@ -33,7 +33,9 @@ def body(victim: int, is_killed: bool) -> None:
         model(batch(step)).square().mean().backward()
 
 
-@pytest.mark.backends("gloo", "shm")
+@pytest.mark.parametrize(
+    "ranks", ["shm", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize(
     ("victim", "is_killed"), [pytest.param(0, False, marks=pytest.mark.slow), (1, True)]
 )

@@ -421,8 +421,10 @@ def body_on_one_rank(
     ("change", "odd", "named"),
     [
         (is_assigned, 1, "parameter '2.weight' was given anew"),
-        (lacks_one, 0, "parameter '2.bias' is gone"),
-        (of_another_kind, 0, "buffer 'more' is of another kind"),
+        pytest.param(lacks_one, 0, "parameter '2.bias' is gone", marks=pytest.mark.slow),
+        pytest.param(
+            of_another_kind, 0, "buffer 'more' is of another kind", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_one_rank_alone_is_given_is_named(
@@ -668,6 +670,10 @@ def body_compiled_and_lent() -> None:
 
 def test_compiled_replicas_follow(ranks: Ranks) -> None:
     ranks(2, body_compiled, is_assigned)
+
+
+@pytest.mark.slow
+def test_compiled_replicas_follow_what_is_lent_and_buffers(ranks: Ranks) -> None:
     ranks(2, body_compiled_and_lent)
     first, second = ranks(2, body_compiled_buffers)
     # A forward adds its rank to what it was given: the same on both, of rank 0.

@@ -16,7 +16,7 @@ from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.testing import Ranks
 
 STRATEGIES = ("replicate", "fully_shard", "flat", "original")
-STEPS = 3
+STEPS = 2
 SHARE = 3
 
 

@@ -240,7 +240,7 @@ def passing(model: Any, is_last: bool) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("apply", [by_hook, by_torch])
+@pytest.mark.parametrize("apply", [by_hook, pytest.param(by_torch, marks=pytest.mark.slow)])
 def test_an_optimizer_may_step_each_parameter_in_the_backward(ranks: Ranks, apply: Any) -> None:
     few = [name for name in STRATEGIES if "hybrid" not in name]
     ranks(2, body_optimizer_in_backward, few, apply)

@@ -123,7 +123,7 @@ def test_trains_as_one_process_in_one_unit(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("name", ["uneven", "transformer"])
+@pytest.mark.parametrize("name", ["uneven", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_trains_as_one_process_in_hybrid(ranks: Ranks, name: str) -> None:
     ranks(4, body_parity, name, "all", "adam", {"hybrid": True})
 

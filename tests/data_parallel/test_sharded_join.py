@@ -143,6 +143,7 @@ def test_uneven_inputs(ranks: Ranks, counts: list[int]) -> None:
     ranks(2, body_uneven, counts, BUILDS)
 
 
+@pytest.mark.slow
 def test_uneven_inputs_on_four_ranks(ranks: Ranks) -> None:
     ranks(4, body_uneven, [1, 3, 2, 3], [sharded, in_blocks, hybrid, facade_hybrid])
 

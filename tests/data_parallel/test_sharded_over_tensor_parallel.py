@@ -163,6 +163,7 @@ def body_steps() -> None:
         fully_shard(parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel()))
 
 
+@pytest.mark.slow
 def test_accumulation_precision_and_what_travels(ranks: Ranks) -> None:
     ranks(4, body_steps)
 

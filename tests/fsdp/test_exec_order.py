@@ -100,7 +100,7 @@ def body_later(strategy: str, iterations: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("iterations", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_invalid_later_iter_order(ranks: Ranks, strategy: str, iterations: int, size: int) -> None:
     ranks(size, body_later, strategy, iterations)

@@ -108,6 +108,7 @@ def body_constants(name: str) -> None:
                 assert told == wanted
 
 
+@pytest.mark.slow
 def test_constants_that_change_on_four_ranks(ranks: Ranks) -> None:
     ranks(4, body_constants, "Interleaved1F1B")
 

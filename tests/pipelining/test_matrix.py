@@ -184,7 +184,7 @@ def one_case(name: str, kind: str, case: str) -> None:
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_pair(ranks: Ranks, size: int) -> None:
     combinations = [
         (str(a), str(b), str(c)) for a, b, c in pairwise((SCHEDULE_NAMES, SPREADS, CASES))

@@ -70,6 +70,10 @@ def body_torch_ddp(name: str) -> None:
                 torch.testing.assert_close(a.grad, times * b.grad, rtol=1e-10, atol=1e-13)
 
 
+QUICK = ("GPipe", "ZBVZeroBubble")
+"""The schedules of the quick run: one stage on a rank and two."""
+
+
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_replicas_of_torch_are_one_process(ranks: Ranks, name: str) -> None:
     ranks(4, body_torch_ddp, name)
@@ -265,13 +269,19 @@ def body_ours(name: str, kinds: Sequence[str]) -> None:
                     )
 
 
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in SCHEDULE_NAMES
+    ],
+)
 def test_ours_is_one_process(ranks: Ranks, name: str) -> None:
     """Nested units, accumulated steps, evaluation, no_sync; gathered and reduced once a step."""
     ranks(4, body_ours, name, list(KINDS))
 
 
-@pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_stage_alone_on_its_mesh(ranks: Ranks, name: str) -> None:
     ranks(2, body_ours, name, list(KINDS))
 

@@ -154,7 +154,7 @@ def body_all(names: tuple[str, ...]) -> None:
     body_equal(names[0], is_traced=True)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_holders_stay_one_parameter(ranks: Ranks, size: int) -> None:
     ranks(size, body_all, NAMES, timeout=120)
 

@@ -27,8 +27,8 @@ def train_briefly(folder: Path, layout: str) -> Outcome:
         f"run.folder={folder}",
         "run.steps=2",
         "run.parity_steps=1",
-        "data.max_bytes=1000000",
-        "data.validation_windows=8",
+        "data.max_bytes=200000",
+        "data.validation_windows=4",
     ]
     return train(read_config(EXAMPLE, overrides), connect(), lambda line: None)
 

@@ -1,8 +1,8 @@
 """Kill and stop ranks at random moments of every strategy, and see who is named, and how soon.
 
-Run it as ``python tests/soak/kills.py [--seed S] [--kills 100] [--stops 40] [--case N]``. It prints
-one row for each case, with the machine's load, and ends with status 1 when a case misses what is
-promised:
+Run it as ``python tests/soak/kills.py [--seed S] [--kills 100] [--stops 40] [--first N] [--last N]
+[--case N]``. It prints one row for each case, with the machine's load, and ends with status 1 when
+a case misses what is promised:
 
 =============  ===================================================================================
 what happens   every survivor
@@ -198,14 +198,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--stops", type=int, default=40)
+    parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
+    parser.add_argument("--last", type=int, help="leave out the cases after this one")
     parser.add_argument("--case", type=int, help="run this one alone, and show what ranks wrote")
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}, {chosen.kills} kills, {chosen.stops} stops", flush=True)
     missed = 0
     with Fleet() as fleet:
         for case in cases(chosen.seed, chosen.kills, chosen.stops):
-            if chosen.case not in (None, case.number):
+            if case.number < chosen.first or chosen.case not in (None, case.number):
                 continue
+            if chosen.last is not None and case.number > chosen.last:
+                break
             start = time.monotonic()
             found, times = run(case, fleet)
             row = "ok" if not found else "MISSED: " + "; ".join(found)

@@ -78,7 +78,7 @@ def test_what_a_run_says_of_trouble_is_found() -> None:
 def test_steps_leave_no_descriptors_or_threads_behind(tmp_path: Path) -> None:
     write_text(tmp_path)
     rarely = ("run.save_every=20", "run.validate_every=20")
-    for measured in ranks(2, measured_run, tmp_path, 60, *LAYOUTS["shard"], *rarely, timeout=200)[
+    for measured in ranks(2, measured_run, tmp_path, 40, *LAYOUTS["shard"], *rarely, timeout=200)[
         0
     ]:
         assert len(measured) >= 20

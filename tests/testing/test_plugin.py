@@ -73,6 +73,7 @@ def test_reports_and_outcomes(outside: pytest.Pytester, mode: str) -> None:
     result.stdout.no_fnmatch_line("*_exchange*")
 
 
+@pytest.mark.slow
 def test_the_backend_of_the_command_line(outside: pytest.Pytester) -> None:
     outside.makepyfile(
         """

@@ -79,6 +79,7 @@ def leave() -> bool:
         is_clean = not had_raised and _leave_together(monitor)
         if not is_clean:
             monitor.leave()
+            monitor.board.add("left", 1)  # nobody who leaves in order need wait for this rank
             _linger(monitor)
     ending = None if had_raised or is_clean else monitor.ending
     resign()
@@ -152,7 +153,6 @@ def _leave_together(monitor: FailureMonitor) -> bool:
             if not is_host and time.monotonic() - begun > LEAVE_TIMEOUT:
                 missing = [r for r in range(monitor.world_size) if r not in ranks.left]
                 _log.info("rank %d leaves the run before ranks %s", rank, missing)
-                monitor.board.add("left", 1)
                 return False
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)

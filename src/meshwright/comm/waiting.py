@@ -61,8 +61,8 @@ GRACE = 1.0
 _AWAKE = 5.0
 """Seconds between two looks that count at most: while this process was stopped it did not wait."""
 
-_OF_A_TRANSPORT = re.compile(r"gloo/|\[Gloo\]", re.IGNORECASE)
-"""What Gloo says of itself when it has lost a peer."""
+_OF_A_TRANSPORT = re.compile(r"gloo/|\[gloo\]|RankFailedError: ", re.IGNORECASE)
+"""The words of a transport that has lost a peer: Gloo's, and ours as C++ callbacks repeat them."""
 
 
 class Awaited(Protocol):

@@ -6,6 +6,7 @@ nothing itself: for each call it forks a supervisor, which forks the ranks.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import importlib
@@ -33,6 +34,10 @@ _WHEN_IDLE = (
     "torch._inductor.cpp_builder",
 )
 """What a compile test needs, loaded between calls so that the first call need not wait."""
+
+
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 1 << 21
 
 
 def main(control: int) -> None:
@@ -77,6 +82,22 @@ def _freeze() -> None:
         finalizer.atexit = False  # torch would take its libraries apart, in 30 ms a rank
     gc.collect()
     gc.freeze()
+    _collapse_heap()
+
+
+def _collapse_heap() -> None:
+    """Put what is loaded on huge pages, where the kernel can: a fork takes a third of the time."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with open("/proc/self/maps") as maps:
+        rows = [line.split() for line in maps]
+    for span, rights, _, _, inode, *name in rows:
+        if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in span.split("-"))
+            # One at a time: the kernel stops at the first that it cannot move.
+            first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+            for page in range(first, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+                madvise(page, _HUGE_PAGE, _MADV_COLLAPSE)
 
 
 def _reap() -> None:
