@@ -14,6 +14,7 @@ from meshwright.comm import communicator
 from meshwright.compiler import aot_backend
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
+from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
 NAME = "2.weight"
@@ -127,6 +128,32 @@ def body_autograd_grad() -> None:
         assert kind(gradient) == "mean"
 
 
+def body_kept_sums() -> None:
+    """A pass for gradients of inputs leaves sums of earlier passes alone."""
+    mine = share(communicator().rank)
+    for setting in ("requires_gradient_sync", "requires_all_reduce", "is_last_backward"):
+        if setting == "requires_all_reduce":
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            ours: Any = fully_shard(net(), mesh=mesh)
+        else:
+            ours = in_units(net())
+        heard: list[torch.Tensor] = []
+        for parameter in ours.parameters():
+            parameter.register_post_accumulate_grad_hook(heard.append)
+        for is_last in (False, True):
+            getattr(ours, f"set_{setting}")(is_last)
+            for graph_stays in (True, False):
+                x = mine.clone().requires_grad_()
+                total = loss(ours, x)
+                torch.autograd.grad(total, x, retain_graph=graph_stays)
+                assert not heard, setting
+            loss(ours, mine).backward()
+        assert len(heard) == 3
+        for name, parameter in ours.named_parameters():
+            assert parameter.grad is not None
+            assert kind(parameter.grad / 2, name) == "mean", (setting, name)
+
+
 def body_compiled() -> None:
     """Sums are in the backward of a compiled replica, whoever runs it."""
     ours = compiled(net())
@@ -166,7 +193,9 @@ def body_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [body_autograd_grad, body_compiled, body_hooks], ids=["grad", "compiled", "hooks"]
+    "body",
+    [body_autograd_grad, body_kept_sums, body_compiled, body_hooks],
+    ids=["grad", "kept", "compiled", "hooks"],
 )
 def test_the_table_of_the_docs_is_true(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -207,7 +207,7 @@ def _sensible(case: Case) -> Case:
     if len([each for each in loop if each.startswith("clip")]) > 1 or "step in backward" in loop:
         loop -= {"clip ours", "clip torch", "clip class"}
     if "step in backward" in loop:
-        loop -= {"keep zeros", "every pass"}
+        loop -= {"keep zeros", "every pass", "round trip"}
     if case.optimizer == "lbfgs":
         loop -= {"clip ours", "clip torch", "clip class", "step in backward", "join", "keep zeros"}
     if "LookedSparse" in names:
@@ -232,7 +232,7 @@ def _sensible(case: Case) -> Case:
     if names & STATEFUL:
         options -= {"recompute"}  # each pass would run twice
     # A flat gradient has zeros where one process has none.
-    if case.is_flat and names & {"Unused", "Alternating"}:
+    if case.is_flat and names & {"Unused", "Alternating", "Borrowed"}:
         optimizer = "sgd"
     if "LookedSparse" in names and optimizer != "sgd single":
         optimizer = "sgd"

@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of what else torch loads with it
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-__all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of"]
+__all__ = ["CLIP", "ByHand", "Laid", "Part", "Planned", "lay_out", "losses_of", "step_in_backward"]
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets of one pass."""
@@ -185,7 +185,7 @@ class ByHand:
         self._flat = list(mw.flat_groups(self.model)) if "flat groups" in case.options else None
         self.optimizer: torch.optim.Optimizer | None = None
         if "step in backward" in case.loop:
-            _step_in_backward(case, self.held)
+            step_in_backward(case, self.held)
         else:
             self.optimizer = optimizer_of(case)(self.held)
 
@@ -337,7 +337,8 @@ def _built(case: Case, seed: int) -> nn.Module:
     return model
 
 
-def _step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
+def step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
+    """Let an optimizer for each of ``held`` step as soon as its gradient is there."""
     trained = [parameter for parameter in held if parameter.requires_grad]
     make: Any = OPTIMIZERS[case.optimizer]
     if case.seed % 2 and isinstance(make, partial):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fuzz.cases import CHANGED, STEPS, Case
-from fuzz.layouts import CLIP, Part, lay_out, losses_of
+from fuzz.layouts import CLIP, Part, lay_out, losses_of, step_in_backward
 from fuzz.models import build, call, last_of, output_of
 from fuzz.optimizers import optimizer_of
 from meshwright.errors import (
@@ -109,16 +109,18 @@ def change(
             for parameter in named.values():
                 parameter.mul_(0.75)
     if "late hook" in case.loop and step == 0:
-        name = "weight" if case.model.is_chain else "head.weight"
-        found = [p for n, p in named.items() if n.endswith(name)]
-        if found:
-            found[-1].register_hook(lambda gradient: 0.5 * gradient)
+        # Not the last that this rank has: other stages have it.
+        name = f"{len(case.model.blocks)}.weight" if case.model.is_chain else "head.weight"
+        if name in named:
+            named[name].register_hook(lambda gradient: 0.5 * gradient)
     if "new parameter" in case.loop and step == CHANGED:
         inner = getattr(model, "module", model)
         layer = last_of(inner)
         layer.weight = nn.Parameter(1.5 * layer.weight.detach())
         if optimizer is not None:
             optimizer.add_param_group({"params": [layer.weight]})
+        else:
+            step_in_backward(case, [layer.weight])
 
 
 class One:

@@ -440,14 +440,17 @@ class Driver:
 
     def _end(self, iteration: Iteration, unit: Unit, *, is_due: bool) -> None:
         self.has_run = False
-        if not unit.settings.synchronise:
+        settings = unit.settings
+        if not settings.synchronise or not settings.all_reduce:
+            iteration.keeps_sums = True
+        if not settings.synchronise or iteration.is_of_inputs:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):
             iteration.start_reduction(unit)
         # Modules have shown what is kept after the forward: a loss may have read it, and a graph
         # that is run again may begin there, before anything gathers it once more.
-        is_read = iteration.keeps_graph and unit.settings.keep_full_after_forward
-        if not unit.settings.keep_full_after_backward and not is_read:
+        is_read = iteration.keeps_graph and settings.keep_full_after_forward
+        if not settings.keep_full_after_backward and not is_read:
             unit.reshard()
 
 

@@ -43,6 +43,9 @@ IN_FLIGHT = 1
 """Reductions that may be under way for each sum of a unit; then the oldest is waited for, before
 another one starts. Each holds the whole gradients of its unit."""
 
+OF_PARAMETERS = "a backward pass"
+OF_INPUTS = "a backward pass that gives no parameter a gradient"
+
 REMEMBERED = 8
 """Forwards without a backward after which the oldest are forgotten."""
 
@@ -68,6 +71,10 @@ class Iteration:
         self.is_in_forward = False
         self.keeps_graph = False
         """True where the graph of the last backward pass may be run again."""
+        self.keeps_sums = False
+        """True once a backward pass has left sums for a later one to deliver."""
+        self.is_of_inputs = False
+        """True in a pass that gives no parameter a gradient: kept sums are not its to deliver."""
         self.statistics: LocalStatistics | None = None
         """What there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]
@@ -254,8 +261,9 @@ class Iteration:
     def begin_backward(self) -> None:
         """Ask autograd for a call at the end of this backward pass, once."""
         if not self.is_in_backward:
+            self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
             if self._events is not None:
-                self._events.happens(Event("a backward pass"))
+                self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
             self.is_in_backward = True
             self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             if torch.is_grad_enabled():
@@ -266,6 +274,11 @@ class Iteration:
                     "create_graph=True, or compute that loss on a module that is not sharded"
                 )
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _reaches_parameters(self) -> bool:
+        """Whether the backward pass that runs now gives gradients to any parameter."""
+        fulls = (slot.full for unit in self._units for slot in unit.slots)
+        return any(_gets_gradient(full) for full in fulls if full.requires_grad)
 
     def before(self, driver: Driver) -> Driver | None:
         """The driver whose backward comes after that of ``driver``: it ran just before."""
@@ -303,8 +316,8 @@ class Iteration:
         """
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
-        if not self.drivers[0].is_last_backward:
-            self.is_in_backward = False
+        if self.is_of_inputs or not self.drivers[0].is_last_backward:
+            self.is_in_backward, self.keeps_sums = False, True
             return
         self._settle()
         self.is_in_backward = False
@@ -402,6 +415,16 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
         return found
     world = comm.communicator()
     return world if world.size == size else found
+
+
+def _gets_gradient(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass that runs now accumulates a gradient of ``leaf``."""
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
+        return False
 
 
 @torch.no_grad()
