@@ -60,17 +60,18 @@ def compare_units(
     """
     rows: list[list[Any]] = []
     for driver in drivers:
-        unit = driver.unit
+        unit, name = driver.unit, driver.alike(driver.name)
         if unit is None:
-            rows.append([f"unit {driver.name}", "no parameters"])
+            rows.append([f"unit {name}", "no parameters"])
             continue
         sizes = [axis.size for axis in unit.communicators]
-        rows.append([f"unit {driver.name}", type(unit.exposure).__name__, sizes, _settings(unit)])
+        rows.append([f"unit {name}", type(unit.exposure).__name__, sizes, _settings(unit)])
         for group, trains in zip(unit.groups, _trains(unit), strict=True):
             dtypes = [str(d) for d in (group.types.master, group.types.compute, group.types.reduce)]
             shapes = group.buffer.layout.shapes
             for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
-                rows.append([slot.names, list(shape), dtypes, is_trained and with_training])
+                names = [*map(driver.alike, slot.names)]
+                rows.append([names, list(shape), dtypes, is_trained and with_training])
     compare_rows(communicator, rows, "[name, shape, dtypes, requires_grad] or a unit with settings")
 
 
@@ -92,6 +93,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
                 (module, attribute), name = slot.places[0], slot.name
                 if module in names:
                     name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
+                name = driver.alike(name)
                 for axis in group.axes.communicators:
                     row = name, None if start is None else start.now(part)
                     by_axis.setdefault(axis, []).append(row)
@@ -101,6 +103,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
         buffers, driver.buffers = driver.buffers, ()
         for buffer in buffers:
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
+            name = driver.alike(name)
             for axis in buffer.axes:
                 by_axis.setdefault(axis, []).append((name, buffer.compared))
     difference = ""
@@ -139,26 +142,29 @@ class UnitStates:
         """What is set, unit by unit, in words."""
         found: dict[str, list[Any]] = {}
         for driver in self._drivers:
-            unit = driver.unit
+            unit, alike = driver.unit, driver.alike
             if unit is None:
                 continue
             words: list[Any] = _settings(unit)
-            words += [f"{group.slots[0].name} in {group.types.master}" for group in unit.groups]
+            words += [
+                f"{alike(group.slots[0].name)} in {group.types.master}" for group in unit.groups
+            ]
             for when, ahead in (
                 ("forward", driver.forward_ahead),
                 ("backward", driver.backward_ahead),
             ):
                 if ahead is not None:
-                    words.append(f"gathers {[other.name for other in ahead]} ahead in the {when}")
+                    ahead_of_it = [alike(other.name) for other in ahead]
+                    words.append(f"gathers {ahead_of_it} ahead in the {when}")
             if not self._with_training:
-                found[driver.name] = words
+                found[alike(driver.name)] = words
                 continue
             for group, trains in zip(unit.groups, _trains(unit), strict=True):
                 words += [
-                    f"{slot.name} {'trainable' if is_trained else 'frozen'}"
+                    f"{alike(slot.name)} {'trainable' if is_trained else 'frozen'}"
                     for slot, is_trained in zip(group.slots, trains, strict=True)
                 ]
-            found[driver.name] = words
+            found[alike(driver.name)] = words
         return found
 
     def _essence(self) -> Essence:

@@ -188,6 +188,10 @@ class Driver:
         """The name that users know a parameter by."""
         return name
 
+    def alike(self, name: str) -> str:
+        """The name by which ranks compare what has the user's ``name`` on this one."""
+        return name
+
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         """The names of all modules, seen from the root, have become known."""
 

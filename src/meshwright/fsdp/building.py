@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.data_parallel.buffer import BufferTypes
+from meshwright.data_parallel.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.distributed_parameters import local_parameters
-from meshwright.data_parallel.starting_state import digest_of
+from meshwright.data_parallel.starting_state import digest_of, synchronise
 from meshwright.data_parallel.tensor_extensions import check_class
 from meshwright.data_parallel.unit import (
     ParameterGroup,
@@ -26,7 +26,7 @@ from meshwright.fsdp.exposure import TAKEN, FlatExposure, FlatParameter, Origina
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.tensor_axes import take_part
-from meshwright.fsdp.traversal import clean_name
+from meshwright.fsdp.traversal import clean_name, name_alike, paths_alike
 from meshwright.layout import FlatLayout
 
 __all__ = [
@@ -36,11 +36,13 @@ __all__ = [
     "materialise",
     "named_unmanaged",
     "resolve_device_id",
+    "send_states",
 ]
 
 REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16
 """Bytes: where parameters begin that keep their identity, as in torch."""
+SYNCHRONISED = "_meshwright_is_synchronised"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,23 @@ def materialise(
             )
             raise
     return True
+
+
+def send_states(
+    root: nn.Module, named: Sequence[tuple[str, nn.Parameter]], ignored: Ignored, axes: DataAxes
+) -> None:
+    """Give all ranks the parameters ``named`` and the buffers that rank 0 has, but the ignored."""
+    apart = {id(buffer) for module in ignored.modules for buffer in module.buffers()}
+    buffers = [
+        (name, buffer)
+        for name, buffer in root.named_buffers()
+        if id(buffer) not in apart and not hasattr(buffer, SYNCHRONISED)
+    ]
+    paths = paths_alike(root, ignored.left_out(root))
+    alike = [(name_alike(name, paths), tensor) for name, tensor in [*named, *buffers]]
+    synchronise(alike, axes.shard, axes.replicate)
+    for _, buffer in buffers:
+        setattr(buffer, SYNCHRONISED, True)
 
 
 def build_unit(

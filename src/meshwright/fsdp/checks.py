@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.parameter_hooks import has_hooks
+from meshwright.data_parallel.starting_state import is_of_one_rank
 
 __all__ = [
     "Ignored",
@@ -32,14 +33,25 @@ class Ignored:
     parameters: frozenset[nn.Parameter] = frozenset()
     """Those of the modules included."""
 
+    def left_out(self, root: nn.Module) -> frozenset[nn.Module]:
+        """The modules below ``root`` of which nothing is managed."""
+        left_out = {id(parameter) for parameter in self.parameters}
+        if not left_out:
+            return self.modules
+        return self.modules | {part for part in root.modules() if is_of_one_rank(part, left_out)}
+
 
 def find_ignored(
     root: nn.Module,
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     wrapper: type[nn.Module],
+    known: Iterable[Ignored],
 ) -> Ignored:
-    """What the arguments ``ignored_modules`` and ``ignored_states`` name, checked."""
+    """What the arguments ``ignored_modules`` and ``ignored_states`` name, checked.
+
+    With it goes what is ``known`` already, of the wrappers around ``root`` and below it.
+    """
     if modules is not None and states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time. Pass "
@@ -58,9 +70,12 @@ def find_ignored(
                 f"types {sorted({type(state).__name__ for state in listed})}"
             )
     tops = _ignored_modules(root, modules, wrapper)
-    everything = frozenset(part for module in tops for part in module.modules())
-    inside = (parameter for module in tops for parameter in module.parameters())
-    return Ignored(everything, frozenset([*parameters, *inside]))
+    everything = {part for module in tops for part in module.modules()}
+    inside = {parameter for module in tops for parameter in module.parameters()}
+    for others in known:
+        everything |= others.modules
+        inside |= others.parameters
+    return Ignored(frozenset(everything), frozenset([*parameters, *inside]))
 
 
 def _ignored_modules(

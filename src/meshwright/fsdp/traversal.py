@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from meshwright.data_parallel.starting_state import StartingBuffer
 from meshwright.data_parallel.unit import Unit
 from meshwright.fsdp.exposure import exposed_of
 
-__all__ = ["PREFIXES", "WRAPPED", "UnitDriver", "clean_name"]
+__all__ = ["PREFIXES", "WRAPPED", "UnitDriver", "clean_name", "name_alike", "paths_alike"]
 
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute of a wrapper that holds what it wraps."""
@@ -45,15 +45,19 @@ class UnitDriver(Driver):
         *,
         sends_use_counts: bool,
         ignored: PlacesIn = (),
+        leaves_out: Collection[nn.Module] = (),
         buffers: Sequence[StartingBuffer] = (),
     ) -> None:
         detail = checks_in_detail()
         order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
         super().__init__(unit, order=order, ignored=ignored, buffers=buffers)
+        self.leaves_out = leaves_out
+        """The modules below that nobody manages, which may be others on other ranks."""
         self.strategy = strategy
         """What messages call the strategy."""
         self._version = -1
         self._sends_use_counts = sends_use_counts
+        self._alike: Mapping[str, str] = {}
         self.own_names = [] if unit is None else [tuple(slot.names) for slot in unit.slots]
         """The names of each parameter, seen from this wrapper."""
 
@@ -61,10 +65,11 @@ class UnitDriver(Driver):
         """See `Driver`. Wrappers below that have run by themselves belong to this root now."""
         if self.iteration is not None:
             return self.iteration
+        alike = paths_alike(module, self.leaves_out)
         for part in module.modules():
             driver = driver_of(part)
             if isinstance(driver, UnitDriver):
-                driver.iteration, driver.is_root = None, False
+                driver.iteration, driver.is_root, driver._alike = None, False, alike
         iteration = super().start(module)
         iteration.sends_use_counts = self._sends_use_counts
         return iteration
@@ -96,9 +101,41 @@ class UnitDriver(Driver):
         """See `Driver`."""
         return clean_name(name)
 
+    def alike(self, name: str) -> str:
+        """See `Driver`."""
+        return name_alike(name, self._alike)
+
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
         """See `Driver`."""
         self.name = clean_name(self.name)
         if self.unit is not None:
             cleaned = {module: clean_name(name) for module, name in modules.items()}
             self.unit.rename(self.name, cleaned)
+
+
+def name_alike(name: str, paths: Mapping[str, str]) -> str:
+    """The ``name`` of a module or of its tensor by `paths_alike`."""
+    path, _, last = name.rpartition(".")
+    return paths.get(name) or f"{paths.get(path, path)}.{last}".lstrip(".")
+
+
+def paths_alike(root: nn.Module, left_out: Collection[nn.Module]) -> Mapping[str, str]:
+    """The paths that ranks compare, of modules whose own count children that are ``left_out``.
+
+    Two ranks may leave out more or fewer: ``layers.3`` is ``layers.2`` behind one of them.
+    """
+    found: dict[str, str] = {}
+    waiting = [("", "", root)] if left_out else []
+    while waiting:
+        path, alike, module = waiting.pop()
+        if path != alike:
+            found[clean_name(path)] = clean_name(alike)
+        before = 0
+        for key, child in module._modules.items():
+            if child is None:
+                continue
+            is_number = key.isdigit()
+            own = str(int(key) - before) if is_number else key
+            waiting.append((f"{path}.{key}".lstrip("."), f"{alike}.{own}".lstrip("."), child))
+            before += is_number and child in left_out
+    return found

@@ -180,7 +180,8 @@ class UnitWrapper(nn.Module):
         mode = self._mode
         if mode.is_mixed:
             is_full = self._use_full_prec_in_eval and not self.training
-            mode.enter(own_modules(getattr(self, WRAPPED)), is_full=is_full)
+            inside = own_modules(getattr(self, WRAPPED))
+            mode.enter((m for m in inside if m not in self._ignored.modules), is_full=is_full)
         if self._unit is not None:
             _take_changes(self._unit)
 

@@ -20,7 +20,7 @@ from meshwright.data_parallel.module_tree import places_in
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
-from meshwright.data_parallel.starting_state import starting_buffers, synchronise
+from meshwright.data_parallel.starting_state import starting_buffers
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.checkpoint_functions import CheckpointNames, asked_in, prepare_optimizers
@@ -51,7 +51,13 @@ from meshwright.fsdp.residency import WrapperResidency
 from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
-from meshwright.fsdp.unit_wrapper import UnitWrapper, fsdp_units, own_modules, spread_gradients
+from meshwright.fsdp.unit_wrapper import (
+    UnitWrapper,
+    fsdp_units,
+    own_modules,
+    spread_gradients,
+    wrappers_in,
+)
 from meshwright.fsdp.wrap import WrapPolicy
 from meshwright.gradients import global_norm, scale_to_norm
 from meshwright.mesh import DeviceMesh
@@ -86,6 +92,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     >>> optimizer = torch.optim.AdamW(model.parameters())
     """
 
+    _deferred: frozenset[nn.Parameter]
     _names_are_asked = False
 
     def __init__(
@@ -111,8 +118,10 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     ) -> None:
         super().__init__()
         checks.check_containers(module)
+        self._deferred, around = module.__dict__.pop(FROM_ABOVE, (frozenset(), checks.Ignored()))
+        known = [around, *(wrapper._ignored for wrapper in wrappers_in(module))]
         ignored = checks.find_ignored(
-            module, ignored_modules, ignored_states, FullyShardedDataParallel
+            module, ignored_modules, ignored_states, FullyShardedDataParallel, known
         )
         self._groups = find_groups(
             sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
@@ -122,7 +131,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._offloads = cpu_offload is not None and cpu_offload.offload_params
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
         self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
-        self._deferred: frozenset[nn.Parameter] = module.__dict__.pop(DEFERRED, frozenset())
         device = building.resolve_device_id(device_id)
         if auto_wrap_policy is not None:
             shared: dict[str, Any] = {
@@ -137,7 +145,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "use_orig_params": use_orig_params,
-                "ignored_states": list(ignored.parameters),
                 "device_mesh": device_mesh,
             }
             self._wrap_submodules(module, auto_wrap_policy, ignored, shared)
@@ -168,7 +175,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             target: nn.Module, own: dict[str, Any], deferred: frozenset[nn.Parameter]
         ) -> nn.Module:
             # Arguments are those of torch's class, so what is shared goes along on the module.
-            target.__dict__[DEFERRED] = deferred
+            target.__dict__[FROM_ABOVE] = (deferred, ignored)
             with warnings.catch_warnings():
                 # The outermost wrapper has warned for the whole tree.
                 warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy")
@@ -209,10 +216,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         )
         axes = self._groups.axes
         if synchronises:
-            buffers = [(n, b) for n, b in module.named_buffers() if not hasattr(b, SYNCHRONISED)]
-            synchronise([*named, *buffers], axes.shard, axes.replicate)
-            for _, buffer in buffers:
-                setattr(buffer, SYNCHRONISED, True)
+            building.send_states(module, named, ignored, axes)
         self._unit = building.build_unit(module, plan, ignored, self._deferred)
         own = [] if self._unit is None else [self._unit]
         building.check_shared(module, [*fsdp_units(module), *own])
@@ -224,6 +228,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             self._groups.strategy,
             sends_use_counts=self._use_orig_params,
             ignored=places_in(module.modules(), left_out),
+            leaves_out=ignored.left_out(module),
             buffers=() if synchronises else starting_buffers(inside, left_out, axes.communicators),
         )
         self._is_inner = False
@@ -456,8 +461,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             yield clean_name(name), module
 
 
-DEFERRED = "_meshwright_deferred_parameters"
-SYNCHRONISED = "_meshwright_is_synchronised"
+FROM_ABOVE = "_meshwright_from_above"
+"""On a module that is to be wrapped by a policy: what its unit leaves to others, and to nobody."""
 
 
 def _move(
