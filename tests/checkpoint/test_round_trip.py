@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -308,3 +312,53 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a tensor of 2 elements"):
         ShardedPiece(global_shape=(4,), boxes=(Box((0,), (2,)),), tensor=torch.ones(3))
     assert list(tmp_path.iterdir()) == []
+
+
+def calls_of(run: Callable[[], object]) -> int:
+    """Python functions entered, generators resumed included."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_tensor_costs_the_same_among_many(tmp_path: Path) -> None:
+    """Nothing looks at all tensors for each of them."""
+    each: list[list[float]] = []
+    for number in (50, 400):
+        tensors = {f"{n}.weight": torch.full((2, 3), float(n)) for n in range(number)}
+        runs = (
+            partial(save, tmp_path, tensors, {}, step=number),
+            partial(load, tmp_path / f"step_{number:08d}"),
+            partial(load_into, tmp_path / f"step_{number:08d}", tensors),
+            partial(verify, tmp_path / f"step_{number:08d}"),
+        )
+        each.append([calls_of(run) / number for run in runs])
+    for few, many in zip(*each, strict=True):
+        assert many < 1.2 * few
+
+
+class Listless(dict[str, Any]):
+    """Refuses to be gone through."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all names were looked at for one tensor")
+
+    def keys(self) -> Any:
+        raise AssertionError("all names were compared for one tensor")
+
+
+def test_one_name_is_not_compared_with_all(tmp_path: Path) -> None:
+    save(tmp_path, small(1), {}, step=1)
+    with Reader(tmp_path / "step_00000001") as reader:
+        object.__setattr__(reader.manifest, "tensors", Listless(reader.manifest.tensors))
+        for name, tensor in small(1).items():
+            reader.read_into(name, torch.empty_like(tensor))

@@ -144,7 +144,12 @@ def body_keys() -> None:
     named["state"]["0.bias"]["exp_avg"] = torch.ones(2)
     with pytest.raises(ValueError, match="^Tensor optimizer state does not have same shape"):
         FSDP.optim_state_dict_to_load(model, sharded, named)
-    del named["state"]["0.bias"]
+    kept = named["state"].pop("0.bias")
+    FSDP.optim_state_dict_to_load(model, sharded, named, load_directly=True)
+    found = FSDP.optim_state_dict(model, sharded)["state"]
+    assert torch.equal(found["0.weight"]["exp_avg"], named["state"]["0.weight"]["exp_avg"])
+    assert not found["0.bias"]["exp_avg"].any()
+    named["state"]["0.bias"] = {**kept, "exp_avg": kept["exp_avg_sq"], "step": torch.tensor(9.0)}
     with pytest.raises(ValueError, match="^All unflattened parameters comprising a single flat"):
         FSDP.optim_state_dict_to_load(model, sharded, named)
 

@@ -11,8 +11,9 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from meshwright.checkpoint.document import JSON, Fields, check_json, seal, unseal
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, is_file_name, item_size
@@ -177,8 +178,8 @@ def _show(box: Box) -> str:
     return f"[{', '.join(ranges)}]"
 
 
-def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest file."""
+def to_bytes(manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("crc32")) -> bytes:
+    """The manifest file; ``checksum`` says that of each piece, by default the one it has."""
     files: dict[str, JSON] = {
         name: {"bytes": at.size, "header_crc32": f"{zlib.crc32(at.header):08x}"}
         for name, at in manifest.file_maps.items()
@@ -187,7 +188,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         name: {
             "dtype": record.dtype,
             "shape": list(record.shape),
-            "pieces": [_piece_json(piece) for piece in record.pieces],
+            "pieces": [_piece_json(piece, checksum(piece)) for piece in record.pieces],
         }
         for name, record in manifest.tensors.items()
     }
@@ -203,13 +204,13 @@ def to_bytes(manifest: Manifest) -> bytes:
     )
 
 
-def _piece_json(piece: Piece) -> JSON:
+def _piece_json(piece: Piece, crc32: int) -> JSON:
     return {
         "file": piece.file,
         "key": piece.key,
         "offset": list(piece.box.offset),
         "shape": list(piece.box.shape),
-        "crc32": f"{piece.crc32:08x}",
+        "crc32": f"{crc32:08x}",
     }
 
 

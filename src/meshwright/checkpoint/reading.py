@@ -161,15 +161,18 @@ class Reader:
         stored = self.manifest.tensors
         problems = [
             f"{name!r} is expected but not in the checkpoint"
-            for name in sorted(expected.keys() - stored.keys())
+            for name in sorted(expected)
+            if name not in stored
         ]
         if within is not None:
             problems += [
                 f"{name!r} is in the checkpoint but not expected"
-                for name in sorted(stored.keys() - expected.keys())
-                if name.startswith(within)
+                for name in sorted(stored)
+                if name not in expected and name.startswith(within)
             ]
-        for name in sorted(expected.keys() & stored.keys()):
+        for name in sorted(expected):
+            if name not in stored:
+                continue
             shape, dtype = expected[name]
             record = stored[name]
             if (tuple(shape), dtype) != (record.shape, record.dtype):
@@ -183,21 +186,22 @@ class Reader:
 
     def damage(self) -> list[str]:
         """Verify every byte of every file; one line for each damaged file or tensor."""
-        problems = self._listing_problems()
+        problems = dict.fromkeys(self._listing_problems())  # each once, in this order
         for file in self.manifest.file_maps:
             try:
                 with self._open(file, verify=False) as handle:
                     problem = self._header_problem(file, handle)
-                problems += [problem] if problem else []
+                if problem:
+                    problems[problem] = None
             except CheckpointDamagedError as error:
-                problems += [str(error)] if str(error) not in problems else []
+                problems[str(error)] = None
         for name, record in self.manifest.tensors.items():
             for piece in record.pieces:
                 try:
                     self._read_stored(name, piece, self._dtype(name, record), verify=False)
                 except CheckpointDamagedError as error:
-                    problems += [str(error)] if str(error) not in problems else []
-        return problems
+                    problems[str(error)] = None
+        return list(problems)
 
     # ------------------------------------------------------------------ files
 

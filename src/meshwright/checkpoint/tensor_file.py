@@ -87,11 +87,8 @@ class FileMap:
 
     header: bytes
     spans: Mapping[str, tuple[int, int]]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return max((stop for _, stop in self.spans.values()), default=len(self.header))
+    size: int
+    """Bytes of the whole file."""
 
 
 def file_map(name: str, step: int, entries: Iterable[Entry]) -> FileMap:
@@ -125,4 +122,5 @@ def file_map(name: str, step: int, entries: Iterable[Entry]) -> FileMap:
     return FileMap(
         header=struct.pack("<Q", len(text)) + text,
         spans=MappingProxyType({key: (start + a, start + b) for key, (a, b) in offsets.items()}),
+        size=start + position,
     )

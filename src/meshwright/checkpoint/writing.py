@@ -22,7 +22,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -41,6 +41,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.pieces import (
     Assignment,
+    Held,
     ShardedPiece,
     assign,
     byte_view,
@@ -51,7 +52,7 @@ from meshwright.checkpoint.pieces import (
 )
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage
-from meshwright.checkpoint.tensor_file import file_name
+from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_name
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
 
 __all__ = ["Communicator", "claim", "save"]
@@ -60,6 +61,7 @@ _log = logging.getLogger(__name__)
 STORAGE_LIMIT = 3600.0
 """Seconds that one step of a save may take on one rank while the others wait for it."""
 
+_ANSWER, _ERROR = b"+", b"-"
 _CHUNK = 2**20
 _BLOCK = 4096
 _T = TypeVar("_T")
@@ -106,15 +108,16 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Writes:
-    """Who writes what, equal on all ranks, and the manifest with checksums still zero."""
+    """What this rank writes, and on rank 0 the manifest with checksums still zero."""
 
-    by_rank: Sequence[Sequence[Assignment]]
-    draft: Manifest
+    own: Sequence[Assignment]
+    at: FileMap
+    draft: Manifest | None
 
-    @property
-    def needed(self) -> int:
+    @staticmethod
+    def needed(draft: Manifest) -> int:
         """Bytes on the disk, in whole blocks, with the directory and the manifest."""
-        sizes = [at.size for at in self.draft.file_maps.values()] + [len(to_bytes(self.draft))]
+        sizes = [at.size for at in draft.file_maps.values()] + [len(to_bytes(draft))]
         return sum(-(-size // _BLOCK) * _BLOCK for size in sizes) + _BLOCK
 
 
@@ -192,13 +195,13 @@ def claim(directory: str | os.PathLike[str], *, communicator: Communicator | Non
 # ------------------------------------------------------------------ the four steps
 
 
-def _save_all(request: _Request, rows: Sequence[JSON], held: ExitStack) -> None:
+def _save_all(request: _Request, rows: Sequence[bytes], held: ExitStack) -> None:
     """Prepare, write and commit; rank 0 has the folder until ``held`` is closed."""
     try:
         writes, names = _agree(request, "prepare", lambda: _prepare(request, rows, held))
-        torso = request.target.with_name(str(names[0]))
+        torso = request.target.with_name(str(json.loads(names[0])))
         _, checksums = _agree(request, "write", lambda: _write(request, writes, torso))
-        _agree(request, "commit", lambda: _commit(request, writes, checksums))
+        _agree(request, "commit", lambda: _commit(request, writes, checksums, torso))
     except BaseException:
         if request.group.rank == 0:
             _discard(request)
@@ -218,9 +221,9 @@ def _describe(request: _Request, keep_last: int | None) -> tuple[None, JSON]:
     }
 
 
-def _prepare(request: _Request, rows: Sequence[JSON], held: ExitStack) -> tuple[_Writes, JSON]:
+def _prepare(request: _Request, rows: Sequence[bytes], held: ExitStack) -> tuple[_Writes, JSON]:
     writes = _plan(request, rows)
-    if request.group.rank != 0:
+    if writes.draft is None:
         return writes, None
     storage, target = request.storage, request.target
     storage.make_directories(target.parent)
@@ -231,16 +234,20 @@ def _prepare(request: _Request, rows: Sequence[JSON], held: ExitStack) -> tuple[
             errno.EEXIST, "a checkpoint of this step exists and is never overwritten", str(target)
         )
     free = storage.free_bytes(target.parent)
-    if free < writes.needed:
-        text = f"needs {_size(writes.needed)}, {_size(free)} free"
+    needed = writes.needed(writes.draft)
+    if free < needed:
+        text = f"needs {_size(needed)}, {_size(free)} free"
         raise OSError(errno.ENOSPC, text, str(target.parent))
     storage.make_directory(request.torso)
     return writes, request.torso.name
 
 
-def _plan(request: _Request, rows: Sequence[JSON]) -> _Writes:
-    """Who writes what. Raises ``ValueError`` unless the ranks agree and cover every tensor."""
-    fields = [Fields(row, f"rank {rank}") for rank, row in enumerate(rows)]
+def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
+    """Who writes what. Raises ``ValueError`` unless the ranks agree and cover every tensor.
+
+    Rank 0 checks the whole for all; the others look at their own files.
+    """
+    fields = [Fields(json.loads(row), f"rank {rank}") for rank, row in enumerate(rows)]
     for key, advice in (
         ("step", "call save on all ranks at the same step"),
         ("metadata", "pass the same on all ranks, with what is per rank under one key for each"),
@@ -251,6 +258,18 @@ def _plan(request: _Request, rows: Sequence[JSON]) -> _Writes:
             raise ValueError(f"{key} differs between ranks 0 and {other}; {advice}")
     held = [[held_from_json(row) for row in each.items("held")] for each in fields]
     known, by_rank = assign(held)
+    rank = request.group.rank
+    draft = _draft(request, known, by_rank) if rank == 0 else None
+    entries = (
+        Entry(key=at.key, dtype=known[at.name].dtype, shape=at.box.shape) for at in by_rank[rank]
+    )
+    at = file_map(file_name(rank), request.step, entries)
+    return _Writes(own=by_rank[rank], at=at, draft=draft)
+
+
+def _draft(
+    request: _Request, known: Mapping[str, Held], by_rank: Sequence[Sequence[Assignment]]
+) -> Manifest:
     pieces: defaultdict[str, list[Piece]] = defaultdict(list)
     for rank, assignments in enumerate(by_rank):
         for at in assignments:
@@ -260,22 +279,21 @@ def _plan(request: _Request, rows: Sequence[JSON]) -> _Writes:
         name: TensorRecord(dtype=row.dtype, shape=row.shape, pieces=tuple(pieces[name]))
         for name, row in known.items()
     }
-    draft = Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
-    return _Writes(by_rank=by_rank, draft=draft)
+    return Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
 
 
 def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]:
     """Write this rank's file, if it has one; the checksum of each key."""
-    file = file_name(request.group.rank)
-    at = writes.draft.file_maps.get(file)
-    if at is None:
+    if not writes.own:
         return None, {}
     data = {
         (name, box): flat for name, value in request.tensors.items() for box, flat in parts(value)
     }
-    assignments = {item.key: item for item in writes.by_rank[request.group.rank]}
+    assignments = {item.key: item for item in writes.own}
+    at = writes.at
     views = (byte_view(data[assignments[key].name, assignments[key].box]) for key in at.spans)
-    checksums = _write_file(request.storage, torso / file, at.header, views)
+    path = torso / file_name(request.group.rank)
+    checksums = _write_file(request.storage, path, at.header, views)
     return None, dict(zip(at.spans, checksums, strict=True))
 
 
@@ -301,11 +319,17 @@ def _write_file(
     return checksums
 
 
-def _commit(request: _Request, writes: _Writes, checksums: Sequence[JSON]) -> tuple[None, JSON]:
-    if request.group.rank != 0:
+def _commit(
+    request: _Request, writes: _Writes, checksums: Sequence[bytes], torso: Path
+) -> tuple[None, JSON]:
+    if writes.draft is None:
         return None, None
-    storage, target, torso = request.storage, request.target, request.torso
-    data = to_bytes(_complete(writes, checksums))
+    storage, target = request.storage, request.target
+    found = {
+        file_name(rank): Fields(json.loads(row), f"rank {rank}")
+        for rank, row in enumerate(checksums)
+    }
+    data = to_bytes(writes.draft, lambda piece: found[piece.file].count(piece.key))
     from_bytes(data)  # what would be refused on reading is refused here
     _write_file(storage, torso / MANIFEST_NAME, data, [])
     with _naming(torso):
@@ -319,22 +343,6 @@ def _commit(request: _Request, writes: _Writes, checksums: Sequence[JSON]) -> tu
         text = f"{error.strerror}: complete, but its name may not survive a loss of power"
         raise OSError(error.errno, text, str(target)) from error
     return None, None
-
-
-def _complete(writes: _Writes, checksums: Sequence[JSON]) -> Manifest:
-    """The draft with the checksums that the ranks found."""
-    found = {file_name(rank): Fields(row, f"rank {rank}") for rank, row in enumerate(checksums)}
-    tensors = {
-        name: replace(
-            record,
-            pieces=tuple(
-                replace(piece, crc32=found[piece.file].count(piece.key)) for piece in record.pieces
-            ),
-        )
-        for name, record in writes.draft.tensors.items()
-    }
-    draft = writes.draft
-    return Manifest(step=draft.step, tensors=tensors, metadata=draft.metadata)
 
 
 def _discard(request: _Request) -> None:
@@ -364,31 +372,36 @@ def _if_there(remove: Callable[[Path], None], path: Path) -> None:
 
 def _agree(
     request: _Request, phase: str, action: Callable[[], tuple[_T, JSON]]
-) -> tuple[_T, list[JSON]]:
-    """Do one step on every rank; its own result and all ranks' answers, or one error on all."""
+) -> tuple[_T, list[bytes]]:
+    """Do one step on every rank; its own result and all ranks' answers, or one error on all.
+
+    Answers are JSON texts: of what grows with the tensors, most ranks need nothing.
+    """
     failure: Exception | None = None
     result: tuple[_T, JSON] | None = None
-    message: dict[str, JSON] = {}
+    payload = b""
     # An error is for the exchange below, so it must not leave the phase, which would publish it.
     with comm.phase(f"checkpoint: {phase}", request.step, limit=STORAGE_LIMIT):
         try:
             result = action()
-            message["answer"] = result[1]
+            payload = _ANSWER + json.dumps(result[1]).encode()
         except Exception as error:
             failure = error
-            message["error"], message["advice"] = _reason(error), _advice(error)
-            message["claimed"] = isinstance(error, CheckpointClaimedError)
+            is_claimed = isinstance(error, CheckpointClaimedError)
+            told = {"error": _reason(error), "advice": _advice(error), "claimed": is_claimed}
+            payload = _ERROR + json.dumps(told).encode()
     group = request.group
     if failure is not None and group.size == 1 and isinstance(failure, ValueError | TypeError):
         raise failure
     label = f"checkpoint step {request.step}: {phase}"
-    gathered = group.gather_bytes(json.dumps(message).encode(), label=label)
-    answers: list[dict[str, JSON]] = [json.loads(payload) for payload in gathered]
-    failed = {rank: row for rank, row in enumerate(answers) if "error" in row}
+    gathered = group.gather_bytes(payload, label=label)
+    failed: dict[int, dict[str, JSON]] = {
+        rank: json.loads(row[1:]) for rank, row in enumerate(gathered) if row[:1] == _ERROR
+    }
     if failed or result is None:
         claimed = any(row["claimed"] for row in failed.values())
         raise _kind(claimed)(_summary(request, phase, failed)) from failure
-    return result[0], [row["answer"] for row in answers]
+    return result[0], [row[1:] for row in gathered]
 
 
 def _kind(claimed: bool) -> type[CheckpointWriteError]:

@@ -7,10 +7,12 @@ loads it without communication, through the boxes of the range, at any number of
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor import Shard
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -40,13 +42,15 @@ class ShardView(torch.Tensor):
     ``local`` is 1-D and not copied. ``.shape`` is that of the whole tensor. ``.to``, ``.clone``,
     ``.cpu``, ``.detach`` and ``.copy_`` act on the local elements; anything that computes raises
     RuntimeError, naming the tensor, so that an optimizer that was given views refuses its step.
+    `torch.equal`, `torch.isclose`, `torch.allclose` and `torch.testing.assert_close` compare this
+    rank's elements with those of a view of the same range, or of a whole tensor.
     ``communicator`` spans the ranks that hold the other ranges; only ``full_tensor`` needs it.
     """
 
     _local: torch.Tensor
     _start: int
     _name: str
-    _communicator: Communicator | None
+    _ranks: _Ranks
 
     def __new__(
         cls,
@@ -84,7 +88,7 @@ class ShardView(torch.Tensor):
         self._local = local.detach()
         self._start = start
         self._name = name
-        self._communicator = communicator
+        self._ranks = _Ranks(communicator)
 
     # ------------------------------------------------------------------ what it holds
 
@@ -96,7 +100,7 @@ class ShardView(torch.Tensor):
     @property
     def communicator(self) -> Communicator | None:
         """The ranks that hold the other ranges, where that is known."""
-        return self._communicator
+        return self._ranks.communicator
 
     @property
     def start(self) -> int:
@@ -128,28 +132,37 @@ class ShardView(torch.Tensor):
         """As ``local``, under DTensor's name."""
         return self._local
 
+    def local_shards(self) -> list[Shard]:
+        """The boxes as ShardedTensor gives them: each ``tensor`` shares memory with ``local``."""
+        rank = 0 if self.communicator is None else self.communicator.ranks[self.communicator.rank]
+        return [
+            Shard.from_tensor_and_offsets(part, list(box.offset), rank)
+            for box, part in self.boxes()
+        ]
+
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank; a collective over the communicator.
 
         Raises RuntimeError without a communicator, or when its ranks do not hold all elements.
         """
         # With a communicator also a rank that holds all takes part: the others count on it.
-        if self._communicator is None:
+        communicator = self.communicator
+        if communicator is None:
             if self._local.numel() == self.numel():
                 return self._local.view(self.shape).clone()
             raise RuntimeError(
                 f"{self._called()} was made without a communicator, so the other ranges cannot be "
                 "gathered: build it with communicator=, or load it through a checkpoint"
             )
-        mine = self._local.to(self._communicator.device).contiguous()
-        ranges = self._communicator.gather_numbers(
+        mine = self._local.to(communicator.device).contiguous()
+        ranges = communicator.gather_numbers(
             (self.start, mine.numel()), label=f"ranges of {self._name}"
         )
         longest = int(max(count for _, count in ranges))
         padded = mine.new_zeros(longest)
         padded[: mine.numel()] = mine
-        everyone = mine.new_empty(self._communicator.size, longest)
-        self._communicator.all_gather(everyone, padded, label=f"full tensor {self._name}").wait()
+        everyone = mine.new_empty(communicator.size, longest)
+        communicator.all_gather(everyone, padded, label=f"full tensor {self._name}").wait()
         full = mine.new_empty(self.numel())
         seen = 0
         for row, (start, count) in zip(everyone, ranges, strict=True):
@@ -157,7 +170,7 @@ class ShardView(torch.Tensor):
             seen += int(count)
         if seen < full.numel():
             raise RuntimeError(
-                f"{self._called()}: the ranks of axis {self._communicator.axis} hold {seen} of "
+                f"{self._called()}: the ranks of axis {communicator.axis} hold {seen} of "
                 f"{full.numel()} elements"
             )
         return full.view(self.shape).to(self.device)
@@ -195,8 +208,24 @@ class ShardView(torch.Tensor):
 
     # ------------------------------------------------------------------ as a tensor
 
-    # pyrefly: ignore[bad-override] # torch says this function switches the protocol off
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(  # pyrefly: ignore[bad-override] # torch's own annotation lacks `func`
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Compare elements that this rank has; anything else is for `__torch_dispatch__`."""
+        del types
+        options = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _COMPARISONS:
+                return _compared(func, args, options)
+            # It counts what differs in the elements that were compared.
+            if func is torch.Tensor.flatten and _called_from("torch.testing._comparison"):
+                return args[0]._local
+            return func(*args, **options)
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore[bad-override] # torch's own annotation lacks `func`
@@ -213,6 +242,10 @@ class ShardView(torch.Tensor):
             view = args[0]
             moved = func(view._local, *args[1:], **_without_layout(options))
             return view._with(cast("torch.Tensor", moved))
+        if func in _NEW:
+            view, size = args[0], tuple(args[1])
+            made = func(view._local, view._local.shape if size == view.shape else size, **options)
+            return view._with(made) if size == view.shape else made
         if func is aten.copy_.default:
             return _copy(args[0], args[1])
         if func is aten.is_pinned.default:
@@ -228,8 +261,19 @@ class ShardView(torch.Tensor):
 
     def _with(self, local: torch.Tensor) -> ShardView:
         return ShardView(
-            local, self._start, self.shape, name=self._name, communicator=self._communicator
+            local, self._start, self.shape, name=self._name, communicator=self.communicator
         )
+
+    def _elements_of(self, other: torch.Tensor) -> torch.Tensor:
+        """This view's range of a view or a whole tensor."""
+        if not isinstance(other, ShardView):
+            return other.reshape(-1)[self.start : self.stop]
+        if (other.start, other.stop) != (self.start, self.stop):
+            raise ValueError(
+                f"{self._called()} holds elements {self.start} to {self.stop}, the other "
+                f"{other.start} to {other.stop}: reshard through a checkpoint"
+            )
+        return other.local
 
     def _called(self) -> str:
         name = f" {self._name!r}" if self._name else ""
@@ -244,7 +288,20 @@ class ShardView(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, proto: object) -> tuple[Any, ...]:
-        return _rebuild, (self._local, self._start, tuple(self.shape), self._name)
+        # A copy: files hold all the memory that a view looks at, which may be a whole unit's.
+        return _rebuild, (self._local.clone(), self._start, tuple(self.shape), self._name)
+
+
+class _Ranks:
+    """A holder of a communicator, of which copies of a view hold the same."""
+
+    __slots__ = ("communicator",)
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self.communicator = communicator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+        return self
 
 
 _MOVES = frozenset(
@@ -259,10 +316,44 @@ _MOVES = frozenset(
 )
 """Operators that give a view with the same range."""
 
+_NEW = frozenset({aten.new_empty.default, aten.new_zeros.default})
+"""Operators that give such a view for the shape of the whole, and a plain tensor for another."""
+
+_COMPARISONS = frozenset(
+    {
+        torch.allclose,
+        torch.equal,
+        torch.isclose,
+        torch.Tensor.allclose,
+        torch.Tensor.equal,
+        torch.Tensor.isclose,
+    }
+)
+
 
 def _rebuild(local: torch.Tensor, start: int, shape: Sequence[int], name: str) -> ShardView:
     """A view from a pickle, without its communicator."""
     return ShardView(local, start, shape, name=name)
+
+
+torch.serialization.add_safe_globals([_rebuild])  # for `torch.load(..., weights_only=True)`
+
+
+def _compared(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: ANN401
+    """What ``func`` says of this rank's elements of two tensors."""
+    left, right = args[0], args[1] if len(args) > 1 else options.pop("other")
+    view = left if isinstance(left, ShardView) else right
+    if tuple(left.shape) != tuple(right.shape):
+        raise ValueError(
+            f"{view._called()}: expected another tensor of the same shape, found "
+            f"{tuple((right if view is left else left).shape)}"
+        )
+    return func(view._elements_of(left), view._elements_of(right), *args[2:], **options)
+
+
+def _called_from(module: str) -> bool:
+    """Whether the caller of the function that is handled belongs to ``module``."""
+    return sys._getframe(2).f_globals.get("__name__") == module
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -294,13 +385,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"{target._called()}: expected a source of the same shape, found {tuple(source.shape)}"
         )
-    if isinstance(source, ShardView):
-        if (source.start, source.stop) != (target.start, target.stop):
-            raise ValueError(
-                f"{target._called()} holds elements {target.start} to {target.stop}, the source "
-                f"{source.start} to {source.stop}: reshard through a checkpoint"
-            )
-        target.local.copy_(source.local)
-    else:
-        target.local.copy_(source.reshape(-1)[target.start : target.stop])
+    target.local.copy_(target._elements_of(source))
     return target

@@ -24,6 +24,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.in_place import InPlaceGradient, is_dense
 from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.slots import (
+    ARRIVED,
     BucketLayout,
     GradientSlot,
     lost_gradient,
@@ -159,7 +160,7 @@ class Bucket:
         self.counts.fill_(1)
         self._absent = [slot for slot, gradient in enumerate(gradients) if gradient is None]
         for slot in self._absent:
-            if self.arrived[slot]:
+            if self.arrived[slot] == ARRIVED:
                 raise lost_gradient(self.layout.slots[slot])
             self.views[slot].zero_()
             self.counts[slot] = 0
@@ -288,7 +289,7 @@ class Bucket:
             if gradient is not None:
                 targets.append(gradient)
                 sources.append(view)
-            elif self.arrived[slot]:
+            elif self.arrived[slot] == ARRIVED:
                 raise lost_gradient(self.layout.slots[slot])
         if targets:
             torch._foreach_copy_(targets, sources)

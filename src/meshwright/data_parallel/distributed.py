@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.comm.untraced import inlined, untraced
+from meshwright.data_parallel.checkpoint_names import SteppedOver, place_of, rename
 from meshwright.data_parallel.gradient_bucket import check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import LowPrecision, compute_in
@@ -21,7 +22,7 @@ from meshwright.data_parallel.residency import ReplicaResidency
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(SteppedOver):
     """Keeps ``module`` equal on all ranks of one axis while they train on different batches.
 
     Constructing it is collective: parameters are compared, and with ``init_sync`` those and the
@@ -39,6 +40,10 @@ class DistributedDataParallel(nn.Module):
     >>> model = DistributedDataParallel(Net(), static_graph=True)
     >>> loss(model(batch)).backward()
     """
+
+    _wrapped_as = "module"
+    _loads_below: str | None = None
+    """The prefix of the names that torch's checkpoint functions load here."""
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class DistributedDataParallel(nn.Module):
         self._residency = ReplicaResidency(lambda: self._replica)
         if options.mixed_precision is not None:
             compute_in(module, options.mixed_precision, (), options.ignored_names)
+        self.register_load_state_dict_post_hook(_clean_reported_names)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
         """The module's forward pass; inputs are moved to ``device_ids``."""
@@ -163,6 +169,24 @@ class DistributedDataParallel(nn.Module):
         """What a pipeline's schedule drives."""
         return self._residency
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As of any module; for torch's checkpoint functions under the names before wrapping."""
+        found = super().state_dict(*args, **kwargs)
+        if self._is_asked():
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            rename(found, prefix + self._place, prefix)
+        return found
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._loads_below = prefix if self._is_asked() else None
+        if self._loads_below is not None:
+            rename(state_dict, prefix, prefix + self._place)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def _place(self) -> str:
+        return ".".join((*place_of(self, self._wrapped_as), ""))
+
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
@@ -176,6 +200,16 @@ class DistributedDataParallel(nn.Module):
             "a DistributedDataParallel cannot be copied: wrap copy.deepcopy(model.module) again, "
             "on every rank"
         )
+
+
+def _clean_reported_names(model: DistributedDataParallel, incompatible: Any) -> None:  # noqa: ANN401
+    """Report keys to torch's checkpoint functions by the names that they know."""
+    prefix = model._loads_below
+    if prefix is None:
+        return
+    inner = prefix + model._place
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]
 
 
 def _device_ids(

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.kept_memory import KeptMemory
-from meshwright.data_parallel.slots import BucketLayout, lost_gradient, sparse_gradient
+from meshwright.data_parallel.slots import ARRIVED, BucketLayout, lost_gradient, sparse_gradient
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 
@@ -88,7 +88,7 @@ class InPlaceGradient:
         (parameter,) = self.parameters
         gradient = parameter.grad
         self.is_absent = gradient is None
-        if gradient is None and self.arrived[0]:
+        if gradient is None and self.arrived[0] == ARRIVED:
             raise lost_gradient(self.layout.slots[0])
         if self._taken:
             return
@@ -140,7 +140,7 @@ class InPlaceGradient:
             raise InternalError(f"{self.layout.label} was not launched")
         pending.wait()
         gradient = self.parameters[0].grad
-        if gradient is None and self.arrived[0]:
+        if gradient is None and self.arrived[0] == ARRIVED:
             raise lost_gradient(self.layout.slots[0])
         if gradient is not None and gradient is not self._tensor:
             gradient.copy_(self._tensor)

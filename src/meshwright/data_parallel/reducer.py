@@ -36,7 +36,7 @@ from meshwright.data_parallel.in_place import InPlaceGradient
 from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.pass_notes import PassNotes, sum_notes
 from meshwright.data_parallel.reductions import Reduction, build_reductions, gradients_in
-from meshwright.data_parallel.slots import BucketLayout, plan_buckets
+from meshwright.data_parallel.slots import ARRIVED, BucketLayout, came_empty, plan_buckets
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
 from meshwright.data_parallel.static_graph import late_gradient, unexpected_gradient
@@ -337,7 +337,7 @@ class GradientReducer:
             return
         if bucket.takes(place):
             self._take(bucket, place)
-        bucket.arrived[place] = 1
+        bucket.arrived[place] = ARRIVED if parameter.grad is not None else came_empty(parameter)
         bucket.missing -= 1
         if bucket.missing == 0 and bucket.layout.index == self._next:
             self._launch_ready()

@@ -14,7 +14,19 @@ import torch
 
 from meshwright.layout import FlatLayout
 
-__all__ = ["BucketLayout", "GradientSlot", "lost_gradient", "plan_buckets", "sparse_gradient"]
+__all__ = [
+    "ARRIVED",
+    "CAME_EMPTY",
+    "BucketLayout",
+    "GradientSlot",
+    "came_empty",
+    "lost_gradient",
+    "plan_buckets",
+    "sparse_gradient",
+]
+
+ARRIVED, CAME_EMPTY = 1, 2
+"""A gradient in this backward pass; one that a function of the graph has left undefined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +173,14 @@ def lost_gradient(slot: GradientSlot) -> RuntimeError:
         "rank alone. Step after backward(), or register optimizer_in_backward_hook of "
         "meshwright.data_parallel.comm_hooks with register_comm_hook"
     )
+
+
+def came_empty(parameter: torch.Tensor) -> int:
+    """What the arrival of no gradient is: undefined, unless a hook before ours may have taken it.
+
+    Autograd runs hooks also where a function of the graph has returned None.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    first = next(iter(hooks.values()), None)
+    is_ours = getattr(first, "__module__", "").startswith("meshwright.data_parallel.")
+    return CAME_EMPTY if is_ours else ARRIVED

@@ -176,7 +176,10 @@ def build_unit(
         group.note_starts([wholes.get(slot) for slot in group.slots])
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
-    exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(root, kept)
+    owner = root
+    while "_checkpoint_wrapped_module" in owner._modules:  # it renames what it holds itself
+        owner = owner.get_submodule("_checkpoint_wrapped_module")
+    exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(owner, kept)
     for slot in slots:
         setattr(slot.original, TAKEN, name)
     return Unit(name, groups, exposure, plan.settings)

@@ -2,14 +2,15 @@
 
 `torch.distributed.checkpoint.state_dict` looks for torch's own wrapper. With any other module it
 takes what ``optimizer.state_dict()`` returns for whole tensors, and names parameters as
-``named_parameters`` does. While it asks, and only then, it is answered otherwise::
+``named_parameters`` does. While it asks, and only then, it is answered otherwise; for names see
+`meshwright.data_parallel.checkpoint_names`::
 
     torch asks                                    the answer
     1  modules, how names change: with all the    hooks on the optimizers; where one has no state,
        optimizers at hand                         one of zero steps, until it was read or steps
-    2  ``optimizer.state_dict()``                 each value in the shape of its whole parameter
-    3  ``model.named_parameters()``               names as before wrapping
-    4  ``optimizer.load_state_dict(...)``         this rank's part of each value is taken
+    2  ``optimizer.state_dict()``                 each value in the shape of its whole parameter;
+                                                  of a flat parameter under the names of its parts
+    3  ``optimizer.load_state_dict(...)``         this rank's part of each value is taken
 
 Alternatives considered: to stand in for torch's functions, which changes them for every model of
 the process; to give optimizers whole shapes always, which no optimizer computes with.
@@ -17,21 +18,22 @@ the process; to give optimizers whole shapes always, which no optimizer computes
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.data_parallel.checkpoint_names import StepOver, asked_in, without_compiled
 from meshwright.fsdp.exposure import exposed_of
-from meshwright.fsdp.managed_parameters import names_by_parameter
+from meshwright.fsdp.managed_parameters import managed_parameters
+from meshwright.fsdp.optimizer_exchange import MADE, OWN
 from meshwright.fsdp.optimizer_state import spread_state, state_to_load
-from meshwright.fsdp.traversal import WRAPPED
+from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper
 
-__all__ = ["CheckpointNames", "asked_in", "prepare_optimizers"]
+__all__ = ["CheckpointNames", "prepare_optimizers"]
 
 _HOOKS = "_meshwright_checkpoint_hooks"
 
@@ -42,30 +44,15 @@ _INSTEAD = (
 )
 
 
-def asked_in(*functions: str) -> Mapping[str, Any] | None:
-    """The variables of the torch checkpoint function that has called: any, or one of those."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        is_torch = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        if is_torch and (not functions or frame.f_code.co_name in functions):
-            return frame.f_locals
-        frame = frame.f_back
-    return None
-
-
-class CheckpointNames(dict[str, str]):
+class CheckpointNames(StepOver):
     """For torch's checkpoint functions: a wrapper's place in names, read but never written.
 
     Neither state dicts nor the names that those functions are given have it. Another torch that
     writes names otherwise would write this rank's elements as if they were all.
     """
 
-    def __init__(self, wrapper: UnitWrapper) -> None:
-        inner = getattr(getattr(wrapper, WRAPPED), "_fqn_modifiers", dict)
-        super().__init__({**inner(), "": WRAPPED})
-
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """As of any dict; RuntimeError for the wrapper itself."""
+        """As of any wrapper; RuntimeError for the wrapper itself."""
         if key == WRAPPED:
             raise RuntimeError(f"{_UNABLE}FullyShardedDataParallel in this torch. {_INSTEAD}")
         return super().get(key, default)
@@ -84,12 +71,6 @@ def prepare_optimizers(wrapper: UnitWrapper) -> None:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if held.isdisjoint(own):
             continue
-        if not wrapper._use_orig_params:
-            raise RuntimeError(
-                f"{_UNABLE}FullyShardedDataParallel with use_orig_params=False: one tensor stands "
-                f"for several names. Wrap with use_orig_params=True. Or: {_INSTEAD}. "
-                "get_model_state_dict and set_model_state_dict work"
-            )
         if not hasattr(optimizer, _HOOKS):
             setattr(optimizer, _HOOKS, _Hooks(optimizer))
         getattr(optimizer, _HOOKS).begin(optimizer)
@@ -113,9 +94,18 @@ class _Hooks:
         optimizer.register_step_pre_hook(self._end)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """See to it that torch finds a state: it would make one by a step of the weights."""
+        """See to it that torch finds a state: it would make one by a step of the weights.
+
+        Before it loads, also that of parameters that have none: it leaves out what it finds no
+        place for.
+        """
         if not any(optimizer.state.values()):
             self._zero = optimizer.state = _state_of_zero_steps(optimizer)
+        elif asked_in("set_state_dict", "set_optimizer_state_dict") is not None:
+            trained = (p for group in optimizer.param_groups for p in group["params"])
+            without = [p for p in trained if p.requires_grad and not optimizer.state.get(p)]
+            zero = _state_of_zero_steps(optimizer) if without else {}
+            optimizer.state.update({p: zero[p] for p in without if p in zero})
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._zero is not None and optimizer.state is self._zero:
@@ -129,9 +119,16 @@ class _Hooks:
         if asked is None:
             return None
         is_full = asked["info"].full_state_dict
-        found = spread_state(asked["model"], optimizer, state, is_full=is_full)
+        kind = OWN if self._zero is None or optimizer.state is not self._zero else MADE
+        found, parts = spread_state(asked["model"], optimizer, state, is_full=is_full, kind=kind)
         self._end(optimizer)
-        return found
+        if not parts:
+            return found
+        flat = {
+            key: {without_compiled(name): own for name, own in named.items()}
+            for key, named in parts.items()
+        }
+        return _named_apart(found, flat)
 
     def _take(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -140,8 +137,85 @@ class _Hooks:
         if asked is None:
             return None
         model = asked["model"]
-        _check_names(model, optimizer, asked["state_dict"], state["state"])
-        return state_to_load(model, optimizer, state)
+        return state_to_load(model, optimizer, _by_own_names(model, state))
+
+
+# ----------------------------------------------------- one parameter under several names
+
+State = dict[str, Any]
+
+
+class _Parts(dict[str, State]):
+    """The state of a flat parameter: that of each of its parameters, by name."""
+
+
+class _StateApart(dict[Any, Any]):
+    """State into which torch puts a flat parameter under one name: it takes its parts instead."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - as of any dict
+        if isinstance(value, _Parts):
+            self.update(value)
+        else:
+            super().__setitem__(key, value)
+
+
+class _GroupApart(dict[str, Any]):
+    """A group that torch gives one name for each parameter: it takes those of all parts."""
+
+    def __init__(self, group: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]) -> None:
+        super().__init__(group)
+        self._names = [parts.get(key) for key in group["params"]]
+
+    def __setitem__(self, key: str, value: Any) -> None:  # noqa: ANN401 - as of any dict
+        if key == "params":
+            pairs = zip(value, self._names, strict=True)
+            value = [name for one, own in pairs for name in (own or (one,))]
+        super().__setitem__(key, value)
+
+
+class _GroupsApart(list[Any]):
+    """Groups that are plain once torch has named them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for group in super().__iter__():
+            is_named = all(isinstance(key, str) for key in group["params"])
+            yield dict(group) if is_named else group
+
+
+def _named_apart(
+    state: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]
+) -> dict[str, Any]:
+    """``state`` in which torch finds for each flat parameter of ``parts`` what is in there."""
+    kept = {name: _Parts({n: own for n, own in p.items() if own}) for name, p in parts.items()}
+    return {
+        **state,
+        "state": _StateApart({**state["state"], **{key: p for key, p in kept.items() if p}}),
+        "param_groups": _GroupsApart(_GroupApart(g, parts) for g in state["param_groups"]),
+    }
+
+
+def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` from torch, under the names that the model has where parts of it are compiled.
+
+    Raises ValueError for state under any other name.
+    """
+    managed = (name for entry in managed_parameters(model) for name in entry.names)
+    others = (clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False))
+    own = {without_compiled(name): name for name in (*others, *managed)}
+    unknown = sorted(str(name) for name in state["state"] if name not in own)
+    if unknown:
+        raise ValueError(
+            f"expected optimizer state under names of the model's parameters, found {unknown[:3]}: "
+            "give what get_optimizer_state_dict returned"
+        )
+    groups = [
+        {**group, "params": [own.get(name, name) for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {"state": {own[n]: held for n, held in state["state"].items()}, "param_groups": groups}
+
+
+# --------------------------------------------------------------------- a state to begin with
 
 
 def _state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
@@ -175,31 +249,3 @@ def _zeros(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.requires_grad:
         stand_in.grad = torch.zeros_like(parameter)
     return stand_in
-
-
-def _check_names(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    given: Mapping[str, Any],
-    state: Mapping[Any, Any],
-) -> None:
-    """Raise where state was ``given`` that torch has not found the parameter of."""
-    names = names_by_parameter(model)
-    known = {name for own in names.values() for name in own}
-    unknown = sorted(map(str, set(state) - known))
-    if unknown:
-        raise ValueError(
-            f"expected optimizer state under names of the model's parameters, found {unknown[:3]}: "
-            "give what get_optimizer_state_dict returned"
-        )
-    if "state" in given:
-        return
-    flat = {key.removeprefix("state.").rpartition(".")[0] for key in given if key[:6] == "state."}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        lost = [name for name in names[parameter] if name in flat and not state.get(name)]
-        if lost and parameter.numel():
-            raise RuntimeError(
-                f"the flat state dict has state of {lost[0]}, and torch leaves it out, because "
-                "this optimizer has state of other parameters but none of that one. Load it into "
-                "an optimizer that has not stepped, or without flatten_optimizer_state_dict"
-            )

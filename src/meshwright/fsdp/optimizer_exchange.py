@@ -10,11 +10,28 @@ import torch
 
 from meshwright.comm import Communicator
 
-__all__ = ["Held", "exchange", "from_first_rank", "of_numbers"]
+__all__ = [
+    "MADE",
+    "OWN",
+    "Held",
+    "exchange",
+    "from_first_rank",
+    "has_state",
+    "of_numbers",
+]
 
 
-Held = tuple[bool, dict[str, str], dict[str, Any]]
+Held = tuple[int, dict[str, str], dict[str, Any]]
 """What a rank has of one parameter: any state, the dtypes of what is spread, and the scalars."""
+
+MADE, OWN = 1, 2
+"""State of a parameter: made up on a rank that has none at all, or its own. None is 0."""
+
+
+def has_state(answers: Sequence[Held]) -> bool:
+    """Whether a parameter has state: ranks whose parts get no gradients may have none at all."""
+    found = {kind for kind, _, _ in answers}
+    return OWN in found or found == {MADE}
 
 
 def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:

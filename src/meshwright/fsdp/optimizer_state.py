@@ -23,7 +23,14 @@ from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.managed_parameters import Managed, managed_parameters, names_by_parameter
-from meshwright.fsdp.optimizer_exchange import Held, exchange, from_first_rank, of_numbers
+from meshwright.fsdp.optimizer_exchange import (
+    OWN,
+    Held,
+    exchange,
+    from_first_rank,
+    has_state,
+    of_numbers,
+)
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -67,7 +74,7 @@ def optimizer_state(
     entries = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
-    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_agreed, views=False)
+    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_agreed)
     found = {entry.names[0]: own for entry, own in parts if own}
     managed = {entry.exposed for entry in entries}
     for parameter, own in state.items():
@@ -142,11 +149,13 @@ def spread_state(
     given: Mapping[str, Any],
     *,
     is_full: bool,
-) -> dict[str, Any]:
+    kind: int,
+) -> tuple[dict[str, Any], dict[Any, dict[str, State]]]:
     """What ``optimizer.state_dict()`` returned, each value in the shape of the whole parameter.
 
-    Whole tensors, or this rank's parts as a `ShardView`. All ranks have the same keys: those of
-    positions stay. A collective over the shards.
+    Whole tensors, or this rank's parts. All ranks have the same keys: those of positions stay. Of
+    each flat parameter, by its position, the state of its parameters by name is beside it.
+    ``kind`` is that of this rank's state. A collective over the shards.
     """
     state, _ = _by_parameter(optimizer, given)
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -154,11 +163,16 @@ def spread_state(
     entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
     for entry in entries:
         _check_form(entry, state.get(entry.exposed, {}))
-    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True, views=True):
+    parts: dict[Any, dict[str, State]] = {}
+    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True, kind=kind):
+        if entry.is_flat:
+            parts.setdefault(keys[entry.exposed], {})[entry.names[0]] = own
+            own = {}
         state.pop(entry.exposed, None)
         if own:
             state[entry.exposed] = own
-    return {**given, "state": {keys[parameter]: own for parameter, own in state.items()}}
+    found = {keys[parameter]: own for parameter, own in state.items()}
+    return {**given, "state": found}, parts
 
 
 def _check_form(entry: Managed, own: Mapping[str, Any]) -> None:
@@ -178,14 +192,13 @@ def _take_apart(
     *,
     is_full: bool,
     is_agreed: bool,
-    views: bool,
+    kind: int = OWN,
 ) -> list[tuple[Managed, State]]:
     """The state of each parameter, if any rank has some; ``is_agreed`` asks the others.
 
-    Parts are DTensors where a mesh was given, a collective; ``views`` wants none that can be
-    avoided.
+    Parts are DTensors where a mesh was given, a collective.
     """
-    held = [_held(entry, state.get(entry.exposed)) for entry in entries]
+    held = [_held(entry, state.get(entry.exposed), kind) for entry in entries]
     answers: list[list[Held] | None] = [None] * len(entries)
     if is_agreed:
         by_shard: dict[Communicator, list[int]] = {}
@@ -198,12 +211,12 @@ def _take_apart(
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
     return [
-        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full, views=views))
+        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full))
         for entry, answer in zip(entries, answers, strict=True)
     ]
 
 
-def _held(entry: Managed, own: State | None) -> Held:
+def _held(entry: Managed, own: State | None, kind: int) -> Held:
     """What this rank tells the others of one parameter."""
     shape = entry.exposed.shape
     held = own or {}
@@ -211,7 +224,7 @@ def _held(entry: Managed, own: State | None) -> Held:
         k: str(v.dtype).removeprefix("torch.") for k, v in held.items() if _is_shard_like(v, shape)
     }
     rest = {k: v for k, v in held.items() if k not in spread} if _counts(entry) else {}
-    return own is not None, spread, rest
+    return (kind if own else 0), spread, rest
 
 
 def _counts(entry: Managed) -> bool:
@@ -225,7 +238,6 @@ def _own_state(
     answers: Sequence[Held] | None,
     *,
     is_full: bool,
-    views: bool,
 ) -> State:
     """The state of one parameter; without ``answers`` only what this rank has elements of."""
     held, shape = own or {}, entry.exposed.shape
@@ -234,7 +246,7 @@ def _own_state(
     result: State = {k: copy.deepcopy(v) for k, v in held.items() if k not in spread}
     counts = _counts(entry)
     if answers is not None:
-        if not any(has_state for has_state, _, _ in answers):
+        if not has_state(answers):
             return {}
         found: State = {} if counts else result
         for _, dtypes, scalars in reversed(answers):
@@ -243,12 +255,8 @@ def _own_state(
         result = {**result, **found}
     elif own is None or not counts:
         return {}
-    # A view of a part of what tensor parallelism has cut would pass for one of the whole.
-    is_plain = entry.group.slots[entry.index].outer is None
-    is_view = (views and is_plain) or entry.wrapper._groups.mesh is None
     for key in sorted(spread):
-        value = held.get(key)
-        result[key] = _spread_value(entry, value, spread[key], is_full=is_full, is_view=is_view)
+        result[key] = _spread_value(entry, held.get(key), spread[key], is_full=is_full)
     return dict(sorted(result.items()))
 
 
@@ -262,7 +270,6 @@ def _spread_value(
     dtype: torch.dtype,
     *,
     is_full: bool,
-    is_view: bool,
 ) -> torch.Tensor:
     """The state of one parameter whose parts are spread like its shards."""
     group, index = entry.group, entry.index
@@ -274,7 +281,7 @@ def _spread_value(
     if group.axes.shard is None:
         part = local.reshape(flat_layout(group).shapes[index])
         return whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
-    if not is_full and is_view:
+    if not is_full and entry.wrapper._groups.mesh is None:
         return sharded_value(group, index, local, entry.names[0])
     line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
@@ -369,7 +376,10 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
 
 
 def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> State:
-    """The state of a flat parameter from that of all its parameters."""
+    """The state of a flat parameter from that of all its parameters.
+
+    One without state has got no gradients: of what lies like it there are zeros in the line.
+    """
     found = [next((given[n] for n in e.names if n in given), None) for e in entries]
     present = [own for own in found if own]
     if not present:
@@ -381,11 +391,6 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
             "Differing optimizer state names for the unflattened parameters "
             f"{called}: {[sorted(own) for own in present]}"
         )
-    if len(present) != len(entries):
-        raise ValueError(
-            "All unflattened parameters comprising a single flat parameter must have state, or "
-            f"none of them: of {called}, only {len(present)} have some"
-        )
     result: State = {}
     for key in sorted(keys):
         values = [own[key] for own in present]
@@ -395,19 +400,26 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
                 f"Differing optimizer state types for state {key!r} of the unflattened parameters "
                 f"{called}"
             )
-        is_spread = spreads.pop()
-        result[key] = _line_of(entries, values) if is_spread else copy.deepcopy(values[0])
+        if spreads.pop():
+            result[key] = _line_of(entries, [own[key] if own else None for own in found])
+            continue
+        if any(bool(value != values[0]) for value in values):
+            raise ValueError(
+                f"All unflattened parameters comprising a single flat parameter must have one {key}"
+                f": found {values} for {called}. Wrap with use_orig_params=True"
+            )
+        result[key] = copy.deepcopy(values[0])
     return result
 
 
-def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
     group = entries[0].group
-    pieces = own_pieces(group)
-    shard = group.buffer.shard
-    line = torch.zeros(shard.numel(), dtype=values[0].dtype, device=shard.device)
+    pieces, shard = own_pieces(group), group.buffer.shard
+    dtype = next(value.dtype for value in values if value is not None)
+    line = torch.zeros(shard.numel(), dtype=dtype, device=shard.device)
     for entry, value in zip(entries, values, strict=True):
-        part, piece = _own_part(entry, value), pieces.get(entry.index)
-        if piece is not None:
+        part, piece = value if value is None else _own_part(entry, value), pieces.get(entry.index)
+        if piece is not None and part is not None:
             line[piece.offset : piece.offset + piece.numel].copy_(part.reshape(-1))
     return line
 

@@ -12,10 +12,17 @@ from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
 from meshwright.comm.untraced import apart, untraced
+from meshwright.data_parallel.checkpoint_names import (
+    Inside,
+    SteppedOver,
+    asked_in,
+    place_of,
+    rename,
+)
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
-from meshwright.fsdp.exposure import exposed_of, gradients_by_axes
+from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of, gradients_by_axes
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.modes import PrecisionMode
@@ -48,9 +55,10 @@ __all__ = [
 ]
 
 
-class UnitWrapper(nn.Module):
+class UnitWrapper(SteppedOver):
     """A module and the unit of those parameters below it that no wrapper further down owns."""
 
+    _wrapped_as = WRAPPED
     limit_all_gathers: bool
     _device: Any
     _groups: Groups
@@ -258,7 +266,37 @@ class UnitWrapper(nn.Module):
                     destination=destination, prefix=prefix, keep_vars=keep_vars
                 )
         put_entries(found, prefix, entries, settings, rank=self.rank)
+        if self._is_asked():
+            rename(found, prefix + self._compiled, prefix)
+            asked = asked_in("_get_model_state_dict")
+            if asked is not None and asked["info"].ignore_frozen_params:
+                self._leave_frozen_out(found, prefix)
         return found
+
+    @property
+    def _compiled(self) -> str:
+        """The names between this wrapper, which is in none, and what it wraps."""
+        return ".".join((*place_of(self, WRAPPED)[1:], ""))
+
+    def _flat_names(self) -> dict[str, nn.Parameter]:
+        """The flat parameter under all names of its parameters, as torch's functions have them."""
+        unit = self._unit
+        if unit is None or not isinstance(unit.exposure, FlatExposure):
+            return {}
+        names = (name for own in self._driver.own_names for name in own)
+        flat = unit.exposure.flat
+        return {name.removeprefix(self._compiled): flat for name in names}
+
+    def _leave_frozen_out(self, state: dict[str, Any], prefix: str) -> None:
+        """Leave what a flat parameter has frozen to torch, which looks for the flat one itself."""
+        for name, flat in self._flat_names().items():
+            if not flat.requires_grad:
+                state.pop(prefix + name, None)
+                state[prefix + FLAT] = flat
+
+    @property
+    def _inside(self) -> Inside:
+        return Inside(super()._inside._module, FLAT)
 
     def _settings_in_force(self) -> StateDictSettings:
         settings = self._state_dict_settings
@@ -292,6 +330,8 @@ class UnitWrapper(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Take this rank's part of the unit's values; the rest is for the modules below."""
+        if self._is_asked():
+            rename(state_dict, prefix, prefix + self._compiled)
         rename_for_load(state_dict, prefix)
         if self._unit is not None:
             names = names_in_state(self._unit, self._driver.own_names, self.module)
@@ -321,9 +361,14 @@ class UnitWrapper(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; while parameters are summoned, under the names before wrapping."""
+        """As of any module; while parameters are summoned, under the names before wrapping.
+
+        torch's checkpoint functions find a flat parameter under all names of its parameters.
+        """
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._is_summoned else name, parameter
+        if not recurse and asked_in("_iterate_valid_model_state") is not None:
+            yield from self._flat_names().items()
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.starting_state import starting_buffers
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
-from meshwright.fsdp.checkpoint_functions import CheckpointNames, asked_in, prepare_optimizers
+from meshwright.fsdp.checkpoint_functions import CheckpointNames, prepare_optimizers
 from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
@@ -50,7 +50,7 @@ from meshwright.fsdp.options import (
 from meshwright.fsdp.residency import WrapperResidency
 from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.state_dicts import clean_reported_names
-from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
+from meshwright.fsdp.traversal import WRAPPED, UnitDriver
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
     fsdp_units,
@@ -93,7 +93,6 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     """
 
     _deferred: frozenset[nn.Parameter]
-    _names_are_asked = False
 
     def __init__(
         self,
@@ -438,27 +437,11 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
     # --------------------------------------------------------- torch's checkpoint functions
 
-    def _fqn_modifiers(self) -> Mapping[str, str]:
-        """What those functions ask first: who is left out of names."""
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What those functions ask: who is left out of names."""
+        super()._fqn_modifiers()
         prepare_optimizers(self)
-        self._names_are_asked = True
-        return CheckpointNames(self)
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Generator[tuple[str, nn.Module]]:
-        """As of any module; while those functions ask, under the names before wrapping."""
-        found = super().named_modules(memo, prefix, remove_duplicate)
-        if self._names_are_asked:
-            self._names_are_asked = asked_in() is not None
-        if not self._names_are_asked:
-            yield from found
-            return
-        for name, module in found:
-            yield clean_name(name), module
+        return CheckpointNames(WRAPPED)
 
 
 FROM_ABOVE = "_meshwright_from_above"
