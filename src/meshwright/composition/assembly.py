@@ -60,8 +60,8 @@ def parallelize(
     ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
     ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
     is a small batch of inputs, as `Trainable.step` takes one, for axes pipeline and tensor, which
-    look at how the model runs. ``group`` is a process group, all ranks when None; a process that has
-    joined none connects first.
+    look at how the model runs. ``group`` is a process group, all ranks when None; a process that
+    has joined none connects first.
 
     ``model`` is laid out in place. With axis pipeline it keeps what this rank's stages hold, and
     those hold its own parameters; the memory of all others is given back, and reading them, or
