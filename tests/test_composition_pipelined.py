@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -114,13 +115,13 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
 
 
-def laid_out(plan: Plan, model: nn.Module | None = None) -> Any:
+def laid_out(plan: Plan, model: nn.Module | None = None, example: Any = None) -> Any:
     return parallelize(
         mlp() if model is None else model,
         plan,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
         loss=F.mse_loss,
-        example=(torch.ones(2, 4, dtype=torch.float64),),
+        example=(torch.ones(2, 4, dtype=torch.float64),) if example is None else example,
     )
 
 
@@ -150,6 +151,11 @@ def body_details() -> None:
     other.load_state_dict(state)
     assert other.steps == 1
     torch.testing.assert_close(other.step(x, y).loss, trainable.step(x, y).loss)
+    for model, name in ((mlp(), "input"), (Chain("behind").double(), "x")):
+        expected = F.mse_loss(model(x), y).detach()
+        for example in (x, [x], {name: x}):  # as a step takes them
+            staged = laid_out(plan_of("gpipe", 2, pipeline=2), copy.deepcopy(model), example)
+            torch.testing.assert_close(staged.step(example, y).loss, expected)
     mixed = x if world.rank == 0 else x + 1
     fresh = laid_out(plan_of("gpipe", 2, pipeline=2))
     with pytest.raises(ValueError, match="ranks .1. were given another batch than rank 0"):

@@ -446,6 +446,17 @@ def body_whole() -> None:
     assert not check_optimizer(torch.optim.LBFGS(mw.flat_groups(net())))
 
 
+class OwnSearch(torch.optim.LBFGS):
+    """LBFGS under another name."""
+
+
+class NeedsClosure(torch.optim.SGD):
+    """SGD whose step computes the loss itself."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
 def body_losses() -> None:
     """Ranks whose losses differ take the same steps of LBFGS: those of one process."""
     world = communicator()
@@ -455,9 +466,8 @@ def body_losses() -> None:
         wrap: Any = mw.DistributedDataParallel if layout == "class" else WHOLE[layout]
         model = wrap(net(4))  # torch does not flatten DTensors with uneven rows
         for module, part in ((one, inputs), (model, inputs.chunk(world.size)[world.rank])):
-            optimizer = torch.optim.LBFGS(
-                module.parameters(), max_iter=8, line_search_fn="strong_wolfe"
-            )
+            kind = OwnSearch if layout == "class" else torch.optim.LBFGS
+            optimizer = kind(module.parameters(), max_iter=8, line_search_fn="strong_wolfe")
             calls = 0
 
             def closure(module: Any = module, part: Any = part, optimizer: Any = optimizer) -> Any:
@@ -518,8 +528,9 @@ def body_plans() -> None:
     with pytest.raises(TypeError, match="Adafactor uses operators"):
         mw.parallelize(net(), tensor, optimizer=torch.optim.Adafactor, **example)
     replicas = Plan(axes=Axes.of({"replicate": 2}))
-    with pytest.raises(TypeError, match="LBFGS computes the loss several times .* closure"):
-        mw.parallelize(net(), replicas, optimizer=torch.optim.LBFGS, **example)
+    for kind in (torch.optim.LBFGS, OwnSearch, NeedsClosure):
+        with pytest.raises(TypeError, match=rf"the step of {kind.__name__} needs closure"):
+            mw.parallelize(net(), replicas, optimizer=kind, **example)
     pipeline = PipelinePlan(schedule="1f1b", microbatches=2)
     staged = Plan(axes=Axes.of({"pipeline": 2}), pipeline=pipeline)
 

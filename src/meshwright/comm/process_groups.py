@@ -11,9 +11,11 @@ import atexit
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -87,7 +89,8 @@ def connect(
         _join(backend, rank, world_size, store, timeout, hang_after)
         return communicator(None, "world", timeout=timeout)
     world = communicator(None, "world", timeout=timeout)
-    _watch_world(world, hang_after)
+    if world.backend not in _WITHOUT_PROCESSES:
+        _watch_world(world, hang_after)
     return world
 
 
@@ -99,7 +102,7 @@ def watch_run(members: Communicator) -> None:
     """
     if PROCESS.monitor is not None or members.size == 1 or not dist.is_initialized():
         return
-    if members.size == dist.get_world_size() and dist.get_backend() not in _WITHOUT_PROCESSES:
+    if members.size == dist.get_world_size() and members.backend not in _WITHOUT_PROCESSES:
         _watch_world(communicator(None, timeout=members.timeout), HANG_AFTER)
 
 
@@ -127,6 +130,16 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
     The system chooses a free port for 0; it is the store's ``port``.
     """
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+
+
+@functools.cache
+def _warn_of_fake() -> None:
+    warnings.warn(
+        "the ranks of torch's fake process group are no processes: nothing is sent, and whether "
+        "they fail or do other things than this one is not checked",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def is_connected() -> bool:
@@ -199,6 +212,8 @@ def communicator(
         device = _device_of(group)
         limit = _limit_of(group, device) if timeout is None else timeout
         found = Communicator(group, axis or "world", device, limit)
+        if found.backend == "fake":
+            _warn_of_fake()
         PROCESS.communicators[group] = found
     if axis is None or axis == found.axis:
         return found

@@ -6,8 +6,8 @@ pipeline has cut the model into stages), batch norm, recomputation, the data axe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -50,7 +50,7 @@ def parallelize(
     *,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     loss: Loss,
-    example: Inputs | None = None,
+    example: object = None,
     group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
 ) -> Trainable:
     """Lay ``model`` out as ``plan`` says, and return what trains it.
@@ -59,9 +59,9 @@ def parallelize(
     A ``model`` on the meta device gets the values of ``[train] seed``, the same on every layout.
     ``optimizer`` is called with this rank's parameters. ``loss(output, target)`` returns a mean, or
     ``(sum, count)``; either way the gradient is that of the mean over the global batch. ``example``
-    inputs, a tuple or a mapping of keyword arguments, are for axes pipeline and tensor, which look
-    at how the model runs. ``group`` is a process group, all ranks when None; a process that has
-    joined none connects first.
+    is a small batch of inputs, as `Trainable.step` takes one, for axes pipeline and tensor, which
+    look at how the model runs. ``group`` is a process group, all ranks when None; a process that
+    has joined none connects first.
 
     ``model`` is laid out in place. With axis pipeline it keeps what this rank's stages hold, and
     those hold its own parameters; the memory of all others is given back, and reading them, or
@@ -80,12 +80,12 @@ def parallelize(
     everyone = comm.connect() if group is None else comm.communicator(group, "replicate")
     check_model(model, plan, everyone.size)
     is_empty = is_on_meta(model)
-    _check_example(plan, example)
+    inputs = _inputs(plan, example)
     check_own_parameters(loss, model)
     peers = Peers.of(plan, everyone)
     given = GivenParameters(model)
     if plan.axes.size("pipeline") > 1:
-        return pipelined(model, plan, optimizer, loss, example or (), peers, given)
+        return pipelined(model, plan, optimizer, loss, inputs, peers, given)
     if not (is_empty and is_drawn_in_parts(plan)):
         place(model, plan, everyone)
         given.carry(model)
@@ -93,7 +93,7 @@ def parallelize(
     whole: WholeRun | None = None
     if plan.axes.size("tensor") > 1:
         equalise(model, everyone)
-        whole = WholeRun(model, moved_to(example or (), everyone), peers.tensor, draws)
+        whole = WholeRun(model, moved_to(inputs, everyone), peers.tensor, draws)
         cut_over_tensor(model, ModelCut.of(model, plan), peers)
         whole.compare(model)
     if plan.train.batch_norm == "sync":
@@ -119,7 +119,8 @@ def parallelize(
     )
 
 
-def _check_example(plan: Plan, example: Inputs | None) -> None:
+def _inputs(plan: Plan, example: object) -> Inputs:
+    """The arguments of the model in ``example``, read as `call_module` reads a batch."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
         ("tensor", "is checked against the whole model"),
@@ -129,3 +130,8 @@ def _check_example(plan: Plan, example: Inputs | None) -> None:
                 f"axis {axis} {why}: give parallelize example=(inputs,), as one small batch has "
                 "them"
             )
+    if isinstance(example, Mapping):
+        return cast("Inputs", example)
+    if isinstance(example, Sequence) and not isinstance(example, str):
+        return tuple(example)
+    return () if example is None else (example,)

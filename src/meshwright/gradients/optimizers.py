@@ -18,7 +18,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -82,7 +82,7 @@ _NOT_FOR_DTENSORS: MappingProxyType[type, str] = MappingProxyType(
 )
 """Classes of torch whose operators DTensors do not have."""
 
-_BY_LOSS = frozenset({torch.optim.LBFGS})
+_BY_LOSS = (torch.optim.LBFGS,)
 """Classes whose steps depend on the loss: ranks with losses of their own would step apart."""
 
 _DECLARED = "_meshwright_looks_at_elements"
@@ -174,7 +174,7 @@ class _Watch:
                 self._warned.add(type(optimizer))
                 warnings.warn(doubt, UserWarning, stacklevel=3)
             self._seen[optimizer] = size
-        return _with_mean_loss(optimizer, args, kwargs) if type(optimizer) in _BY_LOSS else None
+        return _with_mean_loss(optimizer, args, kwargs) if isinstance(optimizer, _BY_LOSS) else None
 
 
 def _with_mean_loss(
@@ -202,7 +202,7 @@ def _with_mean_loss(
 def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     """Raise TypeError where ``optimizer`` would compute other numbers than one process.
 
-    Also where its ``step`` needs a closure and whoever calls it, without ``has_closure``, has none.
+    Also where its ``step`` needs arguments and whoever calls it, without ``has_closure``, has none.
     Returns what is in doubt about a class that nobody knows, "" where nothing is.
     """
     looks, name = _looks(type(optimizer)), type(optimizer).__name__
@@ -221,10 +221,11 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             f"{name} looks at {looks}, but {found}: it would compute other numbers than one "
             f"process. Use an element-wise optimizer such as AdamW, or {instead}"
         )
-    if not has_closure and type(optimizer) in _BY_LOSS:
+    if not has_closure and (wanted := _wanted(optimizer.step)):
         raise TypeError(
-            f"{name} computes the loss several times in a step, by a closure that a Trainable does "
-            "not have. Use another optimizer, or a loop of your own with replicate or fully_shard"
+            f"the step of {name} needs {wanted}, which a Trainable does not have: it computes the "
+            "loss once, before. Use another optimizer, or a loop of your own with replicate or "
+            "fully_shard"
         )
     if not found:
         return ""
@@ -255,6 +256,16 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
             "meshwright.pipelining, clip by a norm over all stages",
         )
     return "", ""
+
+
+def _wanted(step: Callable[..., object]) -> str:
+    """The arguments that ``step`` cannot be called without, such as ``closure``."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(
+        name
+        for name, each in inspect.signature(step).parameters.items()
+        if each.default is inspect.Parameter.empty and each.kind not in variadic
+    )
 
 
 def _looks(cls: type) -> _Looks:

@@ -73,7 +73,7 @@ class PipeInfo:
             group,
             self.edges,
             self.arguments,
-            self.outputs[stage_index],
+            self.outputs,
             self.ties,
             self.split,
         )

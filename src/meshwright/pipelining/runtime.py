@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from meshwright.pipelining.stage import PipelineStage, StepOfStage
 from meshwright.pipelining.ties import Tie, TiedParameters
 from meshwright.pipelining.transfers import Transfers, first_tag
 from meshwright.pipelining.turns import Turns
+from meshwright.pipelining.unanswered import UnansweredTransfers
 from meshwright.schedule.actions import (
     RECV_B,
     RECV_F,
@@ -201,7 +203,9 @@ class _Step:
         self._reduced: set[int] = set()
         self._late: list[Several] = []
         """What is reduced when the row has been run."""
-        self.transfers = Transfers(
+        is_fake = runtime._communicator.backend == "fake"
+        kind = functools.partial(UnansweredTransfers, runtime.stages) if is_fake else Transfers
+        self.transfers = kind(
             runtime._communicator,
             self.schedule,
             runtime.steps,

@@ -184,6 +184,10 @@ class PipelineStage:
 
     # -------------------------------------------------------------------------- inbox
 
+    def takes_of(self, source: int) -> Signature | None:
+        """What it takes of stage ``source``, as far as that is declared."""
+        return self.declared_inputs if self._only_source == source else None
+
     def put_start(self, microbatch: int, start: Start) -> None:
         """The loss of a microbatch, of a last stage: its backward starts there."""
         self._starts[microbatch] = start

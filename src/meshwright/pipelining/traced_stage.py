@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import StageEdges
-from meshwright.pipelining.metadata import Values
+from meshwright.pipelining.metadata import Signature, TensorMeta, Values
 from meshwright.pipelining.splitting import Argument, Expected
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.ties import Tie
@@ -34,7 +34,7 @@ class TracedStage(PipelineStage):
         group: Any,  # noqa: ANN401
         edges: Sequence[StageEdges],
         arguments: Sequence[Argument],
-        outputs: Sequence[Expected | None],
+        outputs: Sequence[Sequence[Expected | None]],
         ties: Sequence[Tie],
         split: int = 0,
     ) -> None:
@@ -42,9 +42,21 @@ class TracedStage(PipelineStage):
             submodule, stage_index, len(edges), device, group=group, edges=edges, ties=ties
         )
         self._arguments_by_key = {argument.key: argument for argument in arguments}
-        self._outputs = tuple(outputs)
+        self._all_outputs = outputs
+        self._outputs = tuple(outputs[stage_index])
         self.split = split
         """A digest of what runs in which stage, which ranks compare."""
+
+    def takes_of(self, source: int) -> Signature | None:
+        """See `PipelineStage`: as the trace has seen it, where that has fixed all sizes."""
+        leaves: list[TensorMeta] = []
+        for wanted in self._all_outputs[source]:
+            if wanted is None or None in wanted.shape:
+                return None
+            like = torch.empty([size or 0 for size in wanted.shape], device="meta")
+            stride = like.stride() if wanted.stride is None else wanted.stride
+            leaves.append(TensorMeta(tuple(like.shape), stride, wanted.dtype))
+        return Signature(tuple(leaves))
 
     def check_microbatches(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
