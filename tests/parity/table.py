@@ -1,4 +1,4 @@
-"""The table of `docs/parity.md`: print it with ``PYTHONPATH=tests python -m parity.table > docs/parity.md``.
+"""The table of `docs/parity.md`, by ``PYTHONPATH=tests python -m parity.table > docs/parity.md``.
 
 A name is shown by the file of tests that names it most; a file that the table has already stays
 while it still names it, so that the table changes only where something has.
