@@ -227,7 +227,7 @@ def _text(value: bytes | str) -> str:
 def _own_client(store: dist.Store) -> dist.Store:
     """Make a client of ``store`` for one thread: a client serves one request at a time."""
     try:
-        return store.clone()
+        return store.clone()  # pyrefly: ignore[missing-attribute]
     except RuntimeError as error:
         # A store that is written in Python has no `clone`; it is shared, and has its own locks.
         if "pure virtual function" not in str(error):
