@@ -26,7 +26,6 @@ from meshwright.errors import CollectiveMismatchError, CollectiveTimeoutError, R
 from meshwright.testing import Ranks, RanksFailed
 from meshwright.testing.outcome import Ending
 
-
 ON_BOTH = pytest.mark.parametrize(
     "ranks", ["shm", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True
 )
@@ -265,10 +264,15 @@ def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks) -> None:
     def body() -> None:
         membership.LEAVE_TIMEOUT = 600.0
         world = comm.communicator()
-        with pytest.raises(ValueError if world.rank == 0 else RankFailedError), comm.phase("data"):
-            if world.rank == 0:
-                raise ValueError("no such token")
-            world.all_reduce(torch.ones(1)).wait()
+
+        def step() -> None:
+            with comm.phase("data"):
+                if world.rank == 0:
+                    raise ValueError("no such token")
+                world.all_reduce(torch.ones(1)).wait()
+
+        with pytest.raises(ValueError if world.rank == 0 else RankFailedError):
+            step()
 
     ranks(2, body, timeout=30.0)
 

@@ -62,8 +62,7 @@ def growth(measured: Sequence[Footprint]) -> dict[str, float]:
 def objects() -> Counter[str]:
     """The parameters and the objects of Meshwright's classes that are alive, by class.
 
-    Left out is what a bounded number is remembered of: operations, descriptions of calls, and
-    places in shared memory.
+    Left out is what Meshwright keeps a bounded number of.
     """
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
@@ -72,9 +71,10 @@ def objects() -> Counter[str]:
         for kind in kinds
         if str(kind.__module__).startswith("meshwright.") or issubclass(kind, Parameter)
     ]
-    # What is kept of the last few operations, and of where threads stood at the last look.
-    remembered = ("Call", "Issued", "c_char_Array", "_Place")
-    return Counter(name for name in ours if not name.startswith(remembered))
+    # The last few operations and their descriptions, places in shared memory, and where threads
+    # stood at the last look.
+    bounded = ("Call", "Issued", "c_char_Array", "_Place")
+    return Counter(name for name in ours if not name.startswith(bounded))
 
 
 def _rows(path: Path) -> dict[str, int]:

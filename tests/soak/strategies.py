@@ -165,7 +165,7 @@ from meshwright.recipes import loop
 take = loop._Training._take_step
 def takes(self, *args):
     take(self, *args)
-    print(f"STEP {self._step}", flush=True)
+    print(f"STEP {self._step - 1}", flush=True)
     time.sleep(PAUSE)
 loop._Training._take_step = takes
 limit = [] if LIMIT is None else [f"--run.timeout={LIMIT}"]

@@ -1,4 +1,4 @@
-"""What runs when ``.grad`` of a parameter is there, where autograd computes with another tensor.
+"""Hooks that run when ``.grad`` of a parameter is there, where autograd has another tensor.
 
 Autograd never accumulates into a parameter that is sharded, or that computes as a local leaf. So
 hooks of `register_post_accumulate_grad_hook` are called here, and the optimizers that torch's
@@ -23,7 +23,7 @@ _HOME = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
-    """Whether anything is to run when ``.grad`` of ``parameter`` is there."""
+    """Tell whether anything is to run when ``.grad`` of ``parameter`` is there."""
     return bool(parameter._post_accumulate_grad_hooks) or _OPTIMIZERS in parameter.__dict__
 
 
@@ -38,7 +38,7 @@ def run_after_hooks(parameter: torch.Tensor) -> None:
 
 
 def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
-    """Let ``target``, which takes the place of ``source``, have what waits for its gradient.
+    """Give ``target``, which takes the place of ``source``, all that waits for its gradient.
 
     Handles remove hooks of both. Raises ValueError for an optimizer with state: it is that of
     ``source``.

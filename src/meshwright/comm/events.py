@@ -213,7 +213,7 @@ class EventCheck:
         )
 
     def _told(self, answer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """What the same root says in the ``answer`` of another rank; None when there is none."""
+        """Find the same root's words in the ``answer`` of another rank; None without any."""
         theirs = None if answer is None else answer["described"].get(self._key)
         match theirs:
             case {"tail": list(tail), "state": dict(), "issued": list()} if all(

@@ -162,7 +162,7 @@ def _has_others(values: Iterable[object]) -> bool:
 
 
 def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether the larger or smaller of two tensors is asked for, element by element."""
+    """Tell whether the larger or smaller of two tensors is asked for, element by element."""
     return isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), torch.Tensor)
 
 

@@ -149,7 +149,7 @@ def choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: i
 
 
 def _no_shared_memory(roll: Sequence[Mapping[str, Any]]) -> str:
-    """Why no two of these ranks can share memory, the same text on all; empty when some can."""
+    """Say why no two of these ranks can share memory, alike on all; empty when some can."""
     for rank, entry in enumerate(roll):
         if entry["unsupported"]:
             return f"rank {rank}: {entry['unsupported']}"

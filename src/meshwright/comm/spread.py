@@ -139,13 +139,13 @@ def refuse_spread(tensor: torch.Tensor, why: str) -> None:
 
 
 def is_marked_spread(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, a plain one, was marked as a shard of which other ranks hold the rest."""
+    """Tell whether ``tensor``, a plain one, was marked as a shard, with the rest on other ranks."""
     marker = vars(tensor).get(_MARKER)
     return isinstance(marker, _Marker) and bool(marker.communicators or marker.refusal)
 
 
 def is_line(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` holds parameters of other shapes in one line."""
+    """Tell whether ``tensor`` holds parameters of other shapes in one line."""
     marker = vars(tensor).get(_MARKER)
     return isinstance(marker, _Marker) and marker.is_line
 

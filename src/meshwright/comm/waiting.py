@@ -70,7 +70,7 @@ class Awaited(Protocol):
 
     @property
     def lacks(self) -> str:
-        """What messages say of a rank that has not done its part: `rank 1 has not issued it`."""
+        """Words for a rank that has not done its part: `rank 1 has not issued it`."""
         ...
 
     def describe(self) -> str:

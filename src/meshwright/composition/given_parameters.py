@@ -116,7 +116,7 @@ def _add(
     groups: Iterable[dict[str, Any]],
     copies: Iterable[tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
-    """Let ``optimizer`` step copies as it steps what they are copies of."""
+    """Have ``optimizer`` step copies as it steps their originals."""
     listed = {id(parameter) for group in groups for parameter in group["params"]}
     for owner, copied in copies:
         for group in groups:

@@ -1,4 +1,4 @@
-"""What a loss is computed from beside the model's output: weights that it may read here, or not.
+"""Sources of a loss beside the model's output: weights that it may read here, or not.
 
 A gradient that reaches a parameter through the loss counts as any other where the parameter is
 whole, of the last stage and trained by this layout. All else would get a part of the gradient, or

@@ -248,7 +248,7 @@ class Bucket:
         return tuple(slot.index for slot, count in found if count == 0)
 
     def look(self, values: NonFiniteValues) -> None:
-        """Let ``values`` note which gradients of this rank are not finite, once it is filled."""
+        """Have ``values`` note which gradients of this rank are not finite, once it is filled."""
         values.look(self.gradients, self._named_views)
 
     def _named_views(self) -> Iterator[tuple[str, torch.Tensor]]:

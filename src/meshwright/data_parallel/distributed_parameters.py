@@ -16,7 +16,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MethodType
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -398,7 +399,8 @@ def _weakly(
     The garbage collector does not see what hooks of accumulated gradients refer to: a reducer that
     they held would stay with its parameters, buckets and communicator for ever.
     """
-    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+    bound = cast("MethodType", method)
+    owner, function = weakref.ref(bound.__self__), bound.__func__
 
     @apart
     def arrived(parameter: torch.Tensor) -> None:

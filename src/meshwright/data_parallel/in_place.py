@@ -151,7 +151,7 @@ class InPlaceGradient:
             self.parameters[0].grad = self._tensor
 
     def look(self, values: NonFiniteValues) -> None:
-        """Let ``values`` note whether this rank's gradient is not finite, once it is filled."""
+        """Have ``values`` note whether this rank's gradient is not finite, once it is filled."""
         tensor = self._tensor
         if tensor is not None:
             values.look(tensor, lambda: [(self.layout.slots[0].name, tensor)])

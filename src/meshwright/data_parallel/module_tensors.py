@@ -24,7 +24,7 @@ _END = object()
 
 
 class _Held:
-    """What a module and those below it hold in one of their dicts, but for what is left alone.
+    """The tensors that a module and those below it hold in one dict, but for those left alone.
 
     To see that nothing has changed takes no Python call for each tensor or module.
     """
@@ -121,7 +121,7 @@ class ModuleParameters(_Held):
             self.named = tuple(found.items())
 
     def _runs_with_others(self) -> bool:
-        """Whether the module runs with other tensors for this call alone, and gets its own back."""
+        """Tell whether the module runs with other tensors for this call alone."""
         held = chain.from_iterable(self._tensors)
         return not all(isinstance(each, nn.Parameter | None) for each in held) or _is_functional()
 

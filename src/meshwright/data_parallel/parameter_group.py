@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -37,6 +38,8 @@ __all__ = [
     "collect_slots",
     "group_slots",
 ]
+
+_REQUIRES_GRAD = attrgetter("full.requires_grad")
 
 ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 """``hook(whole, out)``: reduces the whole line of gradients and writes this rank's part to ``out``
@@ -276,7 +279,7 @@ class ParameterGroup:
     @property
     def is_trainable(self) -> bool:
         """Whether any of its parameters requires grad now."""
-        return any(slot.full.requires_grad for slot in self.slots)
+        return any(map(_REQUIRES_GRAD, self.slots))
 
     @property
     def has_new_gradient(self) -> bool:

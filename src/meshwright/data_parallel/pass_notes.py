@@ -103,7 +103,7 @@ class PassNotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """What is not finite on this rank when the sums of sharded units have ended."""
+    """Gradients that are not finite on this rank when the sums of sharded units have ended."""
 
     flags: tuple[bool, ...] = ()
     """True where there is something, where it is asked for: to be told to the other ranks."""

@@ -1,4 +1,4 @@
-"""What users put in the place of a sharded parameter: computed with for one call, or refused.
+"""Tensors that users put in the place of a sharded parameter: lent for one call, or refused.
 
 A unit shows modules its whole parameters and its sharded ones by turns. Where it finds what it has
 not put there itself, it does not write over it::

@@ -68,8 +68,8 @@ class Replica:
         self.buffers = EqualBuffers(module, communicator, *apart)
         self._held = ModuleParameters(module, *apart)
         self._was_lent = False
-        """Whether a forward pass ran with what a call lent it: what the module trains is looked at
-        when the backward begins, after that call."""
+        """True when a forward pass ran with what a call lent it: what the module trains is then
+        looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
         parameters = self._held.named
         may_be_frozen = may_be_frozen or self._held.is_lent

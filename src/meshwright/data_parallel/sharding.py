@@ -122,7 +122,7 @@ def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
 
 
 def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | None:
-    """How ``slot`` is gathered where it is a subclass that says so. Refuses what would be lost."""
+    """Find how ``slot`` is gathered, if a subclass says so; refuse what would be lost."""
     mesh, shard = place.mesh, place.axes.shard
     over = mesh if mesh.ndim == 1 else None
     if shard is not None and shard.axis in (mesh.mesh_dim_names or ()):

@@ -123,7 +123,7 @@ class SparseGradient:
             parameter.grad = torch.zeros_like(parameter).to_sparse(1)
 
     def look(self, values: NonFiniteValues) -> None:
-        """Let ``values`` note whether this rank's gradient is not finite, once it is filled."""
+        """Have ``values`` note whether this rank's gradient is not finite, once it is filled."""
         gradient = self._gradient
         if gradient is not None:
             held = gradient.values() if gradient.is_sparse else gradient

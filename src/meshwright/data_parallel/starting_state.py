@@ -1,4 +1,4 @@
-"""What all ranks must hold alike before the first step: compared, or broadcast from one rank.
+"""State that all ranks must hold alike before the first step: compared, or broadcast from one rank.
 
 Parameters that become shards are compared by digests, taken of the whole tensors before these are
 cut: of other values on another rank nothing would be left to see. What has other values by then is

@@ -142,7 +142,7 @@ class Extension:
         return made
 
     def inputs(self, rows: int, device: torch.device) -> tuple[list[torch.Tensor], object]:
-        """What this rank gives to the gather, for a part of ``rows`` with padding; and metadata.
+        """Return this rank's inputs of the gather, padded to ``rows``, and its metadata.
 
         Raises ValueError for what has another number of rows than the parts of other ranks.
         """

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
@@ -54,6 +55,9 @@ class Phase(StrEnum):
     FULL = "full"
     REDUCING = "reducing"
 
+
+_IS_STALE = attrgetter("buffer.is_stale")
+_IS_TRAINABLE = attrgetter("is_trainable")
 
 LEGAL = MappingProxyType(
     {
@@ -171,7 +175,7 @@ class Unit:
     def unshard(self) -> None:
         """Start to gather the parameters; nothing when they are there or on their way."""
         if self._phase in (Phase.FULL, Phase.GATHERING):
-            if self._phase is Phase.GATHERING or not any(g.buffer.is_stale for g in self.groups):
+            if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
                 return
             self._become(Phase.SHARDED)
         if self.announce is not None:
@@ -230,7 +234,7 @@ class Unit:
 
     def find_trainable(self) -> None:
         """Note which groups have a parameter that requires grad now."""
-        self.trainable_groups = tuple(group for group in self.groups if group.is_trainable)
+        self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
 
     def _put_away(self) -> None:
         self.exposure.show_sharded(self)

@@ -380,7 +380,7 @@ class OriginalExposure:
             run_after_hooks(original)
 
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor | None]:
-        """What ``reduced`` has of each parameter, None where this rank has no elements of one.
+        """Take each parameter's part of ``reduced``; None for one without elements on this rank.
 
         Where that is memory which is kept from step to step, so are they.
         """

@@ -41,7 +41,7 @@ Class = TypeVar("Class", bound=type)
 
 
 class _Looks(StrEnum):
-    """What an optimizer looks at to change one element."""
+    """The values that an optimizer looks at to change one element."""
 
     ELEMENTS = "that element of parameter, gradient and state"
     PARAMETER = "the whole parameter: its norm, rows, columns or shape"
@@ -91,7 +91,7 @@ _MEAN = "_meshwright_mean"
 
 
 class _Mark:
-    """What a parameter has to do with other ranks. Copies of it have nothing."""
+    """A parameter's part in other ranks. Copies of it have none."""
 
     __slots__ = ("axes",)
 
@@ -126,12 +126,12 @@ def declare_element_wise(cls: Class) -> Class:
 
 
 def mark_stage(parameters: Iterable[torch.Tensor], pipeline: Communicator) -> None:
-    """Let optimizers of ``parameters`` know that ``pipeline`` has others of the model elsewhere."""
+    """Tell optimizers of ``parameters`` that ``pipeline`` has others of the model elsewhere."""
     _mark(parameters, _STAGE, (pipeline,))
 
 
 def mark_mean(parameters: Iterable[torch.Tensor], axes: Sequence[Communicator]) -> None:
-    """Let optimizers of ``parameters`` know that their gradients are means over ``axes``.
+    """Tell optimizers of ``parameters`` that their gradients are means over ``axes``.
 
     LBFGS decides by the loss, too: it is given the mean of what its closure returns on all ranks.
     """
@@ -153,7 +153,7 @@ def _marked(parameters: Iterable[torch.Tensor], name: str) -> tuple[Communicator
 
 @functools.cache
 def look_at_optimizers() -> None:
-    """Let every optimizer of this process be looked at before its first step, from now on."""
+    """Look at every optimizer of this process before its first step, from now on."""
     register_optimizer_step_pre_hook(_Watch())
 
 
@@ -237,7 +237,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
 
 
 def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[str, str]:
-    """What is not as in one process of what an optimizer ``looks`` at, and what to use instead."""
+    """Say what differs from one process in what an optimizer ``looks`` at, and what to use."""
     if looks is _Looks.ELEMENTS:
         return "", ""
     parts, lines = sum(map(is_marked_spread, held)), sum(map(is_line, held))

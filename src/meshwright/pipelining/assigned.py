@@ -1,4 +1,4 @@
-"""What a traced forward assigns to modules: buffers that are given anew, and tensors that are none.
+"""Assignments of a traced forward to modules: buffers given anew, and tensors that are none.
 
 A graph keeps what it writes to the buffers of its root module alone, so what the forward gives
 buffers of other modules is copied into them at its end. Tensors that are plain attributes stay what

@@ -28,7 +28,8 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements lie in memory as they are, one after another."""
-    on_cpu(tensor)
+    if not tensor.is_cpu:
+        on_cpu(tensor)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -362,7 +362,7 @@ class Exchange:
         if outputs is not None:
             self._copy_whole(places, sizes, outputs, address)
         staged = max(
-            (size for size, at in zip(sizes, places, strict=True) if at is None), default=0
+            [size for size, at in zip(sizes, places, strict=True) if at is None], default=0
         )
         for first in range(0, max(staged, 1), SLOT_BYTES):
             if first:
@@ -377,7 +377,7 @@ class Exchange:
                     count = min(SLOT_BYTES, sizes[rank] - first)
                     if places[rank] is None and count > 0:
                         _copy(outputs[rank] + first, slots[rank], count)
-        if any(place is not None for place in places):
+        if places.count(None) < len(places):
             self.meeting.arrive()
             yield
 
@@ -438,7 +438,7 @@ class Exchange:
             self.meeting.arrive()
             yield
             self._unstage(slots, outputs, places, first)
-        if any(place is not None for place in places):
+        if places.count(None) < len(places):
             self.meeting.arrive()
             yield
 

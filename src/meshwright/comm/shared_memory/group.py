@@ -367,7 +367,7 @@ class SharedMemoryGroup(ProcessGroup):
     # ------------------------------------------------------------------ issuing
 
     def _label(self) -> str:
-        label = self.next_label
+        label: str = getattr(self._local, "label", "")
         if label:
             self._local.label = ""
         return label

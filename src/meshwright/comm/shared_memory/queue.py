@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -36,6 +37,8 @@ LINGER = 25
 """Looks without any work after which the background thread sleeps until it is called."""
 BURST = 0.002
 """Seconds for which the background thread waits inside an operation of several steps."""
+_NBYTES = attrgetter("nbytes")
+
 URGENT_BYTES = 256 << 10
 """From this size on, the background thread is called at once instead of at its next look."""
 
@@ -342,7 +345,7 @@ class OperationQueue:
         if run_now:
             operation.wait()
         elif not operation.done:
-            nbytes = sum(tensor.nbytes for tensor in outputs)
+            nbytes = sum(map(_NBYTES, outputs))
             self._background.call(urgent=nbytes >= URGENT_BYTES)
         return operation
 

@@ -1,0 +1,128 @@
+"""Calls of the library's own functions in one warm step, rank 0 of 2, shared memory.
+
+Run it as a program, with src on PYTHONPATH: ``python tests/step_cost.py`` prints a count for each
+kind of step. A wait that takes longer asks more often, so that counts differ by a few.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshwright
+from meshwright.comm import communicator
+from meshwright.composition import parallelize
+from meshwright.data_parallel import fully_shard, replicate
+from meshwright.pipelining import PipelineStage, Schedule1F1B
+from meshwright.plan import Plan
+from meshwright.testing import ranks
+
+__all__ = ["STEPS", "measure"]
+
+ROOT = str(Path(meshwright.__file__).parent)
+WARM = 6
+
+
+def calls_of(step: Callable[[], object]) -> int:
+    """Count frames of ours that one step enters after some warm ones."""
+    for _ in range(WARM):
+        step()
+    dist.barrier()
+    count = 0
+
+    def hear(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            count += 1
+
+    sys.setprofile(hear)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    dist.barrier()
+    return count
+
+
+def replicated_step() -> Callable[[], object]:
+    # Eight layers: 16 parameters, all in one bucket.
+    model = replicate(nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def sharded_step() -> Callable[[], object]:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def pipelined_step() -> Callable[[], object]:
+    world = communicator()
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8)
+    stage = PipelineStage(module, world.rank, world.size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+
+    def step() -> None:
+        module.zero_grad()
+        if world.rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y)
+
+    return step
+
+
+def trainable_step() -> Callable[[], object]:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    trainable = parallelize(
+        model,
+        Plan.from_toml("[axes]\nreplicate = 2\n"),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        loss=nn.functional.mse_loss,
+    )
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    return lambda: trainable.step(x, y)
+
+
+STEPS = {
+    "replicate": replicated_step,
+    "fully_shard": sharded_step,
+    "1F1B": pipelined_step,
+    "Trainable": trainable_step,
+}
+
+
+def measure(name: str) -> int:
+    torch.manual_seed(0)
+    return calls_of(STEPS[name]())
+
+
+if __name__ == "__main__":
+    for name in STEPS:
+        print(f"{name:12} {ranks(2, measure, name)[0]:6d}")
