@@ -78,7 +78,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Give runs copies of buffers and attributes to change: their counts are no part of training."""
+    """Give runs copies of buffers and attributes to change: they are no part of training."""
     memo: dict[int, torch.Tensor] = {}
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in model.modules():
