@@ -54,7 +54,8 @@ def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
     worst = next(
         (
             row
-            for kind in ("raised", "differs", "warned", "refused", "told")
+            # The first rank warns for all of what gives other numbers.
+            for kind in ("raised", "told", "differs", "warned", "refused")
             for row in rows
             if row["kind"] == kind
         ),
