@@ -146,6 +146,17 @@ def body_details() -> None:
     text = str(trainable.describe())
     assert "pipeline.schedule = interleaved1f1b" in text
     assert text.count(".weight ") == 2
+    # A rank may have nothing to train.
+    bare = laid_out(plan_of("gpipe", 2, ("1",), pipeline=2), nn.Sequential(mlp()[0], nn.Tanh()))
+    reference = nn.Sequential(mlp()[0], nn.Tanh())
+    optimizer = torch.optim.Adam(reference.parameters(), 0.01)
+    for _ in range(2):
+        bare.step(x, y)
+        F.mse_loss(reference(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(bare.weights(), dict(reference.state_dict()))
+    bare.load_state_dict(bare.state_dict())
     # Another layout takes the state over, and goes on with the same numbers.
     other = laid_out(plan_of("gpipe", 2, ("1",), pipeline=2))
     other.load_state_dict(state)

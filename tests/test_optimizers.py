@@ -427,6 +427,24 @@ def body_dtensors(*, in_all: bool) -> None:
                 getattr(torch.optim, name)(model.parameters()).step()
 
 
+def body_rows() -> None:
+    """LBFGS joins all parameters to one row; an optimizer of a flat one has its parts already."""
+    uneven_rows = sharded(uneven())
+    with pytest.raises(TypeError, match="LBFGS makes one row of all .* uneven parts"):
+        torch.optim.LBFGS(uneven_rows.parameters()).step(lambda: pytest.fail("it was called"))
+    with pytest.raises(TypeError, match="LBFGS makes one row of all .* beside plain tensors"):
+        check_optimizer(torch.optim.LBFGS([*uneven_rows.parameters(), nn.Parameter(torch.ones(2))]))
+    for model in (sharded(net()), net()):
+        for parameter in (flats := mw.flat_groups(model))[0], next(model.parameters()):
+            optimizer = torch.optim.SGD(flats, lr=0.1)
+            if parameter is not flats[0]:
+                optimizer.add_param_group({"params": [parameter]})
+                with pytest.raises(TypeError, match="SGD has a parameter of .* and would step it"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
 def body_whole() -> None:
     """On whole parameters every optimizer is what it is in one process."""
     builds: dict[str, Any] = {**PARAMETERS, **UNKNOWN, "LambInNumbers": LambInNumbers}
@@ -491,7 +509,7 @@ def body_losses() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [body_elements, body_losses, body_parts, body_dtensors, body_whole]
+    "body", [body_elements, body_losses, body_parts, body_dtensors, body_rows, body_whole]
 )
 def test_an_optimizer_has_what_it_looks_at(ranks: Ranks, body: Any) -> None:
     ranks(2, body, **({"in_all": False} if body in (body_elements, body_dtensors) else {}))

@@ -6,6 +6,7 @@ has computed, are those of one process.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -571,6 +572,33 @@ def body_of_conversions() -> None:
         torch.testing.assert_close(weights(run.model), weights(one.model), msg=how)
 
 
+def body_of_flat_groups() -> None:
+    """An optimizer of the flat view would step a new parameter with the state of the former."""
+    run = Run(fully_shard(pair()), communicator().rank, 2)
+    run.optimizer = torch.optim.SGD(flat_groups(run.model), lr=0.1, momentum=0.9)
+    run.step(0)
+    run.model[0].weight = nn.Parameter(run.model[0].weight.detach().clone())
+    with pytest.raises(RuntimeError, match="given anew, and what flat_groups gave an optimizer"):
+        run.loss(1)
+
+
+def body_of_losses_that_read() -> None:
+    """Autograd leaves gradients of DTensors that a loss has read as it likes; they are added up."""
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(SIZE, 3), nn.Tanh(), nn.Linear(3, SIZE))
+    model = copy.deepcopy(one)
+    fully_shard(model[0])  # of three rows, fewer than ranks
+    run, other = Run(fully_shard(model), communicator().rank, 4), Run(one, 0, 1)
+    for each in (run, other):
+        penalty = each.model[0].weight.square().sum()
+        loss = each.loss(0)
+        (loss + (penalty.full_tensor() if each is run else penalty)).backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor)
+        assert p.grad.placements == p.placements
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
 def body_of_writes() -> None:
     """A write to whole parameters is noticed where these are kept until the backward, too."""
     torch.manual_seed(0)
@@ -612,6 +640,11 @@ def test_programs_that_change_models(ranks: Ranks, strategy: str) -> None:
 def test_conversions_keep_what_waits(ranks: Ranks) -> None:
     ranks(2, body_of_conversions)
     ranks(2, body_of_writes)
+    ranks(2, body_of_flat_groups)
+
+
+def test_a_loss_that_reads_shards_adds_to_their_gradients(ranks: Ranks) -> None:
+    ranks(4, body_of_losses_that_read)
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def _sensible(case: Case) -> Case:
     if names & STATEFUL:
         options -= {"recompute"}  # each pass would run twice
     # A flat gradient has zeros where one process has none.
-    if case.is_flat and names & {"Unused", "Alternating", "Borrowed"}:
+    if case.is_flat and names & {"Unused", "Alternating", "Borrowed", "Recomputed"}:
         optimizer = "sgd"
     if "LookedSparse" in names and optimizer != "sgd single":
         optimizer = "sgd"

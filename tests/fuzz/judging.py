@@ -54,7 +54,8 @@ def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
     worst = next(
         (
             row
-            for kind in ("raised", "differs", "warned", "refused", "told")
+            # The first rank warns for all of what gives other numbers.
+            for kind in ("raised", "told", "differs", "warned", "refused")
             for row in rows
             if row["kind"] == kind
         ),
@@ -64,13 +65,23 @@ def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
     if kind == "refused":
         if not kinds <= {"refused", "followed"}:
             kind, text = "refused on some ranks only", f"{sorted(kinds)}: {text}"
-        elif worst["step"] > 0 and not (worst["step"] in (CHANGED, CHANGED + 1) and _changes(case)):
+        elif worst["step"] > 0 and not _may_refuse_late(case, worst["step"]):
             kind = f"refused late, in step {worst['step']}"
     elif kinds - {kind, "followed"} and kind != "warned" and kind == "same":
         kind, text = "ranks differ", f"{sorted(kinds)}: {text}"
     elif kind == "followed":
         kind = "raised"
     return Verdict(case=case, kind=kind, text=text, trace=worst["trace"])
+
+
+def _may_refuse_late(case: Case, step: int) -> bool:
+    if (
+        step == 1
+        and case.tensor_ranks > 1
+        and "Remembered" in {name for name, _ in case.model.blocks}
+    ):
+        return True  # what it has made of a cut weight is read in its next pass
+    return step in (CHANGED, CHANGED + 1) and _changes(case)
 
 
 def _changes(case: Case) -> bool:

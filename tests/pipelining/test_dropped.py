@@ -121,6 +121,22 @@ def test_a_trace_drops_nothing_of_a_forward(act: Act, text: str) -> None:
     assert not model._forward_hooks
 
 
+class Called(torch.Tensor):
+    """Layers compute twice as much with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        return 2 * found.as_subclass(torch.Tensor) if func is nn.functional.linear else found
+
+
+def test_a_trace_does_not_take_parameters_that_compute_by_calls_of_their_own() -> None:
+    model = Model(own_operator)
+    model.a.weight = nn.Parameter(model.a.weight.detach().as_subclass(Called))
+    with pytest.raises(ValueError, match=r"drop what 'a.weight', a Called, does in calls of its"):
+        traced(model)
+
+
 def test_a_trace_keeps_operators_with_a_backward_of_their_own() -> None:
     model = Model(own_operator)
     model(X).sum().backward()

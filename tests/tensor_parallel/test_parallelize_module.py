@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,15 @@ class Scaled(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Twice a linear layer."""
         return 2 * super().forward(input)
+
+
+class Called(torch.Tensor):
+    """Layers compute twice as much with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        return 2 * found.as_subclass(torch.Tensor) if func is nn.functional.linear else found
 
 
 class Doubling(ParallelStyle):
@@ -189,6 +199,9 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
             on(layer, columns)()
             on(layer, columns)()
 
+        called = nn.Linear(4, 4)
+        called.weight = nn.Parameter(called.weight.detach().as_subclass(Called))
+
         def hooked() -> None:
             layer = nn.Linear(4, 4)
             layer.weight.register_post_accumulate_grad_hook(print)
@@ -248,6 +261,7 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
                 on(nn.Embedding(4, 4, max_norm=1.0), columns),
             ),
             (ValueError, "weight is a DTensor already", twice),
+            (ValueError, "weight is a Called, a tensor subclass with calls", on(called, columns)),
             (ValueError, "weight has hooks for its gradient, which the DTensor", hooked),
             (ValueError, r"0.weight is a DTensor, and .* a plain tensor of shape \(4,\)", assigned),
             (
@@ -278,6 +292,26 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             parallelize_module(Layers(), mesh, MLP)
+
+    ranks(2, body)
+
+
+def test_outputs_may_be_written_in_place(ranks: Ranks) -> None:
+    """Of one row too, where the whole is a view of what was gathered."""
+
+    def body() -> None:
+        whole = Replicate()
+        for style in (
+            ColwiseParallel(output_layouts=whole),
+            RowwiseParallel(input_layouts=whole),
+        ):
+            for rows in (1, 3):
+                one, ours = alike(nn.Linear(4, 3))
+                ours = parallelize_module(ours, tensor_mesh(), style)
+                inputs = [torch.ones(rows, 4).double().requires_grad_() for _ in range(2)]
+                for module, x in zip((one, ours), inputs, strict=True):
+                    module(x).add_(1).sigmoid_().sum().backward()
+                torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
 
     ranks(2, body)
 

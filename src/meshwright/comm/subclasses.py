@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-__all__ = ["PROTOCOL", "dispatches", "has_protocol", "holder_of", "values_of"]
+__all__ = ["PROTOCOL", "dispatches", "has_calls", "has_protocol", "holder_of", "values_of"]
 
 PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -24,6 +24,15 @@ def dispatches(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, AsyncCollectiveTensor):  # a plain one, to be waited for
         return False
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def has_calls(tensor: torch.Tensor) -> bool:
+    """True for a user's subclass whose functions or operators are calls of its own."""
+    names = ("__torch_function__", "__torch_dispatch__")
+    owners = (next(c for c in type(tensor).__mro__ if name in vars(c)) for name in names)
+    return any(
+        owner.__module__.partition(".")[0] not in ("torch", "meshwright") for owner in owners
+    )
 
 
 def holder_of(tensor: torch.Tensor) -> str | None:

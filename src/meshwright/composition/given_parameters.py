@@ -83,7 +83,9 @@ class GivenParameters:
         """
         if make is None:
             return None
-        optimizer = make(optimized_parameters(module, plan))
+        # Torch makes no optimizer of nothing; the groups are those of the other ranks all the same.
+        nothing = nn.Parameter(torch.empty(0))
+        optimizer = make([*optimized_parameters(module, plan)] or [nothing])
         check_optimizer(optimizer, has_closure=False)
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         held = {id(parameter) for parameter in module.parameters()}
@@ -104,11 +106,15 @@ class GivenParameters:
             )
         for group in groups:
             for parameter in group["params"]:
-                if isinstance(parameter, HeldElsewhere):
+                if _is_elsewhere(parameter, nothing):
                     optimizer.state.pop(cast("torch.Tensor", parameter), None)
-            group["params"] = [p for p in group["params"] if not isinstance(p, HeldElsewhere)]
+            group["params"] = [p for p in group["params"] if not _is_elsewhere(p, nothing)]
         _add(optimizer, groups, copies)
         return optimizer
+
+
+def _is_elsewhere(parameter: object, nothing: nn.Parameter) -> bool:
+    return parameter is nothing or isinstance(parameter, HeldElsewhere)
 
 
 def _add(

@@ -311,6 +311,9 @@ class ExposedTensors:
         sources: list[torch.Tensor] = []
         for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
             exposed = entry.exposed
+            if exposed.grad is not None and exposed.grad.placements != exposed.placements:
+                # A loss has read the DTensor itself, and autograd left what was easiest for it.
+                exposed.grad = exposed.grad.redistribute(placements=exposed.placements)
             if not is_used or not exposed.requires_grad:
                 continue
             if exposed.grad is None:
@@ -389,6 +392,13 @@ class ExposedTensors:
         """
         entries = self.entries(group)
         is_new = any(e.exposed is not p for e, p in zip(entries, held, strict=True))
+        if is_new and group in self._flat:
+            raise RuntimeError(
+                f"parameters of the unit of {entries[0].slot.name!r} were given anew, and what "
+                "flat_groups gave an optimizer would step the new ones with what that knows of the "
+                "former: write the values into the former (copy_), give them anew before "
+                "flat_groups, or let the optimizer have the parameters themselves"
+            )
         if is_new and (group.buffer.has_gradient or group.has_new_gradient):
             raise RuntimeError(
                 f"parameters of the unit of {entries[0].slot.name!r} were given anew while "

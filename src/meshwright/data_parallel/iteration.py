@@ -67,8 +67,7 @@ class Iteration:
         """How many reductions may be under way at a time; `IN_FLIGHT` for each sum when None."""
         self.in_blocks: list[Unit] = []
         """Units whose whole parameters are spread among fewer ranks than their shards."""
-        self.is_in_backward = False
-        self.is_in_forward = False
+        self.is_in_backward = self.is_in_forward = False
         self.keeps_graph = False
         """True where the graph of the last backward pass may be run again."""
         self.keeps_sums = False

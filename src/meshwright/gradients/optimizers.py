@@ -27,7 +27,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
-from meshwright.comm.spread import is_distributed, is_line, is_marked_spread
+from meshwright.comm.spread import is_distributed, is_line, is_marked_spread, local_part
 
 __all__ = [
     "check_optimizer",
@@ -215,6 +215,13 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             f"{name} uses operators that torch has not for DTensors, which the parameters of "
             f"fully_shard and parallelize_module are. {lacks}"
         )
+    _refuse_twice(held, name)
+    if looks is _Looks.ALL and not _make_a_row(held):
+        raise TypeError(
+            f"{name} makes one row of all parameters, which torch cannot of DTensors beside plain "
+            "tensors, nor of those that ranks hold uneven parts of. Use an element-wise optimizer "
+            "such as AdamW, or replicate, where parameters are whole"
+        )
     found, instead = _unlike_one_process(held, looks)
     if found and looks is not _Looks.UNKNOWN:
         raise TypeError(
@@ -234,6 +241,32 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
         "norm, a mean or a shape of what it is given, it computes other numbers than one process: "
         f"then {instead}. If not, call meshwright.declare_element_wise({name}) before"
     )
+
+
+def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
+    """Raise TypeError for a parameter beside the flat one that lies in the same memory."""
+    for line in filter(is_line, held):
+        start = line.data_ptr()
+        end = start + line.numel() * line.element_size()
+        for parameter in held:
+            if parameter is not line and start <= local_part(parameter).data_ptr() < end:
+                raise TypeError(
+                    f"{name} has a parameter of shape {tuple(parameter.shape)} beside the flat one "
+                    f"of {line.numel()} elements that it is a part of, and would step it twice: "
+                    "give it flat_groups(model), or the parameters of the model, and not both"
+                )
+
+
+def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
+    """Whether torch can view each of ``held`` as a row, and join the rows."""
+    if len(set(map(is_distributed, held))) > 1:
+        return False
+    try:
+        for parameter in held:
+            parameter.detach().view(-1)
+    except RuntimeError:  # what torch says of an operator that DTensors placed so have not
+        return False
+    return True
 
 
 def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[str, str]:

@@ -19,13 +19,19 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["HOOKING", "saved_tensor_hooks", "watched_forward"]
+from meshwright.comm.subclasses import has_calls
+
+__all__ = ["HOOKING", "refuse_subclasses", "saved_tensor_hooks", "watched_forward"]
 
 HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Methods that leave something on a tensor for its backward."""
 _TORCH = str(Path(torch.__file__).parent)
 _KEPT = ("torch._library", "torch._higher_order_ops")
 """Where functions come from that a graph has as operators."""
+_INSTEAD = (
+    "Leave it out, let the model be a chain of modules that do it inside (its forward calls one "
+    "after the other and nothing else), or give modules of your own to PipelineStage"
+)
 
 
 @contextlib.contextmanager
@@ -42,10 +48,18 @@ def watched_forward(model: nn.Module) -> Iterator[None]:
     if watch.found:
         raise ValueError(
             "a traced stage is a graph of operators, which would drop what the model does beside "
-            f"them: {'; '.join(watch.found)}. Leave it out, let the model be a chain of modules "
-            "that do it inside (its forward calls one after the other and nothing else), or give "
-            "modules of your own to PipelineStage"
+            f"them: {'; '.join(watch.found)}. {_INSTEAD}"
         )
+
+
+def refuse_subclasses(model: nn.Module) -> None:
+    """Raise ValueError for a parameter or buffer that computes by calls of its own."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if has_calls(tensor):
+            raise ValueError(
+                "a traced stage is a graph of operators on plain tensors, which would drop what "
+                f"{name!r}, a {type(tensor).__name__}, does in calls of its own. {_INSTEAD}"
+            )
 
 
 def saved_tensor_hooks() -> object:

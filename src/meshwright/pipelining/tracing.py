@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from meshwright.pipelining.assigned import assignments, refuse_remembered
-from meshwright.pipelining.dropped import watched_forward
+from meshwright.pipelining.dropped import refuse_subclasses, watched_forward
 from meshwright.pipelining.module_hooks import CALLED, refuse_hooks
 from meshwright.pipelining.splitting import Argument, Traced, expected
 
@@ -42,6 +42,7 @@ def export(
         "its modules, as parallelize cuts a chain and stages_by_name the modules that it is given",
         *CALLED,
     )
+    refuse_subclasses(module)
     for leaf in tree_leaves((args, dict(kwargs or {}))):
         if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
             raise TypeError(

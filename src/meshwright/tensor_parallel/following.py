@@ -136,13 +136,18 @@ def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
 
 
 def follow_first_forward(module: nn.Module) -> None:
-    """Follow layouts through the next eager forward of ``module``, and not after it."""
+    """Follow layouts through the next eager forward of ``module``.
+
+    And through the one after that, where buffers have become DTensors.
+    """
     mode = _Following(module)
+    before: set[str] = set()
 
     def begin(module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
             return
         _remove(module._forward_pre_hooks, begin)
+        before.update(_spread_buffers(module))
         mode.__enter__()
 
     def end(module: nn.Module, inputs: object, output: object) -> None:
@@ -152,9 +157,16 @@ def follow_first_forward(module: nn.Module) -> None:
             _remove(module._forward_hooks, end)
         if mode in torch.overrides._get_current_function_mode_stack():
             mode.__exit__(None, None, None)
+        if not _spread_buffers(module) <= before:
+            # What the forward has made of a parameter meets plain tensors in the next one.
+            follow_first_forward(module)
 
     module.register_forward_pre_hook(begin, prepend=True)
     module.register_forward_hook(end, always_call=True)
+
+
+def _spread_buffers(module: nn.Module) -> set[str]:
+    return {name for name, each in module.named_buffers() if known_at_rest(each) is not None}
 
 
 def mark(

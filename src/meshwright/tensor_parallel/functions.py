@@ -234,7 +234,8 @@ class _Gather:
     total: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return gathered(x, self.axis, self.label, self.dim, self.total)
+        # Detached: of a view that was made in here autograd refuses writes in place.
+        return gathered(x, self.axis, self.label, self.dim, self.total).detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ class _SumPart:
     dim: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return start_sum_part(x, self.axis, self.label, self.dim)()
+        return start_sum_part(x, self.axis, self.label, self.dim)().detach()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from meshwright.comm.dtensor import (
     known_at_rest,
 )
 from meshwright.comm.leaves import local_leaf
+from meshwright.comm.subclasses import has_calls
 from meshwright.comm.whole import part
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
@@ -70,7 +71,7 @@ def distribute(
     ``is_partial`` says that each rank computes a part of its gradient.
 
     Raises ValueError for a parameter that is tied to one that is placed otherwise, that has been
-    distributed before, or that has hooks.
+    distributed before, that has hooks, or that computes by calls of its own.
     """
     given = module._parameters[key]
     if given is None:
@@ -83,7 +84,7 @@ def distribute(
         )
     became = vars(given).get(_BECAME)
     if became is None:
-        _check_hooks(given, name)
+        _check_given(given, name)
         became = _Became(
             _distributed(given, name, placement, site, source),
             placement,
@@ -125,8 +126,13 @@ def check_ties(root: nn.Module) -> None:
                 )
 
 
-def _check_hooks(given: nn.Parameter, name: str) -> None:
-    """Raise ValueError for hooks: they would stay with an object that gets no gradient any more."""
+def _check_given(given: nn.Parameter, name: str) -> None:
+    """Raise ValueError for hooks and calls of its own: the DTensor would not have them."""
+    if has_calls(given):
+        raise ValueError(
+            f"{name} is a {type(given).__name__}, a tensor subclass with calls of its own, which "
+            "the DTensor that takes its place would not make: leave the layer out of the plan"
+        )
     if given._backward_hooks or has_after_hooks(given):
         raise ValueError(
             f"{name} has hooks for its gradient, which the DTensor that takes its place would not "
