@@ -220,7 +220,6 @@ COMPUTES: list[Callable[[ShardView], object]] = [
     lambda view: view[0],
     lambda view: view.view(-1),
     lambda view: torch._foreach_mul_([view], 2.0),
-    lambda view: torch.equal(view, view),
     lambda view: torch.stack([view, view]),
     lambda view: torch.zeros(3, 4, dtype=torch.float64).copy_(view),
 ]
@@ -255,7 +254,7 @@ def test_wrong_ranges_are_refused() -> None:
         view_of((3, 4), 8, 12).__class__(torch.zeros(5), 8, (3, 4))
     with pytest.raises(LayoutError, match="1-D range"):
         ShardView(torch.zeros(2, 2), 0, (3, 4))
-    with pytest.raises(ValueError, match="holds elements 0 to 6, the source 3 to 9"):
+    with pytest.raises(ValueError, match="holds elements 0 to 6, the other 3 to 9"):
         view_of((3, 4), 0, 6).copy_(view_of((3, 4), 3, 9))
     with pytest.raises(ValueError, match=r"expected a source of the same shape, found \(4, 3\)"):
         view_of((3, 4), 0, 6).copy_(whole((4, 3)))

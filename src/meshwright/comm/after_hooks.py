@@ -14,7 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["carry_after_hooks", "has_after_hooks", "run_after_hooks"]
+__all__ = [
+    "carry_after_hooks",
+    "has_after_hooks",
+    "run_after_hooks",
+    "step_in_backward",
+    "take_over_steps",
+]
 
 _OPTIMIZERS = "_in_backward_optimizers"
 """Where torch keeps them on a parameter."""
@@ -31,6 +37,22 @@ def run_after_hooks(parameter: torch.Tensor) -> None:
     """Run what waits for ``parameter.grad``, which is there."""
     for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+    step_in_backward(parameter)
+
+
+def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """Those that torch's hooks step in the backward: from now on `step_in_backward` does."""
+    found = tuple(p for p in parameters if _OPTIMIZERS in p.__dict__ and _stepping(p))
+    hooked = getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
+    for parameter in found:
+        for handle in hooked.pop(parameter, ()):
+            handle.remove()
+        parameter.__dict__[_CARRIED] = True
+    return found
+
+
+def step_in_backward(parameter: torch.Tensor) -> None:
+    """Let the optimizers step that do so in the backward, if any, and free ``.grad``."""
     if _OPTIMIZERS in parameter.__dict__ and (optimizers := _stepping(parameter)):
         for optimizer in optimizers:
             optimizer.step()

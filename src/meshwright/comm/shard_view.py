@@ -209,7 +209,7 @@ class ShardView(torch.Tensor):
     # ------------------------------------------------------------------ as a tensor
 
     @classmethod
-    def __torch_function__(  # pyrefly: ignore[bad-override] # torch's own annotation lacks `func`
+    def __torch_function__(
         cls,
         func: Callable[..., Any],
         types: Iterable[type],

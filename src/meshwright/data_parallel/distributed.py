@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Unpack
 
@@ -10,16 +11,17 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
-from meshwright.comm.untraced import inlined, untraced
+from meshwright.comm.untraced import constant, inlined, untraced
 from meshwright.data_parallel.checkpoint_names import SteppedOver, place_of, rename
 from meshwright.data_parallel.gradient_bucket import check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import LowPrecision, compute_in
 from meshwright.data_parallel.options import IGNORED_NAMES, ReplicateKeywords, resolved
-from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.replica import Replica, move_inputs
 from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.mesh import DeviceMesh
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "one_device"]
 
 
 class DistributedDataParallel(SteppedOver):
@@ -37,11 +39,16 @@ class DistributedDataParallel(SteppedOver):
     inputs are moved to. ``output_device``, ``dim`` and ``check_reduction`` are accepted as torch's
     class accepts them. Errors are those of torch's class of this name.
 
+    `copy.deepcopy` and `torch.save` take it: a copy is set up, a collective, in its first forward
+    pass that trains, and evaluates without the other ranks until then.
+
     >>> model = DistributedDataParallel(Net(), static_graph=True)
     >>> loss(model(batch)).backward()
     """
 
     _wrapped_as = "module"
+    _lacks_hook = False
+    """Whether this is a copy of one with a communication hook, and has none yet."""
     _loads_below: str | None = None
     """The prefix of the names that torch's checkpoint functions load here."""
 
@@ -59,7 +66,7 @@ class DistributedDataParallel(SteppedOver):
         options = resolved(
             module,
             keywords,
-            device_ids=_device_ids(module, device_ids, output_device),
+            device_ids=one_device(module, device_ids, output_device),
             wrong_mesh=RuntimeError(
                 f"Only 1D device mesh is supported, but got {keywords.get('device_mesh')}. "
                 'Select one axis of it, for example mesh["replicate"]'
@@ -71,8 +78,9 @@ class DistributedDataParallel(SteppedOver):
         self.output_device = output_device
         self.dim = dim
         self.find_unused_parameters = keywords.get("find_unused_parameters", False)
-        self._replica = Replica(module, communicator(options.process_group, options.axis), options)
-        self._residency = ReplicaResidency(lambda: self._replica)
+        self._replica: Replica | None = None
+        self._residency = ReplicaResidency(self._set_up)
+        self._set_up()
         if options.mixed_precision is not None:
             compute_in(module, options.mixed_precision, (), options.ignored_names)
         self.register_load_state_dict_post_hook(_clean_reported_names)
@@ -81,16 +89,43 @@ class DistributedDataParallel(SteppedOver):
         """The module's forward pass; inputs are moved to ``device_ids``."""
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
-        moved = self._replica.before_forward(args, kwargs)
+        replica = self._replica
+        if replica is None:
+            if not torch.is_grad_enabled():
+                args, kwargs = move_inputs(self.device_ids, args, kwargs)
+                return self.module(*args, **kwargs)
+            replica = self._set_up()
+        moved = replica.before_forward(args, kwargs)
         if moved is not None:
             args, kwargs = moved
         output = self.module(*args, **kwargs)
-        self._replica.after_forward(output)
+        replica.after_forward(output)
         return output
+
+    @constant
+    def _set_up_now(self) -> None:
+        self._set_up()
+
+    def _set_up(self) -> Replica:
+        """The running half; a collective where there is none yet."""
+        if self._replica is None:
+            if self._lacks_hook:
+                raise RuntimeError(
+                    "the DistributedDataParallel that this one is a copy of reduces by a "
+                    "communication hook, which no copy has: call register_comm_hook on it, too"
+                )
+            options = self.options
+            axis = communicator(options.process_group, options.axis)
+            with torch.inference_mode(False):
+                self._replica = Replica(self.module, axis, options)
+        return self._replica
 
     @inlined
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         replica = self._replica
+        if replica is None:
+            self._set_up_now()
+            replica = self._set_up()
         marking = replica.marking
         # Not when the module's forward could not be traced as a whole.
         route = replica.route() if torch.compiler.is_compiling() else "eager"
@@ -111,6 +146,11 @@ class DistributedDataParallel(SteppedOver):
     def process_group(self) -> Any:  # noqa: ANN401 - c10d's type stays in comm
         """The group that was asked for; None for all ranks."""
         return self.options.process_group
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that was asked for."""
+        return self.options.mesh
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -135,12 +175,12 @@ class DistributedDataParallel(SteppedOver):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether forward passes lead to a reduction."""
-        return self._replica.reducer.is_wanted
+        return self._replica is None or self._replica.reducer.is_wanted
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forward passes in the block leave their gradients on this rank, to be reduced later."""
-        with self._replica.reducer.no_sync():
+        with self._set_up().reducer.no_sync():
             yield
 
     def join(
@@ -153,7 +193,7 @@ class DistributedDataParallel(SteppedOver):
         if not enable:
             return contextlib.nullcontext()
         return UnevenInputs(
-            self._replica,
+            self._set_up(),
             divide_by_initial_world_size=divide_by_initial_world_size,
             throw_on_early_termination=throw_on_early_termination,
         )
@@ -163,13 +203,16 @@ class DistributedDataParallel(SteppedOver):
 
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
-        self._replica.reducer.register_hook(state, check_hook(hook))
+        checked, self._lacks_hook = check_hook(hook), False
+        self._set_up().reducer.register_hook(state, checked)
 
     def pipeline_residency(self) -> ReplicaResidency:
         """What a pipeline's schedule drives."""
         return self._residency
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """As of any module; for torch's checkpoint functions under the names before wrapping."""
         found = super().state_dict(*args, **kwargs)
         if self._is_asked():
@@ -177,7 +220,9 @@ class DistributedDataParallel(SteppedOver):
             rename(found, prefix + self._place, prefix)
         return found
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(  # pyrefly: ignore[bad-override] # the rest is as in any module
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         self._loads_below = prefix if self._is_asked() else None
         if self._loads_below is not None:
             rename(state_dict, prefix, prefix + self._place)
@@ -194,12 +239,39 @@ class DistributedDataParallel(SteppedOver):
         """Leave the named parameters and buffers of ``module`` alone; before wrapping it."""
         setattr(module, IGNORED_NAMES, set(params_and_buffers_to_ignore))
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.options.mixed_precision is not None:
+            raise TypeError(
+                "a DistributedDataParallel with mixed_precision cannot be copied, because of its "
+                "hooks: wrap copy.deepcopy(model.module) again, on every rank"
+            )
+        replica = self._replica
+        state = {key: own for key, own in self.__dict__.items() if key != "_residency"}
+        has_hook = replica is not None and replica.reducer.registered_hook is not None
+        return {**state, "_replica": None, "_lacks_hook": self._lacks_hook or has_hook}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._residency = ReplicaResidency(self._set_up)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - of any object
+        if self.options.process_group is not None or self.options.mesh is not None:
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. For other groups save model.module, and wrap it again"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        # A replica holds a process group, which has no copy.
-        raise TypeError(
-            "a DistributedDataParallel cannot be copied: wrap copy.deepcopy(model.module) again, "
-            "on every rank"
-        )
+        found = self.__new__(type(self))
+        memo[id(self)] = found
+        kept = self.options  # with its group, which has no copy
+        state = {
+            key: kept if own is kept else copy.deepcopy(own, memo)
+            for key, own in self.__getstate__().items()
+        }
+        found.__setstate__(state)
+        return found
 
 
 def _clean_reported_names(model: DistributedDataParallel, incompatible: Any) -> None:  # noqa: ANN401
@@ -212,11 +284,12 @@ def _clean_reported_names(model: DistributedDataParallel, incompatible: Any) -> 
         keys[:] = [prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]
 
 
-def _device_ids(
+def one_device(
     module: nn.Module,
     device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
+    output_device: int | torch.device | None = None,
 ) -> list[int | torch.device] | None:
+    """``device_ids`` as a list of the device of this rank. Raises ValueError for any other."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element. "

@@ -118,6 +118,8 @@ class ReplicateOptions:
     """What was asked for, checked."""
 
     process_group: Any = None
+    mesh: DeviceMesh | None = None
+    """The mesh that ``process_group`` is of, if any."""
     axis: str = AXIS
     ignored: frozenset[nn.Module] = frozenset()
     """Modules whose parameters and buffers are left alone."""
@@ -154,6 +156,7 @@ def resolved(
     precision = keywords.get("mixed_precision")
     return ReplicateOptions(
         process_group=group,
+        mesh=keywords.get("device_mesh"),
         axis=axis,
         ignored=frozenset(ignored),
         ignored_names=frozenset(getattr(module, IGNORED_NAMES, ())),

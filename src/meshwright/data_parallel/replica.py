@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm import Communicator
+from meshwright.comm.after_hooks import step_in_backward, take_over_steps
 from meshwright.comm.dtensor import known_at_rest
 from meshwright.comm.functional import broadcast_traced
 from meshwright.comm.untraced import apart, constant
@@ -31,7 +32,7 @@ from meshwright.data_parallel.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "move_inputs"]
 
 ALIKE = (
     "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
@@ -71,7 +72,10 @@ class Replica:
         """True when a forward pass ran with what a call lent it: what the module trains is then
         looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
+        self._is_stepping = False
+        """Whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
+        self._stepped = take_over_steps([parameter for _, parameter in parameters])
         may_be_frozen = may_be_frozen or self._held.is_lent
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
         self._check_axes(parameters)
@@ -103,6 +107,11 @@ class Replica:
 
     @is_driven.setter
     def is_driven(self, is_driven: bool) -> None:
+        if is_driven and self._stepped:
+            raise RuntimeError(
+                "parameters have optimizers in the backward (_apply_optimizer_in_backward), which "
+                "would step in the middle of a pipeline's schedule: step after it"
+            )
         self.marking.is_driven = is_driven
 
     def before_forward(
@@ -114,14 +123,11 @@ class Replica:
             return None
         if not self.is_driven:
             self.begin()
-        if self.device_ids is None:
-            return None
-        device = self.device_ids[0]
-        return tree_map(partial(_moved, device), (args, kwargs))
+        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
 
     def route(self) -> Route:
         """Return where gradients of the pass that is traced are marked."""
-        if not (self.is_driven or self._follow_module()):
+        if self._stepped or not (self.is_driven or self._follow_module()):
             return "eager"
         return self.marking.route()
 
@@ -140,9 +146,7 @@ class Replica:
             found = [buffer for name, buffer in module.named_buffers() if name in known]
             if found:
                 broadcast_traced(self.communicator, found)
-        if self.device_ids is None:
-            return None
-        return tree_map(partial(_moved, self.device_ids[0]), (args, kwargs))
+        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
 
     def begin(self) -> None:
         """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
@@ -150,6 +154,7 @@ class Replica:
         """
         if torch.is_grad_enabled():
             self.reducer.abandon()
+            self._is_stepping = False
             self._take_up()
             self.reducer.begin_forward()
             if self._statistics.is_due:
@@ -183,6 +188,7 @@ class Replica:
         elif self._options.init_sync:
             broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
         mark_mean(fresh.values(), [self.communicator])
+        self._stepped += take_over_steps(list(fresh.values()))
         reducer.take_up(found, replace(reducer.settings, sparse=sparse), local_parameters(module))
         self.marking.take_up()
         self._statistics.follow(module)
@@ -244,6 +250,17 @@ class Replica:
             if self._was_lent:
                 self._take_up()
             self.reducer.begin_backward()
+            if self._stepped and self.reducer.is_synchronising and not self._is_stepping:
+                self._is_stepping = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._step)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Let optimizers in the backward step by the means: after the reducer has finished."""
+        self._is_stepping = False
+        for parameter in self._stepped:
+            if parameter.grad is not None:
+                step_in_backward(parameter)
 
 
 def _difference(
@@ -304,6 +321,15 @@ def _sparse_names(
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     }
     return frozenset(name for name, parameter in parameters if id(parameter) in tables)
+
+
+def move_inputs(
+    device_ids: Sequence[int | torch.device] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` with their tensors on the one device, if any."""
+    if not device_ids:
+        return args, kwargs
+    return tree_map(partial(_moved, device_ids[0]), (args, kwargs))
 
 
 def _moved(device: int | torch.device, value: object) -> object:

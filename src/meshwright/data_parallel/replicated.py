@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.comm.untraced import constant, inlined, untraced
+from meshwright.data_parallel.distributed import one_device
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import compute_in
@@ -238,6 +239,7 @@ class Replicate:
         module: nn.Module,
         ignored_modules: Iterable[nn.Module] | None = None,
         device_id: int | torch.device | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
         **keywords: Unpack[ReplicateKeywords],
     ) -> nn.Module:
         """Keep ``module`` equal on all ranks of one axis; returns the same module.
@@ -253,8 +255,8 @@ class Replicate:
         Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
         registered as they are, and the gradients of this rank's parts become means.
 
-        Gradients of ``ignored_modules`` are left alone. On a GPU ``device_id`` is where inputs are
-        moved to. ``keywords`` are those of `ReplicateKeywords`.
+        Gradients of ``ignored_modules`` are left alone. On a GPU ``device_id``, or the one entry of
+        ``device_ids``, is where inputs are moved to. ``keywords`` are those of `ReplicateKeywords`.
 
         Raises AssertionError when the module is replicated already, RuntimeError for a
         ``device_id`` of another type, TypeError for a keyword that there is none of, ValueError
@@ -268,7 +270,7 @@ class Replicate:
             module,
             keywords,
             ignored=frozenset(ignored_modules or ()),
-            device_ids=_device_ids(device_id),
+            device_ids=_device_ids(device_id) or one_device(module, device_ids),
             wrong_mesh=ValueError(
                 f"replicate expects a 1D DeviceMesh but got {mesh}. "
                 'Select one axis of it, for example mesh["replicate"]'

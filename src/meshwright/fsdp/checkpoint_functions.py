@@ -104,8 +104,9 @@ class _Hooks:
         elif asked_in("set_state_dict", "set_optimizer_state_dict") is not None:
             trained = (p for group in optimizer.param_groups for p in group["params"])
             without = [p for p in trained if p.requires_grad and not optimizer.state.get(p)]
-            zero = _state_of_zero_steps(optimizer) if without else {}
-            optimizer.state.update({p: zero[p] for p in without if p in zero})
+            if without:
+                zero = _state_of_zero_steps(optimizer)
+                optimizer.state.update({p: zero[p] for p in without if p in zero})
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._zero is not None and optimizer.state is self._zero:

@@ -167,9 +167,8 @@ def spread_state(
     for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True, kind=kind):
         if entry.is_flat:
             parts.setdefault(keys[entry.exposed], {})[entry.names[0]] = own
-            own = {}
         state.pop(entry.exposed, None)
-        if own:
+        if own and not entry.is_flat:
             state[entry.exposed] = own
     found = {keys[parameter]: own for parameter, own in state.items()}
     return {**given, "state": found}, parts
