@@ -135,13 +135,17 @@ def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
     )
 
 
-def follow_first_forward(module: nn.Module) -> None:
-    """Follow layouts through the next eager forward of ``module``, and not after it."""
+def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) -> None:
+    """Follow layouts through the next eager forward of ``module``, and not after it.
+
+    That begins with ``check``, as styles may have come in several calls until then.
+    """
     mode = _Following(module)
 
     def begin(module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
             return
+        check(module)
         _remove(module._forward_pre_hooks, begin)
         mode.__enter__()
 
