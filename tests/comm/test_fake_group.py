@@ -130,6 +130,13 @@ def body(rank: int, backend: str) -> None:
     assert sum("no processes" in text for text in told) == 1, told
 
 
-def test_every_wrapper_runs_as_any_rank_of_any_world(ranks: Ranks) -> None:
-    for rank, backend in ((0, "fake"), (WORLD - 1, "cpu:fake"), (3, "cpu:fake,cuda:fake")):
-        ranks(1, body, rank, backend, connected=False)
+@pytest.mark.parametrize(
+    ("rank", "backend"),
+    [
+        (3, "fake"),
+        pytest.param(0, "cpu:fake", marks=pytest.mark.slow),
+        pytest.param(WORLD - 1, "cpu:fake,cuda:fake", marks=pytest.mark.slow),
+    ],
+)
+def test_every_wrapper_runs_as_any_rank_of_any_world(ranks: Ranks, rank: int, backend: str) -> None:
+    ranks(1, body, rank, backend, connected=False)

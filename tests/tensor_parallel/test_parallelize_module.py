@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright import comm, parallelize_module
+from meshwright import comm, parallelize_module, tensor_parallel
 from meshwright.comm import Recorder, observe
 from meshwright.comm.leaves import local_leaf
 from meshwright.errors import LayoutError
@@ -27,7 +30,7 @@ from meshwright.tensor_parallel import (
     verify_replicated,
 )
 from meshwright.testing import Ranks
-from tensor_parallel.samples import Block, alike, check_alike, sent, tensor_mesh
+from tensor_parallel.samples import Block, alike, check_alike, sent, sequence_plan, tensor_mesh
 
 
 class Layers(nn.Module):
@@ -217,6 +220,11 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
             table.weight = nn.Parameter(torch.ones(4, 4))
             table(torch.tensor([1, 3]))
 
+        def half_tied() -> None:
+            block = Block()
+            on(block, {"embed": rows})()  # the other side may get its style in a later call
+            block(torch.ones(2, 3, dtype=torch.long))
+
         only = "Parallel currently only support nn.Linear and nn.Embedding!"
         length = "should have same length!"
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
@@ -274,7 +282,7 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
                 "head.weight and embed.weight are one tied parameter, which cannot be placed",
                 on(Block(), {"embed": columns, "head": columns}),
             ),
-            (ValueError, "head.weight is tied to embed.weight", on(Block(), {"embed": rows})),
+            (ValueError, "head.weight is tied to embed.weight", half_tied),
             (ValueError, "expected a ParametrizedLinear with the parameters", on(normed, columns)),
         ]
         for error, text, build in cases:
@@ -312,6 +320,48 @@ def test_outputs_may_be_written_in_place(ranks: Ranks) -> None:
                 for module, x in zip((one, ours), inputs, strict=True):
                     module(x).add_(1).sigmoid_().sum().backward()
                 torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+
+    ranks(2, body)
+
+
+def body_of_a_reference_transformer(*, is_sequence: bool) -> None:
+    """torch's own example of a plan calls parallelize_module once for each layer of a tied model."""
+    sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = object
+    from torch.testing._internal.distributed._tensor import common_dtensor as theirs  # noqa: PLC0415
+
+    for name in tensor_parallel.__all__:
+        if hasattr(theirs, name):
+            setattr(theirs, name, getattr(tensor_parallel, name))
+    torch.manual_seed(0)
+    settings = theirs.ModelArgs(dropout_p=0.0, dim=8, n_heads=4, vocab_size=8, use_attn_mask=False)
+    one = theirs.Transformer(settings).double()
+    cut = theirs.Transformer.parallelize(copy.deepcopy(one), tensor_mesh(), is_sequence)
+    ids = torch.arange(16).view(2, 8) % 8
+    with sdpa_kernel(SDPBackend.MATH):  # torch has no other for DTensors on CPUs
+        for model in (one, cut):
+            model(ids).sin().sum().backward()
+    pairs = zip(one.named_parameters(), cut.parameters(), strict=True)
+    for (name, expected), parameter in pairs:
+        found: Any = parameter.grad
+        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+        torch.testing.assert_close(whole, expected.grad, msg=name)
+
+
+def test_a_tied_model_may_be_cut_step_by_step(ranks: Ranks) -> None:
+    for is_sequence in (False, True):
+        ranks(2, body_of_a_reference_transformer, is_sequence=is_sequence)
+
+
+def test_modules_may_be_cut_and_run_in_inference_mode(ranks: Ranks) -> None:
+    def body() -> None:
+        ids = torch.arange(12).view(2, 6)
+        one, model = alike(Block())
+        expected = one(ids)
+        with torch.inference_mode():
+            cut = parallelize_module(model, tensor_mesh(), sequence_plan())
+            torch.testing.assert_close(cut(ids), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(cut(ids), expected)
 
     ranks(2, body)
 

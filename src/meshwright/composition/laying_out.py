@@ -37,6 +37,7 @@ from meshwright.errors import InternalError, PlanError
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.tensor_parallel.apply import apply_plan
+from meshwright.tensor_parallel.weights import check_ties
 
 __all__ = [
     "apply_dropout",
@@ -95,6 +96,7 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
     try:
         # All ranks have equal parameters by now, so each keeps its part of its own.
         apply_plan(module, mesh, styles, src_data_rank=None)
+        check_ties(module)
     except ValueError as error:
         raise PlanError(f"[tensor] rules: {error}") from error
     axis = peers.tensor

@@ -7,9 +7,10 @@ Bottom-up: `edges` (where a stage's arguments come from), `constants` (what is n
 `inbox` (what has come to a stage), `in_place`, `losses`, `stage`, `program` (a rank's row with its
 stages and messages), `custom` (functions of the user in place of actions), `batch` (what a step was
 given), `agreed` (what ranks need not tell again), `transfers` (what they tell each other in a
-step), `unanswered` (the same where ranks are no processes), `failures`, `turns` (who waits in another schedule), `listener` (who is told of it),
-`runtime` (the one interpreter), `stage_checks`, `stepping` (what schedules have in common),
-`schedules` (the classes that users call), `clipping` (the norm over all stages).
+step), `unanswered` (the same where ranks are no processes), `failures`, `turns` (who waits in
+another schedule), `listener` (who is told of it), `runtime` (the one interpreter), `stage_checks`,
+`stepping` (what schedules have in common), `schedules` (the classes that users call), `clipping`
+(the norm over all stages).
 
 From a model to stages: `split_points` (where it is cut), `front` (other ways to say so),
 `stage_module` (the graph of a stage), `placement` (what runs in which stage), `splitting` (the

@@ -23,7 +23,7 @@ __all__ = ["UnansweredTransfers"]
 class UnansweredTransfers(Transfers):
     """Transfers of which none is answered."""
 
-    def __init__(self, stages: Mapping[int, PipelineStage], *args: Any) -> None:  # noqa: ANN401
+    def __init__(self, stages: Mapping[int, PipelineStage], *args: Any) -> None:
         """``stages`` are those of this rank; ``args`` as `Transfers` has them."""
         super().__init__(*args)
         self._stages = stages
@@ -63,5 +63,5 @@ class UnansweredTransfers(Transfers):
             buffer.zero_()
         return received
 
-    def _hear(self, buffer: torch.Tensor, *args: Any, **kwargs: Any) -> Pending:  # noqa: ANN401
+    def _hear(self, buffer: torch.Tensor, *args: Any, **kwargs: Any) -> Pending:
         return super()._hear(buffer.fill_(1), *args, **kwargs)

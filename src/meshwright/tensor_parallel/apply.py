@@ -48,8 +48,8 @@ def parallelize_module(
     each rank holds whole, `LayoutError`.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
-    of another type, ValueError for a mesh of several dims, for ties that the plan breaks, or for a
-    layer that is never called, `LayoutError` where ranks hold different values of what they share.
+    of another type, ValueError for a mesh of several dims, or for a layer that is never called; in
+    the first forward ValueError for ties that the plans of all calls so far break, `LayoutError` where ranks hold different values of what they share.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
@@ -92,9 +92,8 @@ def apply_plan(
                 for parameter in changed.parameters():
                     vars(parameter)[_THEIRS] = True
             module = _put(module, name, submodule, changed)
-    check_ties(module)
     _call_what_was_cut(module)
-    follow_first_forward(module)
+    follow_first_forward(module, check_ties)
     if src_data_rank is None:
         verify_replicated(module, Site.of(mesh, "").axis)
     return module

@@ -135,10 +135,11 @@ def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
     )
 
 
-def follow_first_forward(module: nn.Module) -> None:
+def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) -> None:
     """Follow layouts through the next eager forward of ``module``.
 
-    And through the one after that, where buffers have become DTensors.
+    And through the one after that, where buffers have become DTensors. The first begins with
+    ``check``, as styles may have come in several calls until then.
     """
     mode = _Following(module)
     before: set[str] = set()
@@ -146,6 +147,7 @@ def follow_first_forward(module: nn.Module) -> None:
     def begin(module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
             return
+        check(module)
         _remove(module._forward_pre_hooks, begin)
         before.update(_spread_buffers(module))
         mode.__enter__()
@@ -159,7 +161,7 @@ def follow_first_forward(module: nn.Module) -> None:
             mode.__exit__(None, None, None)
         if not _spread_buffers(module) <= before:
             # What the forward has made of a parameter meets plain tensors in the next one.
-            follow_first_forward(module)
+            follow_first_forward(module, check)
 
     module.register_forward_pre_hook(begin, prepend=True)
     module.register_forward_hook(end, always_call=True)

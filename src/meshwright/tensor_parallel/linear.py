@@ -83,7 +83,7 @@ class _Saved:
     @staticmethod
     def of(module: nn.Module, name: str) -> _Saved:
         weight: Any = module.weight  # which data parallelism may keep, see `_leaves`
-        if not is_dtensor(weight):
+        if not is_dtensor(weight) or weight.is_inference():  # which has no version, nor a backward
             return _Saved(name, None, 0)
         return _Saved(name, weight, weight._version)
 
