@@ -22,9 +22,10 @@ from meshwright.data_parallel.unit import (
     group_slots,
 )
 from meshwright.fsdp.checks import Ignored
-from meshwright.fsdp.exposure import TAKEN, FlatExposure, FlatParameter, OriginalExposure
+from meshwright.fsdp.exposure import FlatExposure, FlatParameter
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
+from meshwright.fsdp.original_exposure import TAKEN, OriginalExposure
 from meshwright.fsdp.tensor_axes import take_part
 from meshwright.fsdp.traversal import clean_name
 from meshwright.layout import FlatLayout

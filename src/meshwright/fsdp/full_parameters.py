@@ -18,11 +18,10 @@ from torch import nn
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.fsdp.exposure import (
     FLAT,
-    OriginalExposure,
     exposed_of,
-    hide_full,
 )
 from meshwright.fsdp.options import TrainingState
+from meshwright.fsdp.original_exposure import OriginalExposure
 from meshwright.fsdp.pieces import flat_layout, own_pieces
 
 if TYPE_CHECKING:
@@ -147,7 +146,6 @@ def _shown(
 ) -> Iterator[None]:
     """Let the modules hold parameters with the values of ``views``."""
     exposure = exposed_of(unit)
-    hide_full(unit.slots)
     if isinstance(exposure, OriginalExposure):
         with _originals_shown(unit, views, gradients):
             yield
@@ -155,15 +153,15 @@ def _shown(
     owner, flat = exposure.owner, exposure.flat
     del owner._parameters[FLAT]
     for slot, view in zip(unit.slots, views, strict=True):
-        parameter = nn.Parameter(view, requires_grad=flat.requires_grad)
+        slot.show(nn.Parameter(view, requires_grad=flat.requires_grad))
         for module, name in slot.places:
-            module._parameters[name] = parameter
+            module.__dict__.pop(name, None)
     try:
         yield
     finally:
         for slot, view in zip(unit.slots, views, strict=True):
             for module, name in slot.places:
-                shown = module._parameters.pop(name, None)
+                shown, module._parameters[name] = module._parameters.get(name), None
                 if shown is not None and shown.data_ptr() != view.data_ptr():
                     view.copy_(shown.detach())
         owner._parameters[FLAT] = flat

@@ -15,7 +15,7 @@ from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp import checks
-from meshwright.fsdp.exposure import exposed_of, gradients_by_axes
+from meshwright.fsdp.exposure import exposed_of
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.modes import PrecisionMode
@@ -27,6 +27,7 @@ from meshwright.fsdp.options import (
     StateDictType,
     TrainingState,
 )
+from meshwright.fsdp.spread import gradients_by_axes
 from meshwright.fsdp.state_dicts import (
     load_entries,
     names_in_state,

@@ -28,6 +28,7 @@ from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, optimizer_of
+from meshwright.fsdp.listing import list_below
 from meshwright.fsdp.modes import PrecisionMode
 from meshwright.fsdp.optimizer_state import (
     by_current_names,
@@ -219,6 +220,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._ignored = ignored
         left_out = set(map(id, ignored.parameters))
         inside = [part for part in own_modules(module) if part not in ignored.modules]
+        if not self._use_orig_params:
+            for part in {*inside} - {module}:
+                list_below(part, frozenset(inside))
         self._driver = UnitDriver(
             self._unit,
             self._groups.strategy,
