@@ -156,6 +156,7 @@ def build_unit(
     groups = [_group(members, plan) for members in cut]
     for group in groups:
         group.note_starts([wholes.get(slot) for slot in group.slots])
+        group.marks_use = not plan.use_orig_params
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(root, kept)

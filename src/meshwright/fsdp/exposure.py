@@ -24,11 +24,13 @@ from meshwright.fsdp.direct_gradients import Refusals
 from meshwright.fsdp.original_exposure import OriginalExposure
 from meshwright.fsdp.pieces import (
     change_piece_by_hooks,
+    flat_layout,
     give_gradient,
     mark_pieces,
     part_of,
     write_back,
 )
+from meshwright.fsdp.waiting_gradients import WaitingGradients
 
 __all__ = [
     "FLAT",
@@ -89,10 +91,7 @@ class Exposed(Exposure, Protocol):
 
 
 class FlatExposure:
-    """One flat parameter on the wrapped module; while sharded the modules hold empty tensors.
-
-    Their registers keep the names, without parameters: so the order is that of one process later.
-    """
+    """One flat parameter on the wrapped module; while sharded the modules hold empty tensors."""
 
     def __init__(self, owner: nn.Module, gradient_dtype: torch.dtype | None = None) -> None:
         self.owner = owner
@@ -105,7 +104,14 @@ class FlatExposure:
         self._nothing_trains = False
         self._lists_full = False
         """Whether modules register whole parameters now."""
+        self._orders: dict[nn.Module, list[str]] = {}
+        """The names of parameters in modules that hold others, too."""
         self._refusals = Refusals()
+        self._waiting = WaitingGradients()
+        self._line = torch.empty(0)
+        """Gradients of passes in ``no_sync``."""
+        self._joined: list[torch.Tensor] = []
+        """Those of each parameter, in that line."""
 
     def _only_group(self, unit: Unit) -> ParameterGroup:
         (group,) = unit.groups
@@ -118,7 +124,12 @@ class FlatExposure:
         mark_pieces(flat, group, group.slots, is_line=True)
         for slot in group.slots:
             for module, name in slot.places:
-                module._parameters[name] = None
+                self._orders.setdefault(module, list(module._parameters))
+                module._parameters.pop(name, None)
+        # Where other parameters stay, the order of all has to be restored.
+        self._orders = {
+            module: order for module, order in self._orders.items() if module._parameters
+        }
         self.owner.register_parameter(FLAT, flat)
         return flat
 
@@ -149,13 +160,13 @@ class FlatExposure:
 
     def show_nothing(self, unit: Unit) -> None:
         """Give modules empty tensors, unless they hold what computes for one call."""
-        flat = self.flat
+        before, flat = self._nothing, self.flat
         kind = flat.dtype, flat.device, flat.requires_grad
-        if (self._nothing.dtype, self._nothing.device, self._nothing_trains) != kind:
+        if (before.dtype, before.device, self._nothing_trains) != kind:
             self._nothing = flat.data[:0].requires_grad_(flat.requires_grad)
             self._nothing_trains = flat.requires_grad
             self._refusals.add(unit, self._nothing, unit.slots, "")
-        self._put(unit, lists=False, full=False)
+        self._hide(unit, before)
 
     def show_full(self, unit: Unit) -> bool:
         """See `Exposure`."""
@@ -165,41 +176,48 @@ class FlatExposure:
         for slot in unit.slots:
             if slot.full.requires_grad is not trains:
                 slot.full.requires_grad_(trains)
-        self._put(unit, lists=True, full=True)
+        self._list(unit)
         return is_all
 
     def list_full(self, unit: Unit) -> None:
         """See `Exposed`."""
         if not self._lists_full:
-            self._put(unit, lists=True, full=True)
+            self._list(unit)
 
     def list_at_rest(self, unit: Unit, *, is_over: bool) -> None:
         """See `Exposed`. Attributes of modules stay whole until the backward, as in torch's."""
         if self._lists_full:
             self._find(unit)
-            self._put(unit, lists=False, full=True)
+            self._hide(unit)
 
-    def _put(self, unit: Unit, *, lists: bool, full: bool) -> None:
-        """Let modules register whole parameters, or have them or nothing as mere attributes.
+    def _list(self, unit: Unit) -> None:
+        """Let modules register whole parameters; what computes for one call stays there."""
+        for slot in unit.slots:
+            for module, name in slot.places:
+                found = module.__dict__.get(name)
+                if found is self._nothing or found is slot.full:
+                    del module.__dict__[name]
+                    module._parameters[name] = slot.full
+        self._lists_full = True
+        self.owner._parameters.pop(FLAT, None)
+        for module, order in self._orders.items():
+            held = module._parameters
+            held.update([(name, held.pop(name)) for name in order if name in held])
 
-        What computes for one call stays where it is.
-        """
+    def _hide(self, unit: Unit, before: torch.Tensor | None = None) -> None:
+        """Let modules have whole parameters as attributes, or what is shown for ``before``."""
         for slot in unit.slots:
             whole = slot.full
             for module, name in slot.places:
-                held = module._parameters.get(name)
-                is_ours = held is None or held is whole
-                if lists:
-                    module.__dict__.pop(name, None)
-                    if is_ours:
-                        module._parameters[name] = whole
-                    continue
-                if is_ours:
-                    module._parameters[name] = None
-                # Modules look at them also where they do not compute, to be printed.
-                module.__dict__[name] = whole if full else self._nothing
-        self._lists_full = lists
-        self.owner._parameters[FLAT] = None if lists else self._flat
+                if module._parameters.get(name) is whole:
+                    del module._parameters[name]
+                found = module.__dict__.get(name)
+                is_ours = found is before or found is self._nothing or found is whole
+                if is_ours or (found is None and name not in module._parameters):
+                    # Modules look at them also where they do not compute, to be printed.
+                    module.__dict__[name] = whole if before is None else self._nothing
+        self._lists_full = False
+        self.owner._parameters[FLAT] = self._flat
 
     def _find(self, unit: Unit) -> bool:
         """Look whether modules hold what they were shown; False where one does for a call only.
@@ -209,11 +227,11 @@ class FlatExposure:
         is_all = True
         for slot in unit.slots:
             for module, name in slot.places:
-                found = module._parameters.get(name)
-                if found is self._nothing:  # what `functional_call` puts back after a parameter
-                    found = module._parameters[name] = None
+                found = module.__dict__.get(name)
                 if found is None:
-                    found = module.__dict__.get(name)
+                    found = module._parameters.get(name)
+                    if found is self._nothing:  # what `functional_call` puts back after a parameter
+                        module.__dict__[name] = module._parameters.pop(name)
                 if found is not slot.full and found is not self._nothing:
                     check_given(slot, module, found, unit.communicators)
                     is_all = False
@@ -235,7 +253,11 @@ class FlatExposure:
         """See `Exposed`."""
         flat = self.flat
         is_held = self._lists_full or self.owner._parameters.get(FLAT) is flat
-        return not is_held or flat.data_ptr() != self._only_group(unit).buffer.shard.data_ptr()
+        return (
+            not is_held
+            or self._nothing.numel() > 0
+            or flat.data_ptr() != self._only_group(unit).buffer.shard.data_ptr()
+        )
 
     def version(self, unit: Unit) -> int:
         """See `Exposed`."""
@@ -244,14 +266,54 @@ class FlatExposure:
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
-        """See `Exposure`. What had no gradient anywhere gets zeros: there is only one ``.grad``."""
-        flat = self.flat
+        """See `Exposure`. What had no gradient gets zeros where anything had: it is one ``.grad``.
+
+        ``used`` is of this rank alone.
+        """
+        flat, self._line, self._joined = self.flat, self._nothing, []
+        if not any(used) and group.is_unused(reduced):
+            return
         change_piece_by_hooks(group, flat, reduced, FLAT)
         if flat.grad is None:
             give_gradient(flat, part_of(reduced, flat, FLAT), self._gradient_dtype)
         else:
             flat.grad.add_(reduced)
         run_after_hooks(flat)
+
+    @torch.no_grad()
+    def show_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`. They are joined to one line, in which autograd adds to them after."""
+        group = self._only_group(unit)
+        found = group.waiting()
+        if all(gradient is None for gradient in found):
+            return False
+        size = flat_layout(group).numel
+        if group.buffer.has_gradient:
+            (line,) = group.buffer.gradients
+            return self._waiting.show([self.flat], [line.tensor[:size]])
+        if any(a is not b for a, b in zip(found, self._joined, strict=False)) or not self._joined:
+            self._join(group, found)
+        return self._waiting.show([self.flat], [self._line])
+
+    def _join(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> None:
+        layout = flat_layout(group)
+        line = torch.zeros(layout.numel, dtype=group.types.compute, device=group.buffer.device)
+        self._line, self._joined = line, []
+        for index, (slot, gradient) in enumerate(zip(group.slots, gradients, strict=True)):
+            start, stop = layout.range(index)
+            part = line[start:stop].view(layout.shapes[index])
+            if gradient is not None:
+                part.copy_(gradient)
+            slot.full.grad = part
+            self._joined.append(part)
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        taken = self._waiting.take()
+        if any(taken):
+            group = self._only_group(unit)
+            group.forget_waiting(range(len(group.slots)))
+        return bool(taken)
 
     def refresh(self, unit: Unit) -> None:
         """Take over a line that the user has set with ``.data``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from meshwright.fsdp.pieces import (
     places_in_shards,
     write_back,
 )
+from meshwright.fsdp.waiting_gradients import WaitingGradients
 
 __all__ = ["TAKEN", "OriginalExposure"]
 
@@ -41,6 +43,7 @@ class OriginalExposure:
         self._seen = -1
         self._lists_full = False
         self._refusals = Refusals()
+        self._waiting = WaitingGradients()
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """The original parameters."""
@@ -86,8 +89,9 @@ class OriginalExposure:
             return
         for slot in unit.slots:
             full, original = slot.full, slot.original
-            if self._lists_full and full.requires_grad is not original.requires_grad:
-                original.requires_grad_(full.requires_grad)  # whoever changed it saw the whole one
+            if full.requires_grad is not slot.trains:  # who changed it saw the whole one
+                original.requires_grad_(full.requires_grad)
+                slot.trains = full.requires_grad
             for module, name in slot.places:
                 found = module._parameters.get(name)
                 if found is full:
@@ -146,6 +150,21 @@ class OriginalExposure:
                 original.grad.add_(part)
         for original in hooked:
             run_after_hooks(original)
+
+    def show_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        gradients = [gradient for group in unit.groups for gradient in group.waiting()]
+        return self._waiting.show(self.parameters(unit), gradients)
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        taken = self._waiting.take()
+        dropped = iter(taken)
+        for group in unit.groups:
+            gone = [n for n, is_gone in enumerate(islice(dropped, len(group.slots))) if is_gone]
+            if gone:
+                group.forget_waiting(gone)
+        return bool(taken)
 
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor | None]:
         """What ``reduced`` has of each parameter, None where this rank has no elements of one.

@@ -167,19 +167,19 @@ class shown_names:  # noqa: N801 - it is used as a function: `with shown_names(u
             return
         exposure = exposed_of(self._unit)
         if isinstance(exposure, FlatExposure):
-            self._put(exposure.owner, FLAT, None)
+            self._before.append((exposure.owner._parameters, FLAT, exposure.flat))
+            exposure.owner._parameters.pop(FLAT, None)
         nothing = nn.Parameter(torch.empty(0), requires_grad=False)
         for slot in self._unit.slots:
             for module, name in slot.places:
-                self._put(module, name, nothing)
-
-    def _put(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        self._before.append((module._parameters, name, module._parameters.get(name)))
-        module._parameters[name] = parameter
+                self._before.append((module._parameters, name, module._parameters.get(name)))
+                module._parameters[name] = nothing
 
     def __exit__(self, *error: object) -> None:
         for parameters, name, before in self._before:
-            parameters[name] = before
+            parameters.pop(name, None)
+            if before is not None:
+                parameters[name] = before
 
 
 def put_entries(

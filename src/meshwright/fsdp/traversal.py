@@ -98,6 +98,8 @@ class UnitDriver(Driver):
         if unit is not None and self.has_run:
             exposure = exposed_of(unit)
             is_written = self._version != exposure.version(unit)
+            if unit.phase is Phase.FULL:
+                is_written = bool(unit.take_written()) or is_written
             if is_written or unit.changes != self._changes or exposure.is_replaced(unit):
                 raise AssertionError(
                     "FSDP does not support changing the parameters between forward and backward "

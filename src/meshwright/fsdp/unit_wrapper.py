@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from meshwright.comm import Communicator
 from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
-from meshwright.data_parallel.unit import Phase, Unit
+from meshwright.data_parallel.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
 from meshwright.fsdp.exposure import exposed_of
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
@@ -226,6 +226,11 @@ class UnitWrapper(nn.Module):
             return value
 
         return tree_map(prepare, (args, kwargs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module, also where whole parameters are listed in the place of the others."""
+        super().zero_grad(set_to_none)
+        zero_kept(self._units(), set_to_none=set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module below, each with its whole parameters; changes are kept."""
