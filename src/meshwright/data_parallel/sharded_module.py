@@ -74,7 +74,7 @@ class FSDPModule(JoinsUnevenInputs):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, also where whole parameters are in the place of the sharded ones."""
-        super().zero_grad(set_to_none)  # pyrefly: ignore[missing-attribute]
+        super().zero_grad(set_to_none)
         zero_kept(_units(self, recurse=True), set_to_none=set_to_none)
 
     def set_requires_gradient_sync(

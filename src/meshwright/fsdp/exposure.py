@@ -270,7 +270,8 @@ class FlatExposure:
 
         ``used`` is of this rank alone.
         """
-        flat, self._line, self._joined = self.flat, self._nothing, []
+        flat, self._line = self.flat, self._nothing
+        self._joined.clear()
         if not any(used) and group.is_unused(reduced):
             return
         change_piece_by_hooks(group, flat, reduced, FLAT)
@@ -298,7 +299,8 @@ class FlatExposure:
     def _join(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> None:
         layout = flat_layout(group)
         line = torch.zeros(layout.numel, dtype=group.types.compute, device=group.buffer.device)
-        self._line, self._joined = line, []
+        self._line = line
+        self._joined.clear()
         for index, (slot, gradient) in enumerate(zip(group.slots, gradients, strict=True)):
             start, stop = layout.range(index)
             part = line[start:stop].view(layout.shapes[index])

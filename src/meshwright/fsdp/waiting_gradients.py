@@ -43,8 +43,9 @@ class WaitingGradients:
 
     def take(self) -> list[bool]:
         """Put ``.grad`` of before back; which have been dropped, and nothing if none was shown."""
-        shown, self._shown = self._shown, []
-        return [each is not None and _take(each) for each in shown]
+        taken = [each is not None and _take(each) for each in self._shown]
+        self._shown.clear()
+        return taken
 
 
 def _show(holder: nn.Parameter, gradient: torch.Tensor) -> _Shown:
