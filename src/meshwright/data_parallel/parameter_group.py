@@ -218,8 +218,10 @@ class ParameterGroup:
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
 
     def _show_views(self) -> None:
-        self.in_line: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
-        """Whole parameters that lie in the line itself, and their places there."""
+        self._in_line: list[tuple[Slot, torch.Tensor]] = []
+        """Parameters that lie whole in the line itself, and their places there."""
+        self._wholes: list[torch.Tensor] = []
+        self._addresses: tuple[int, list[int]] = (-1, [])
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
             outer = slot.outer
             if outer is not None and not slot.computes.is_local:
@@ -228,7 +230,23 @@ class ParameterGroup:
                 )
             slot.full = whole_parameter(view, slot.original)
             if slot.extension is None and not is_dtensor(view):
-                self.in_line.append((slot, slot.full, view))
+                self._in_line.append((slot, view))
+                self._wholes.append(slot.full)
+
+    def moved(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Parameters whose whole tensors were given other memory, and their places in the line."""
+        start, addresses = self._addresses
+        if start != self.buffer.full.data_ptr():
+            start, addresses = (
+                self.buffer.full.data_ptr(),
+                [v.data_ptr() for _, v in self._in_line],
+            )
+            self._addresses = start, addresses
+        found = [*map(torch.Tensor.data_ptr, self._wholes)]
+        if found == addresses:
+            return []
+        pairs = zip(self._in_line, found, addresses, strict=True)
+        return [place for place, now, then in pairs if now != then]
 
     @property
     def is_trainable(self) -> bool:

@@ -236,10 +236,9 @@ class Unit:
                 if slot.full._version != slot.version:
                     slot.version = slot.full._version
                     lost = lost or (slot.name if group.buffer.is_copy else "")
-            for slot, full, view in group.in_line:
-                if full.data_ptr() != view.data_ptr():
-                    full.data = view
-                    lost = lost or slot.name
+            for slot, view in group.moved():
+                slot.full.data = view
+                lost = lost or slot.name
         return lost
 
     def has_changed(self) -> None:
