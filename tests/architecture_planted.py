@@ -77,7 +77,7 @@ annotated         plan.py                    class A: |     def f(self, *, x) ->
 """
 
 _MANY: list[tuple[str, str, Files]] = [
-    ("file_size", "plan.py", {"plan.py": "x = 1\n" * 501}),
+    ("file_size", "plan.py", {"plan.py": "x = 1\n" * 601}),
     ("function_size", "plan.py", {"plan.py": long_function(61)}),
     (
         "function_size",

@@ -218,6 +218,8 @@ def _sensible(case: Case) -> Case:
         loop -= {"own statistics"}
     if case.is_flat:
         loop -= {"freeze"}
+    if case.is_flat and "class" in case.layout:
+        loop -= {"late hook"}  # there is no parameter of that name
     if "join" in loop:
         loop -= {"two forwards", "eval", "round trip"}
     if case.schedule and names & STATEFUL:

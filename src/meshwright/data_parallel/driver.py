@@ -415,13 +415,14 @@ class Driver:
     @apart
     def after_backward(self, gradient: object = None) -> None:
         """The gradients of the inputs have come, so those of the parameters have too."""
-        self._uses -= 1
-        if self._uses > 0:
-            return
         iteration, unit = self.iteration, self.unit
-        if iteration is None or unit is None:
+        if iteration is not None:
+            iteration.begin_backward()
+            if iteration.makes_graph:  # which is run again: that pass is this unit's
+                return
+        self._uses -= 1
+        if self._uses > 0 or iteration is None or unit is None:
             return
-        iteration.begin_backward()
         if unit.settings.backward_prefetch == "after":
             other = iteration.before(self)
             if other is not None and other.unit is not None and other.has_run:

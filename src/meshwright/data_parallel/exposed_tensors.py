@@ -284,6 +284,14 @@ class ExposedTensors:
                 part.copy_(local_of(gradient).reshape(-1))
                 entry.exposed.grad = dtensor_like(part.view(entry.shape), entry.exposed)
 
+    def show_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`: ``.grad`` holds what has been reduced, as in torch's."""
+        return False
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        return False
+
     def _add(
         self,
         group: ParameterGroup,

@@ -68,12 +68,12 @@ class Iteration:
         self.in_blocks: list[Unit] = []
         """Units whose whole parameters are spread among fewer ranks than their shards."""
         self.is_in_backward = self.is_in_forward = False
-        self.keeps_graph = False
-        """True where the graph of the last backward pass may be run again."""
-        self.keeps_sums = False
-        """True once a backward pass has left sums for a later one to deliver."""
-        self.is_of_inputs = False
-        """True in a pass that gives no parameter a gradient: kept sums are not its to deliver."""
+        self.keeps_graph = self.makes_graph = False
+        """Of the last backward pass: its graph may be run again; its gradients have gradients."""
+        self.keeps_sums = self.is_of_inputs = False
+        """A backward pass has left sums for a later one; the last gave no parameter a gradient."""
+        self.showing: list[Unit] = []
+        """Units of which ``.grad`` shows what waits for a reduction."""
         self.statistics: LocalStatistics | None = None
         """What there is to say of BatchNorm modules below the root."""
         units = [driver.unit for driver in drivers if driver.unit is not None]
@@ -100,7 +100,7 @@ class Iteration:
         """Whether this rank had gradients when its last backward pass ended."""
         self._raised_in = ""
         """The pass that was given up last, until the next one has begun."""
-        self._steps = StepWatch(self._exposed, self._given)
+        self._steps = StepWatch(self._exposed, self._given, self._check_reduced)
         # Torch's class only warns where ranks freeze different parameters and run other units.
         strict = options is None or not options.warn_at_once
         self._states = UnitStates(drivers, with_training=strict)
@@ -166,6 +166,7 @@ class Iteration:
         compared over the ranks like a forward pass.
         """
         raised_in = self._begin()
+        self.take_waiting()
         self.finished.clear()
         if self._events is not None:
             event = Event(what, self._states.digest() if training else 0)
@@ -204,6 +205,8 @@ class Iteration:
 
     def reset(self) -> None:
         """Give up an iteration that ended in an exception."""
+        self.take_waiting()
+        self.makes_graph = False
         if self.is_in_backward or self.is_in_forward:
             self._raised_in = f"a {'backward' if self.is_in_backward else 'forward'} pass"
         for driver in self.drivers:
@@ -245,11 +248,20 @@ class Iteration:
         return [p for unit in self._units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
-        """What no optimizer may hold: parameters before they were sharded, and while whole."""
-        given = (slot.given for unit in self._units for slot in unit.slots)
-        before = [found for one in given if one is not None and (found := one()) is not None]
-        of_modules = [unit for unit in self._units if isinstance(unit.exposure, ExposedTensors)]
-        return [*before, *(slot.full for unit in of_modules for slot in unit.slots)]
+        """What no optimizer may hold: what was sharded, what is whole, what modules show."""
+        slots = [slot for unit in self._units for slot in unit.slots]
+        before = (slot.given() for slot in slots if slot.given is not None)
+        shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
+        return [*(t for t in (*before, *shown) if t is not None), *(slot.full for slot in slots)]
+
+    def _check_reduced(self) -> None:
+        """Raise RuntimeError where an optimizer would use gradients that wait for a reduction."""
+        if self.showing:
+            raise RuntimeError(
+                f"an optimizer steps while gradients of {self.showing[0].name!r} wait for their "
+                "reduction: the last backward pass was in no_sync. Run the last one of a step "
+                "outside of it"
+            )
 
     def _has_gradients(self) -> bool:
         """Whether an optimizer that steps now would change anything on this rank."""
@@ -265,19 +277,33 @@ class Iteration:
                 self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
             self.is_in_backward = True
             self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            if torch.is_grad_enabled():
-                # Only `create_graph=True` leaves gradients enabled within a backward pass.
-                raise RuntimeError(
-                    "FSDP does not support gradients of gradients: the parameters that the second "
-                    "backward pass needs are given back after the first. Call backward without "
-                    "create_graph=True, or compute that loss on a module that is not sharded"
-                )
+            # Only `create_graph=True` leaves gradients enabled within a backward pass.
+            self.makes_graph = torch.is_grad_enabled()
+            if self.makes_graph:
+                self._check_kept()
+            self.take_waiting()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
         """Whether the backward pass that runs now gives gradients to any parameter."""
         fulls = (slot.full for unit in self._units for slot in unit.slots)
         return any(_gets_gradient(full) for full in fulls if full.requires_grad)
+
+    def _check_kept(self) -> None:
+        freed = [unit.name for unit in self._units if not unit.settings.keep_full_after_forward]
+        if freed:
+            raise RuntimeError(
+                "FSDP does not support gradients of gradients where parameters are freed after the "
+                f"forward, as those of {freed[0]!r}: the second backward pass needs them. Keep "
+                "them, with reshard_after_forward=False in all calls of fully_shard or "
+                "ShardingStrategy.SHARD_GRAD_OP, or call backward without create_graph=True"
+            )
+
+    def take_waiting(self) -> None:
+        """Gradients that wait for a reduction are out of sight, less what was dropped."""
+        while self.showing:
+            unit = self.showing.pop()
+            unit.exposure.take_waiting(unit)
 
     def before(self, driver: Driver) -> Driver | None:
         """The driver whose backward comes after that of ``driver``: it ran just before."""
@@ -311,16 +337,37 @@ class Iteration:
         """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
 
         One that is not the last leaves reductions under way, gradients undelivered and the order
-        of the forwards as it is, for the backwards that follow.
+        of the forwards as it is, for the backwards that follow. So does one that makes a graph.
         """
+        if self.makes_graph:
+            self._end_graph()
+            return
         for driver in reversed(self.drivers):
             driver.finish_backward(self)
+        self.showing = [
+            unit
+            for unit in self._units
+            if (self.is_of_inputs or not unit.settings.synchronise)
+            and unit.exposure.show_waiting(unit)
+        ]
         if self.is_of_inputs or not self.drivers[0].is_last_backward:
             self.is_in_backward, self.keeps_sums = False, True
             return
         self._settle()
         self.is_in_backward = False
         self.stop()
+
+    def _end_graph(self) -> None:
+        self.is_in_backward = self.makes_graph = False
+        for unit in self._units:
+            for slot in unit.slots:
+                if slot.full.grad is not None and slot.full.grad.requires_grad:
+                    slot.full.grad = None
+                    raise RuntimeError(
+                        f"the gradient of sharded parameter {slot.name!r} has a graph, which a sum "
+                        "over the ranks ends: take gradients of inputs with torch.autograd.grad("
+                        "..., create_graph=True), and call backward without it"
+                    )
 
     def stop(self) -> None:
         """Raise on every rank where gradients that have been delivered were to be finite."""

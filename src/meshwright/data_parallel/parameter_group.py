@@ -1,42 +1,36 @@
-"""The parameters of a unit that lie in one buffer: their slots, their gradients, the sums.
+"""The parameters of a unit that lie in one buffer: their gradients, and the sums.
 
-A `Slot` is one parameter with all its uses. A `ParameterGroup` is the slots of one dtype with their
-buffer, and takes gradients through accumulation, reduction and scaling.
+A `ParameterGroup` is the slots of one dtype with their buffer, and takes gradients through
+accumulation, reduction and scaling.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Literal
 
 import torch
-from torch import nn
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.dtensor import AtRest, dtensor_at_rest, local_gradient, local_of
+from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor, local_gradient, local_of
 from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
-from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.gradient_lines import GradientLine
 from meshwright.data_parallel.kept_line import KeptLine
 from meshwright.data_parallel.partial_sums import Summand, sum_parts, summands_of
-from meshwright.data_parallel.placement import Place
 from meshwright.data_parallel.starting_state import Start, digest_of, has_values_of
-from meshwright.data_parallel.tensor_extensions import ExtendedBuffer, Extension, whole_parameter
+from meshwright.data_parallel.tensor_extensions import ExtendedBuffer, whole_parameter
+from meshwright.data_parallel.unit_slots import Slot
 from meshwright.gradients import NonFiniteValues
 from meshwright.layout import ChunkedLayout, FlatLayout
 
 __all__ = [
     "ParameterGroup",
     "ReduceHook",
-    "Slot",
     "UnitSettings",
-    "collect_slots",
-    "group_slots",
 ]
 
 _REQUIRES_GRAD = attrgetter("full.requires_grad")
@@ -77,49 +71,6 @@ class UnitSettings:
     backward_prefetch: Literal["before", "after"] | None = "before"
     """When the backward gathers ahead the unit that ran before: before this unit's gradients are
     computed, after that, or never."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Slot:
-    """One parameter of a unit and everywhere it is used."""
-
-    names: list[str]
-    """Full names, one for each place."""
-    places: list[tuple[nn.Module, str]]
-    """The modules and attributes that hold it."""
-    original: nn.Parameter
-    """What the module held when it was taken over; its storage is given up then."""
-    full: nn.Parameter = field(init=False)
-    """What computes: the same object for good, with memory while the unit is gathered."""
-    local: torch.Tensor | None = None
-    """This rank's chunk where it is not cut from ``original``; taken by the next group."""
-    place: Place | None = None
-    """Where it goes, where that is more than a part of a line."""
-    outer: AtRest | None = None
-    """The DTensor of which it was this rank's part, where it was one."""
-    computes: LocalParameter = field(default_factory=LocalParameter)
-    """How that computes: as a DTensor, unless all its modules take a local tensor."""
-    is_spread: bool = False
-    """Whether modules of other units use it too."""
-    given: weakref.ref[nn.Parameter] | None = None
-    """The parameter object that the user had, as long as somebody holds it."""
-    version: int = 0
-    """That of ``full`` when modules were shown it."""
-    extension: Extension | None = None
-    """How it is gathered, where it is a tensor subclass that says so."""
-    start: Start | None = None
-    """Digests of when it was sharded, until they are compared over the ranks."""
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        return self.names[0]
-
-    def show(self, parameter: nn.Parameter | torch.Tensor) -> None:
-        """Put ``parameter`` into every module that holds this one."""
-        for module, name in self.places:
-            # Not setattr: the order of the names has to stay, and this is on the hot path.
-            module._parameters[name] = parameter  # pyrefly: ignore[unsupported-operation]
 
 
 class ParameterGroup:
@@ -163,6 +114,8 @@ class ParameterGroup:
         self._show_views()
         self.used = [False] * len(slots)
         """Which parameters have had a gradient on this rank since the last reduction."""
+        self.marks_use = False
+        """Whether a sum tells if any rank had a gradient, see `is_unused`."""
         self.non_finite = NonFiniteValues()
         """This rank's own gradients that were not finite, in the last reductions watched."""
         self.partial: torch.Tensor | None = None
@@ -268,6 +221,10 @@ class ParameterGroup:
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
 
     def _show_views(self) -> None:
+        self._in_line: list[tuple[Slot, torch.Tensor]] = []
+        """Parameters that lie whole in the line itself, and their places there."""
+        self._wholes: list[torch.Tensor] = []
+        self._addresses: tuple[int, list[int]] = (-1, [])
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
             outer = slot.outer
             if outer is not None and not slot.computes.is_local:
@@ -275,6 +232,24 @@ class ParameterGroup:
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
             slot.full = whole_parameter(view, slot.original)
+            if slot.extension is None and not is_dtensor(view):
+                self._in_line.append((slot, view))
+                self._wholes.append(slot.full)
+
+    def moved(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Parameters whose whole tensors were given other memory, and their places in the line."""
+        start, addresses = self._addresses
+        if start != self.buffer.full.data_ptr():
+            start, addresses = (
+                self.buffer.full.data_ptr(),
+                [v.data_ptr() for _, v in self._in_line],
+            )
+            self._addresses = start, addresses
+        found = [*map(torch.Tensor.data_ptr, self._wholes)]
+        if found == addresses:
+            return []
+        pairs = zip(self._in_line, found, addresses, strict=True)
+        return [place for place, now, then in pairs if now != then]
 
     @property
     def is_trainable(self) -> bool:
@@ -318,7 +293,8 @@ class ParameterGroup:
     def reduce(self, label: str, settings: UnitSettings) -> None:
         """Start the sum over the ranks of what the buffer holds (zeros when it holds nothing)."""
         buffer, axes = self.buffer, self.axes
-        if not buffer.has_gradient:
+        is_absent = not buffer.has_gradient
+        if is_absent:
             buffer.take(self._nothing)
         if self.partial_sums and isinstance(buffer.layout, FlatLayout):
             sum_parts(summands_of(self.partial_sums, buffer.gradients[0]))
@@ -326,13 +302,17 @@ class ParameterGroup:
             self._look_at_gradients()
         self._factor = 1.0 / (settings.divide_factor or axes.size)
         lines = buffer.gradients
-        if settings.reduce_hook is not None:
-            self._reduce_by(settings.reduce_hook)
-            return
-        if self.types.reduce == torch.float16:
+        if self.types.reduce == torch.float16 and settings.reduce_hook is None:
             for line in lines:
                 line.tensor.mul_(self._factor)
             self._factor = 1.0
+        if self.marks_use:
+            (line,) = lines
+            starts = line.tensor.view(axes.parts, -1)[:, :1]
+            starts.fill_(-0.0) if is_absent else starts.add_(0.0)  # which makes 0.0 of -0.0
+        if settings.reduce_hook is not None:
+            self._reduce_by(settings.reduce_hook)
+            return
         if axes.shard is None:
             self._reduced = lines[0].tensor
             return
@@ -436,6 +416,35 @@ class ParameterGroup:
             reduced.mul_(self._factor)
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)
 
+    def is_unused(self, mean: torch.Tensor) -> bool:
+        """Whether no rank had a gradient for ``mean``, of which this rank had none.
+
+        A sum is -0.0 only where all its summands are, and the first element of each part is that
+        on ranks without a gradient alone. So it needs no collective of its own.
+        """
+        first = mean[:1]
+        return bool(((first == 0) & first.signbit()).all())
+
+    def waiting(self) -> list[torch.Tensor | None]:
+        """Whole gradients of this rank that wait for a reduction, on their own memory."""
+        if not self.buffer.has_gradient:
+            return [None if (g := slot.full.grad) is None else local_of(g) for slot in self.slots]
+        self.accumulate()
+        parts = (part for line in self.buffer.gradients for (part,) in line.parts())
+        return [part if used else None for part, used in zip(parts, self.used, strict=True)]
+
+    def forget_waiting(self, indices: Iterable[int]) -> None:
+        """Give up what waits for these parameters."""
+        for index in indices:
+            slot, self.used[index] = self.slots[index], False
+            slot.full.grad = None
+            if self.buffer.has_gradient:
+                for line in self.buffer.gradients:
+                    for part in line.parts()[index]:
+                        part.zero_()
+        if not any(self.used):
+            self.buffer.release_gradients()
+
     def partial_means(self) -> list[Summand]:
         """The parts of ``mean`` that other axes have to sum."""
         mean, layout = self.mean, self.buffer.layout
@@ -464,37 +473,3 @@ def _local(slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
     if slot.outer is None:
         return gradient
     return local_gradient(gradient, slot.outer, () if slot.place is None else slot.place.kept)
-
-
-def collect_slots(
-    modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[torch.Tensor] = ()
-) -> list[Slot]:
-    """The parameters that ``modules`` (with their full names) hold themselves, each once."""
-    skipped = {id(parameter) for parameter in ignored}
-    slots: dict[int, Slot] = {}
-    for prefix, module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in skipped:
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            slot = slots.get(id(parameter))
-            if slot is None:
-                slots[id(parameter)] = Slot(
-                    names=[full_name],
-                    places=[(module, name)],
-                    original=parameter,
-                    given=weakref.ref(parameter),
-                )
-            else:
-                slot.names.append(full_name)
-                slot.places.append((module, name))
-    return list(slots.values())
-
-
-def group_slots(slots: Iterable[Slot], *, by_training: bool = True) -> list[list[Slot]]:
-    """Slots that can share a buffer: one dtype, and all trainable or all frozen by default."""
-    groups: dict[tuple[torch.dtype, bool], list[Slot]] = {}
-    for slot in slots:
-        is_trainable = slot.original.requires_grad or not by_training
-        groups.setdefault((slot.original.dtype, is_trainable), []).append(slot)
-    return list(groups.values())

@@ -23,7 +23,7 @@ from torch.nn.utils import stateless
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensor import is_dtensor
-from meshwright.data_parallel.parameter_group import Slot
+from meshwright.data_parallel.unit_slots import Slot
 
 __all__ = ["check_given", "data_assigned", "is_given_for_call", "rank_in", "replaced", "written"]
 
@@ -92,7 +92,8 @@ def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
     """The refusal of a write to a whole parameter."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameter {name!r} was written in place while it was "
-        "whole, as a forward does that changes its own weights, or nn.Embedding with max_norm: "
-        "that is a copy of what is sharded, and the change would be lost. Write to the sharded "
+        "whole, or given other memory (.data), as a forward does that changes its own weights, or "
+        "nn.Embedding with max_norm: that is a copy of what is sharded, and the change would be "
+        "lost. Write to the sharded "
         "parameter between passes, leave it out (ignored_params), or use replicate"
     )

@@ -16,7 +16,7 @@ from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.unit import Unit, zero_kept
 
 __all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
 
@@ -40,6 +40,10 @@ class FSDPModule(JoinsUnevenInputs):
     Settings take hold from the next forward or backward pass on, in this module and, where there
     is ``recurse``, in the sharded modules below it.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Make a module of the class before sharding: a slice of a container has no unit."""
+        return cls.__bases__[1](*args, **kwargs)
 
     # ------------------------------------------------------------------------ parameters
 
@@ -67,6 +71,11 @@ class FSDPModule(JoinsUnevenInputs):
             iteration.reset()
 
     # ---------------------------------------------------------------------- accumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module, also where whole parameters are in the place of the sharded ones."""
+        super().zero_grad(set_to_none)
+        zero_kept(_units(self, recurse=True), set_to_none=set_to_none)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -38,8 +38,13 @@ class StepWatch:
         self,
         parameters: Callable[[], Iterable[torch.Tensor]],
         given: Callable[[], Iterable[torch.Tensor]] = tuple,
+        check: Callable[[], object] = tuple,
     ) -> None:
-        """``given`` are the objects that users had for parameters that they were replaced by."""
+        """``given`` are the objects that users had for parameters that they were replaced by.
+
+        ``check`` is called before each step, and raises where there must be none now.
+        """
+        self._check = check
         self._parameters = parameters
         self._given = given
         self._begun = 0
@@ -71,7 +76,9 @@ class StepWatch:
     # --------------------------------------------------------------------------- private
 
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._begun += self._holds(optimizer)
+        if self._holds(optimizer):
+            self._check()
+            self._begun += 1
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._ended += self._holds(optimizer)

@@ -13,7 +13,7 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from operator import attrgetter
 from types import MappingProxyType
@@ -23,15 +23,9 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.parameter_group import (
-    ParameterGroup,
-    ReduceHook,
-    Slot,
-    UnitSettings,
-    collect_slots,
-    group_slots,
-)
+from meshwright.data_parallel.parameter_group import ParameterGroup, ReduceHook, UnitSettings
 from meshwright.data_parallel.replaced_parameters import written
+from meshwright.data_parallel.unit_slots import Slot, collect_slots, group_slots
 from meshwright.errors import InternalError
 
 __all__ = [
@@ -44,6 +38,7 @@ __all__ = [
     "UnitSettings",
     "collect_slots",
     "group_slots",
+    "zero_kept",
 ]
 
 
@@ -111,6 +106,14 @@ class Exposure(Protocol):
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
         """Set or add to ``.grad``; ``used`` says which parameters had a gradient on any rank."""
+        ...
+
+    def show_waiting(self, unit: Unit) -> bool:
+        """Let ``.grad`` show whole gradients that wait for a reduction; whether it does."""
+        ...
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """Put ``.grad`` of before back, less what users have dropped; whether it was shown."""
         ...
 
 
@@ -197,6 +200,7 @@ class Unit:
         for group in self.groups:
             for slot in group.slots:
                 slot.version = slot.full._version
+                slot.trains = slot.full.requires_grad
         self.find_trainable()
 
     def reshard_for_backward(self) -> bool:
@@ -228,6 +232,19 @@ class Unit:
             self.wait_unshard()
         self._put_away()
 
+    def take_written(self) -> str:
+        """Name a whole parameter that was written, or given other memory, and forget that."""
+        lost = ""
+        for group in self.groups:
+            for slot in group.slots:
+                if slot.full._version != slot.version:
+                    slot.version = slot.full._version
+                    lost = lost or (slot.name if group.buffer.is_copy else "")
+            for slot, view in group.moved():
+                slot.full.data = view
+                lost = lost or slot.name
+        return lost
+
     def has_changed(self) -> None:
         """Parameters have been converted, loaded or given anew: a graph of before is void."""
         self.changes += 1
@@ -238,11 +255,8 @@ class Unit:
 
     def _put_away(self) -> None:
         self.exposure.show_sharded(self)
-        lost = ""
+        lost = self.take_written()
         for group in self.groups:
-            for slot in group.slots:
-                if slot.full._version != slot.version and group.buffer.is_copy:
-                    lost = lost or slot.name
             group.buffer.release()
         self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
         if lost:
@@ -361,3 +375,13 @@ class Unit:
                 f"it may become {', '.join(sorted(LEGAL[self._phase]))}"
             )
         self._phase = phase
+
+
+def zero_kept(units: Iterable[Unit], *, set_to_none: bool) -> None:
+    """Zero the gradients of those units whose modules list whole parameters now."""
+    for unit in units:
+        for parameter in unit.exposure.parameters(unit) if unit.phase is Phase.FULL else ():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()

@@ -3,13 +3,14 @@
 `fully_shard` and what belongs to it are here as well, under the names that torch's package has.
 Bottom-up: `options` (what a user may choose), `counterparts` (options of other libraries), `wrap`
 (which modules become units), `groups`, `checks`, `tensor_axes` (parameters that tensor parallelism
-has cut), `pieces` (what this rank has of them), `exposure` (how parameters look from outside),
-`traversal` (the tree of wrappers), `building` (from module to unit), `modes` (full or mixed
-precision), `auto_wrap`, `full_parameters`, `state_dicts`, `unit_wrapper` (one wrapper as a module),
-`residency` (what a pipeline's schedule drives), `state_dict_types`, `managed_parameters` (with
-their names), `optimizer_exchange` (what ranks tell each other), `optimizer_state`,
-`checkpoint_functions` (what torch's find here), `legacy_optimizer_state`, `wrapper` (the public
-class); `grad_scaler`.
+has cut), `pieces` (what this rank has of them), `waiting_gradients` (of passes without a
+reduction), `original_exposure` and `exposure` (how parameters look from outside), `spread` (over
+which axes), `listing` (inside of flat units), `traversal` (the tree of wrappers), `building` (from
+module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`, `state_dicts`,
+`unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule drives),
+`state_dict_types`, `managed_parameters` (with their names), `optimizer_exchange` (what ranks tell
+each other), `optimizer_state`, `checkpoint_functions` (what torch's find here),
+`legacy_optimizer_state`, `wrapper` (the public class); `grad_scaler`.
 
 Where this differs from torch's class on purpose:
 
@@ -25,6 +26,10 @@ Where this differs from torch's class on purpose:
 * What is put into the ``.data`` of a parameter is copied into its shard, over what was there: clone
   first what is to come back later.
 * Where parameters change between forward and backward that is an error in every strategy.
+* Where torch's flat parameters leave modules inside of a unit without parameters, ``parameters()``
+  of these lists whole ones while they are there, and empty ones else: these can be asked for their
+  dtype and device, but a gradient, ``requires_grad_`` or an optimizer's step of them raises.
+* An optimizer that steps after a backward in ``no_sync``, whose gradients wait, is an error.
 """
 
 from __future__ import annotations

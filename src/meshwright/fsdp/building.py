@@ -22,9 +22,10 @@ from meshwright.data_parallel.unit import (
     group_slots,
 )
 from meshwright.fsdp.checks import Ignored
-from meshwright.fsdp.exposure import TAKEN, FlatExposure, FlatParameter, OriginalExposure
+from meshwright.fsdp.exposure import FlatExposure, FlatParameter
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
+from meshwright.fsdp.original_exposure import TAKEN, OriginalExposure
 from meshwright.fsdp.tensor_axes import take_part
 from meshwright.fsdp.traversal import clean_name, name_alike, paths_alike
 from meshwright.layout import FlatLayout
@@ -174,6 +175,7 @@ def build_unit(
     groups = [_group(members, plan) for members in cut]
     for group in groups:
         group.note_starts([wholes.get(slot) for slot in group.slots])
+        group.marks_use = not plan.use_orig_params
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     owner = root

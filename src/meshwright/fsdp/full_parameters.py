@@ -18,11 +18,10 @@ from torch import nn
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.fsdp.exposure import (
     FLAT,
-    OriginalExposure,
     exposed_of,
-    hide_full,
 )
 from meshwright.fsdp.options import TrainingState
+from meshwright.fsdp.original_exposure import OriginalExposure
 from meshwright.fsdp.pieces import flat_layout, own_pieces
 
 if TYPE_CHECKING:
@@ -83,13 +82,14 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
     """Show the whole parameters of the unit of ``wrapper``."""
     _check(wrapper, options)
     unit = wrapper._unit
-    wrapper._is_summoned = True
+    wrapper._is_summoned, is_waiting = True, False
     try:
         if unit is None:
             yield
             return
         unit.reshard()
         exposed_of(unit).refresh(unit)
+        is_waiting = exposed_of(unit).take_waiting(unit)
         shows = not options.rank0_only or wrapper.rank == 0
         lines = [gather_line(g, g.buffer.shard, f"summon {unit.name}") for g in unit.groups]
         if options.offloads:
@@ -101,12 +101,14 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
             view for g, line in zip(unit.groups, lines, strict=True) for view in cut_line(g, line)
         ]
         gradients = _all_gradients(unit) if options.with_gradients else None
-        with _shown(unit, views, gradients):
+        with _shown(unit, views, gradients, writes_back=options.writes_back):
             yield
         if options.writes_back:
             _write_back(unit, lines)
     finally:
         wrapper._is_summoned = False
+        if unit is not None and is_waiting:
+            exposed_of(unit).show_waiting(unit)
 
 
 def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
@@ -143,21 +145,24 @@ def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
 
 @contextlib.contextmanager
 def _shown(
-    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
+    unit: Unit,
+    views: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None] | None,
+    *,
+    writes_back: bool,
 ) -> Iterator[None]:
     """Let the modules hold parameters with the values of ``views``."""
     exposure = exposed_of(unit)
-    hide_full(unit.slots)
     if isinstance(exposure, OriginalExposure):
-        with _originals_shown(unit, views, gradients):
+        with _originals_shown(unit, views, gradients, writes_back=writes_back):
             yield
         return
     owner, flat = exposure.owner, exposure.flat
     del owner._parameters[FLAT]
     for slot, view in zip(unit.slots, views, strict=True):
-        parameter = nn.Parameter(view, requires_grad=flat.requires_grad)
+        slot.show(nn.Parameter(view, requires_grad=flat.requires_grad))
         for module, name in slot.places:
-            module._parameters[name] = parameter
+            module.__dict__.pop(name, None)
     try:
         yield
     finally:
@@ -172,7 +177,11 @@ def _shown(
 
 @contextlib.contextmanager
 def _originals_shown(
-    unit: Unit, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
+    unit: Unit,
+    views: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None] | None,
+    *,
+    writes_back: bool,
 ) -> Iterator[None]:
     """Let the original parameters hold ``views``, and whole gradients if there are some."""
     slots = unit.slots
@@ -192,18 +201,24 @@ def _originals_shown(
             slot.original.grad = None
             slot.original.data = data
             slot.original.grad = gradient
-        if gradients is not None:
-            _write_gradients(unit, shown)
+        if gradients is not None and writes_back:
+            _write_gradients(unit, gradients, shown)
 
 
 @torch.no_grad()
-def _write_gradients(unit: Unit, shown: Sequence[torch.Tensor | None]) -> None:
-    """Take this rank's part of whole gradients."""
-    rest = iter(shown)
+def _write_gradients(
+    unit: Unit,
+    gradients: Sequence[torch.Tensor | None],
+    shown: Sequence[torch.Tensor | None],
+) -> None:
+    """Take this rank's part of whole gradients; where ``gradients`` are gone, it has none."""
+    rest = iter(zip(gradients, shown, strict=True))
     for group in unit.groups:
         pieces = own_pieces(group)
         for index, slot in enumerate(group.slots):
-            whole, piece, original = next(rest), pieces.get(index), slot.original
+            (before, whole), piece, original = next(rest), pieces.get(index), slot.original
+            if whole is None and before is not None and original.requires_grad:
+                original.grad = None
             if whole is None or piece is None:
                 continue
             part = whole.reshape(-1)[piece.start : piece.stop].view(original.shape)

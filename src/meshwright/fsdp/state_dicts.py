@@ -160,27 +160,26 @@ class shown_names:  # noqa: N801 - it is used as a function: `with shown_names(u
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit if unit is not None and isinstance(unit.exposure, FlatExposure) else None
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> None:
         if self._unit is None:
             return
         exposure = exposed_of(self._unit)
         if isinstance(exposure, FlatExposure):
+            self._before.append((exposure.owner._parameters, FLAT, exposure.flat))
             exposure.owner._parameters.pop(FLAT, None)
         nothing = nn.Parameter(torch.empty(0), requires_grad=False)
         for slot in self._unit.slots:
             for module, name in slot.places:
+                self._before.append((module._parameters, name, module._parameters.get(name)))
                 module._parameters[name] = nothing
 
     def __exit__(self, *error: object) -> None:
-        if self._unit is None:
-            return
-        for slot in self._unit.slots:
-            for module, name in slot.places:
-                module._parameters.pop(name, None)
-        exposure = exposed_of(self._unit)
-        if isinstance(exposure, FlatExposure):
-            exposure.owner._parameters[FLAT] = exposure.flat
+        for parameters, name, before in self._before:
+            parameters.pop(name, None)
+            if before is not None:
+                parameters[name] = before
 
 
 def put_entries(

@@ -14,7 +14,7 @@ from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.module_tree import PlacesIn
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.starting_state import StartingBuffer
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp.exposure import exposed_of
 
 __all__ = ["PREFIXES", "WRAPPED", "UnitDriver", "clean_name", "name_alike", "paths_alike"]
@@ -79,9 +79,23 @@ class UnitDriver(Driver):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Driver`."""
         found = super().before_forward(module, args, kwargs)
-        if self.unit is not None and torch.is_grad_enabled():
-            self._version = exposed_of(self.unit).version(self.unit)
+        if self.unit is not None:
+            exposed_of(self.unit).list_full(self.unit)
+            if torch.is_grad_enabled():
+                self._version = exposed_of(self.unit).version(self.unit)
         return found
+
+    def leave_forward(self) -> None:
+        """See `Driver`. What is kept for the backward is listed as torch's class does."""
+        super().leave_forward()
+        if self.unit is not None and self.unit.phase is Phase.FULL:
+            exposed_of(self.unit).list_at_rest(self.unit, is_over=False)
+
+    def finish_backward(self, iteration: Iteration) -> None:
+        """See `Driver`. Who looks for parameters after it finds those that optimizers hold."""
+        super().finish_backward(iteration)
+        if self.unit is not None and self.unit.phase is Phase.FULL:
+            exposed_of(self.unit).list_at_rest(self.unit, is_over=True)
 
     def before_backward(self, gradient: object = None) -> None:
         """See `Driver`. Gradients of other parameters than those of the forward are refused."""
@@ -89,6 +103,8 @@ class UnitDriver(Driver):
         if unit is not None and self.has_run:
             exposure = exposed_of(unit)
             is_written = self._version != exposure.version(unit)
+            if unit.phase is Phase.FULL:
+                is_written = bool(unit.take_written()) or is_written
             if is_written or unit.changes != self._changes or exposure.is_replaced(unit):
                 raise AssertionError(
                     "FSDP does not support changing the parameters between forward and backward "

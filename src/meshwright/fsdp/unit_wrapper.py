@@ -20,9 +20,9 @@ from meshwright.data_parallel.checkpoint_names import (
     rename,
 )
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
-from meshwright.data_parallel.unit import Phase, Unit
+from meshwright.data_parallel.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
-from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of, gradients_by_axes
+from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.modes import PrecisionMode
@@ -34,6 +34,7 @@ from meshwright.fsdp.options import (
     StateDictType,
     TrainingState,
 )
+from meshwright.fsdp.spread import gradients_by_axes
 from meshwright.fsdp.state_dicts import (
     load_entries,
     names_in_state,
@@ -234,6 +235,11 @@ class UnitWrapper(SteppedOver):
             return value
 
         return tree_map(prepare, (args, kwargs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module, also where whole parameters are listed in the place of the others."""
+        super().zero_grad(set_to_none)
+        zero_kept(self._units(), set_to_none=set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module below, each with its whole parameters; changes are kept."""

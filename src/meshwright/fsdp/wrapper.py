@@ -28,6 +28,7 @@ from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, optimizer_of
+from meshwright.fsdp.listing import list_below
 from meshwright.fsdp.modes import PrecisionMode
 from meshwright.fsdp.optimizer_state import (
     by_current_names,
@@ -83,10 +84,11 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     A module of tensor parallelism takes the data axes of its mesh, ``device_mesh=mesh["shard"]``.
     ``stop_on_non_finite`` raises `NonFiniteError` on every rank at the end of a backward pass in
     which a gradient was not finite; not with a `ShardedGradScaler`, which skips such passes.
-    Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where a
-    parameter was not used. Hooks of ``register_post_accumulate_grad_hook`` run when the mean is in
-    ``.grad``, of which those of `Tensor.register_hook` would see a piece: these are refused.
-    `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises.
+    Gradients are the mean over all ranks. A flat parameter's ``.grad`` holds zeros where some of
+    its parameters were not used; in `no_sync` it is what this rank has added up so far. Hooks of
+    ``register_post_accumulate_grad_hook`` run when the mean is in ``.grad``, of which those of
+    `Tensor.register_hook` would see a piece: these are refused. `torch.autograd.grad` of inputs
+    returns this rank's gradient; for parameters it raises.
 
     >>> model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}))
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -217,11 +219,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         if synchronises:
             building.send_states(module, named, ignored, axes)
         self._unit = building.build_unit(module, plan, ignored, self._deferred)
-        own = [] if self._unit is None else [self._unit]
+        own = () if self._unit is None else (self._unit,)
         building.check_shared(module, [*fsdp_units(module), *own])
         self._ignored = ignored
         left_out = set(map(id, ignored.parameters))
         inside = [part for part in own_modules(module) if part not in ignored.modules]
+        if self._unit is not None and not self._use_orig_params:
+            list_below([part for part in inside if part is not module], self._unit)
         self._driver = UnitDriver(
             self._unit,
             self._groups.strategy,
@@ -230,10 +234,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             leaves_out=ignored.left_out(module),
             buffers=() if synchronises else starting_buffers(inside, left_out, axes.communicators),
         )
-        self._is_inner = False
-        self._is_summoned = False
+        self._is_inner = self._is_summoned = self._is_checked = False
         self._mode = PrecisionMode(self._precision, self._unit)
-        self._is_checked = False
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
@@ -285,6 +287,11 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         )
         max_norm, norm_type = float(max_norm), float(norm_type)
         iteration = self._driver.start(self)
+        if iteration.showing:
+            raise RuntimeError(
+                "clip_grad_norm_ was called while gradients of passes in no_sync wait for their "
+                "reduction: run the last backward pass of a step outside of it, then clip"
+            )
         if iteration.announce_clip is not None:
             iteration.announce_clip(max_norm, norm_type)
         spread, gradients = spread_gradients(self)

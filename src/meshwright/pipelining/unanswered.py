@@ -14,8 +14,9 @@ import torch
 from meshwright.comm import Pending
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.metadata import Signature, TensorMeta, digest
+from meshwright.pipelining.program import Leg
 from meshwright.pipelining.stage import PipelineStage
-from meshwright.pipelining.transfers import Transfers
+from meshwright.pipelining.transfers import Transfers, _Receive
 
 __all__ = ["UnansweredTransfers"]
 
@@ -57,8 +58,14 @@ class UnansweredTransfers(Transfers):
         ]
         return Signature(tuple(leaves), found.spec)
 
-    def _open(self, leg: Any, metas: Sequence[TensorMeta], *args: Any) -> Any:  # noqa: ANN401
-        received = super()._open(leg, metas, *args)
+    def _open(
+        self,
+        leg: Leg,
+        metas: Sequence[TensorMeta],
+        signature: Signature,
+        mask: tuple[bool, ...] | None = None,
+    ) -> _Receive:
+        received = super()._open(leg, metas, signature, mask)
         for buffer in received.buffers:
             buffer.zero_()
         return received

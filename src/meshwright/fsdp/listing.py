@@ -1,0 +1,50 @@
+"""What modules inside of a unit with one flat parameter list, which have no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.unit import Unit
+
+__all__ = ["list_below"]
+
+
+def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
+    """Let ``modules`` of ``unit`` list what they have as attributes, too.
+
+    Only the wrapped module registers the flat parameter. One below it would list nothing, and who
+    sums over that, freezes it or trains it would not be told. At rest the attributes are empty
+    tensors, which refuse gradients, freezing and optimizers.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for slot in unit.slots:
+        for module, name in slot.places:
+            names.setdefault(module, []).append(name)
+    for module in modules:
+        if type(module).named_parameters is nn.Module.named_parameters:
+            module.__dict__["named_parameters"] = partial(_named, module, names)
+
+
+def _named(
+    module: nn.Module,
+    names: Mapping[nn.Module, Sequence[str]],
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[object] = set()
+    parts = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+    for path, part in parts if recurse else [(prefix, module)]:
+        attributes = {name: part.__dict__.get(name) for name in names.get(part, ())}
+        for name, found in {**attributes, **part._parameters}.items():
+            if not isinstance(found, torch.Tensor):
+                continue
+            # Of the empty tensor there is one, in the place of all.
+            key = id(found) if found.numel() else (id(part), name)
+            if not remove_duplicate or key not in seen:
+                seen.add(key)
+                yield f"{path}.{name}" if path else name, found

@@ -1,0 +1,70 @@
+"""Whole gradients of this rank that wait for a reduction, as ``.grad`` of what optimizers hold.
+
+After a backward in ``no_sync`` programs find there what has been added up so far: they look at it,
+scale it, and drop it with ``zero_grad``. Before the next backward it is taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["WaitingGradients"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shown:
+    holder: nn.Parameter
+    shell: torch.Tensor
+    """The ``.grad``: torch only takes one of the holder's shape, but its data may be any."""
+    before: torch.Tensor | None
+    """What had been reduced, and waits for more."""
+    version: int
+
+
+class WaitingGradients:
+    """What one unit shows."""
+
+    def __init__(self) -> None:
+        self._shown: list[_Shown | None] = []
+
+    def show(
+        self, holders: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
+    ) -> bool:
+        """Let each holder have its gradient as ``.grad``; whether there is any."""
+        self._shown = [
+            None if gradient is None else _show(holder, gradient)
+            for holder, gradient in zip(holders, gradients, strict=True)
+        ]
+        return any(self._shown)
+
+    def take(self) -> list[bool]:
+        """Put ``.grad`` of before back; which have been dropped, and nothing if none was shown."""
+        taken = [each is not None and _take(each) for each in self._shown]
+        self._shown.clear()
+        return taken
+
+
+def _show(holder: nn.Parameter, gradient: torch.Tensor) -> _Shown:
+    before = holder.grad
+    holder.grad = shell = torch.empty_like(holder)
+    shell.data = gradient
+    return _Shown(holder=holder, shell=shell, before=before, version=shell._version)
+
+
+@torch.no_grad()
+def _take(shown: _Shown) -> bool:
+    holder, shell, before = shown.holder, shown.shell, shown.before
+    found = holder.grad
+    is_dropped = found is None
+    if found is not None and found is not shell:
+        shell.copy_(found)
+    if before is not None and shell._version != shown.version and not shell.any():
+        before.zero_()  # so was all that this stands for
+    # Its memory may be given back: who still holds it must not read that.
+    shell.data = shell.data.new_empty(0)
+    holder.grad = None if is_dropped else before
+    return is_dropped
