@@ -258,8 +258,9 @@ def test_a_callback_of_torch_hides_nobody(ranks: Ranks) -> None:
         assert f"rank {2 - rank} failed first" not in text
 
 
-def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks) -> None:
-    """Rank 0 goes on after its error, for which rank 1 has raised, and both leave."""
+@pytest.mark.parametrize("alike", [False, True])
+def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks, alike: bool) -> None:
+    """Rank 0 goes on after its error, for which the others have raised, or as they; all leave."""
 
     def body() -> None:
         membership.LEAVE_TIMEOUT = 600.0
@@ -267,14 +268,14 @@ def test_who_has_raised_is_not_waited_for_at_the_end(ranks: Ranks) -> None:
 
         def step() -> None:
             with comm.phase("data"):
-                if world.rank == 0:
+                if alike or world.rank == 0:
                     raise ValueError("no such token")
                 world.all_reduce(torch.ones(1)).wait()
 
-        with pytest.raises(ValueError if world.rank == 0 else RankFailedError):
+        with pytest.raises(ValueError if alike or world.rank == 0 else RankFailedError):
             step()
 
-    ranks(2, body, timeout=30.0)
+    ranks(3, body, timeout=30.0)
 
 
 def own_store(port: int) -> None:

@@ -77,7 +77,8 @@ def leave() -> bool:
     with contextlib.suppress(RankFailedError):  # it stands in `ending`
         monitor.read()
         is_clean = not had_raised and _leave_together(monitor)
-        if not is_clean:
+    if not is_clean:
+        with contextlib.suppress(RankFailedError):
             monitor.leave()
             monitor.board.add("left", 1)  # nobody who leaves in order need wait for this rank
             _linger(monitor)
