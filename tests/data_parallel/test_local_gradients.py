@@ -31,6 +31,11 @@ def in_units(model: nn.Sequential) -> nn.Module:
     return fully_shard(model)
 
 
+def in_root(model: nn.Sequential) -> Any:
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
 def in_wrappers(model: nn.Sequential, *, use_orig_params: bool) -> nn.Module:
     model[2] = FullyShardedDataParallel(model[2], use_orig_params=use_orig_params)
     return FullyShardedDataParallel(model, use_orig_params=use_orig_params)
@@ -152,6 +157,18 @@ def body_kept_sums() -> None:
             assert kind(parameter.grad / 2, name) == "mean", (setting, name)
 
 
+def body_graphs_again() -> None:
+    """A graph of two forwards that runs again needs the weights of both until both have run."""
+    one, ours = net(), in_root(net())
+    for model in (one, ours):
+        x = share(0).requires_grad_()
+        losses = [loss(model, x * f) + model[2].weight.square().sum() for f in (1, 2)]
+        torch.autograd.grad(sum(losses), x, retain_graph=True)
+        sum(losses).backward()  # pyrefly: ignore
+    for found, expected in zip(ours.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)  # pyrefly: ignore
+
+
 def body_compiled() -> None:
     """Sums are in the backward of a compiled replica, whoever runs it."""
     ours = compiled(net())
@@ -192,8 +209,8 @@ def body_hooks() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body_autograd_grad, body_kept_sums, body_compiled, body_hooks],
-    ids=["grad", "kept", "compiled", "hooks"],
+    [body_autograd_grad, body_kept_sums, body_graphs_again, body_compiled, body_hooks],
+    ids=["grad", "kept", "again", "compiled", "hooks"],
 )
 def test_the_table_of_the_docs_is_true(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

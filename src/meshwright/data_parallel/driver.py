@@ -133,6 +133,9 @@ class Driver:
         self._parts = frozenset(map(id, parts))
         self._to_run: set[int] = set()
         self._uses = 0
+        """Forwards whose backward has not ended in the pass of now."""
+        self._in_graphs = 0
+        """Forwards in graphs of now, which may run again where they are kept."""
         self.has_run = False
         """Whether its forward has run and its backward has not ended yet."""
         self._changes = 0
@@ -238,6 +241,7 @@ class Driver:
         if torch.is_grad_enabled():
             if not is_recompute:
                 self._uses += 1
+                self._in_graphs += 1
                 self.has_run = True
                 self._changes = unit.changes
             return self._watch_inputs(args, kwargs)
@@ -432,13 +436,15 @@ class Driver:
     def finish_backward(self, iteration: Iteration) -> None:
         """The whole backward pass has ended: do what no input's gradient has triggered."""
         unit, has_run = self.unit, self.has_run
-        self._uses, self.has_run = 0, False
+        if not iteration.keeps_graph:
+            self._in_graphs = 0
+        self._uses, self.has_run = self._in_graphs, False
         if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
             self._end(iteration, unit, is_due=has_run)
 
     def drop(self) -> None:
         """Give up an iteration that ended in an exception."""
-        self._uses, self.has_run = 0, False
+        self._uses, self._in_graphs, self.has_run = 0, 0, False
         self._to_run.clear()
         if self.unit is not None:
             self.unit.drop()
