@@ -338,8 +338,6 @@ def test_the_limits_that_users_give_are_heard(ranks: Ranks) -> None:
     def body() -> tuple[object, ...]:
         given = timedelta(seconds=7)
         is_gloo = os.environ.get("MESHWRIGHT_CPU_BACKEND") == "gloo"
-        if not is_gloo:
-            shared_memory.register()
         dist.init_process_group(
             "gloo" if is_gloo else "cpu:meshwright", timeout=timedelta(seconds=9)
         )

@@ -292,9 +292,9 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
 
 
 def body_of_a_reference_transformer(*, is_sequence: bool) -> None:
-    """torch's own example of a plan calls parallelize_module once for each layer of a tied model."""
+    """torch's example calls parallelize_module once for each layer of a tied model."""
     sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = object
-    from torch.testing._internal.distributed._tensor import common_dtensor as theirs  # noqa: PLC0415
+    from torch.testing._internal.distributed._tensor import common_dtensor as theirs
 
     for name in tensor_parallel.__all__:
         if hasattr(theirs, name):
