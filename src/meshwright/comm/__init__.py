@@ -14,7 +14,6 @@ stand for reductions in a graph), `untraced` (what compilers leave alone).
 
 from __future__ import annotations
 
-from meshwright.comm import shared_memory
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.lookup import Transfer
 from meshwright.comm.observers import Observer, Recorder, Timer
@@ -61,6 +60,3 @@ __all__ = [
     "union",
     "watch_run",
 ]
-
-# So that `init_process_group("cpu:meshwright")` works without `connect`.
-shared_memory.register()
