@@ -26,6 +26,9 @@ from meshwright.plan import (
     module_names,
 )
 from meshwright.precision import FloatName, Precision
+from meshwright.recipes.config import TrainConfig
+from meshwright.settings import keys_of
+from meshwright.toml_source import read
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -230,6 +233,28 @@ compute = "half"
         '"float64", found the text "half"',
     )
     assert str(caught.value).startswith("plan.toml: line 2: ")
+
+
+NUMBERS = ("inf", "-inf", "nan", "1e400", "-1", "0", "1e308", "9223372036854775808", "true", "''")
+
+
+@pytest.mark.parametrize("kind", [Plan, TrainConfig])
+def test_any_number_in_any_key_is_read_or_named(kind: type) -> None:
+    huge = [f"{sign}1{'0' * zeros}" for sign in ("", "-") for zeros in (30, 400, 5000)]
+    for table, keys in keys_of(kind).items():
+        for key in keys or ["anything"]:
+            for number in (*NUMBERS, *huge):
+                for value in (number, f"[{number}]", f"{{a = {number}}}"):
+                    try:
+                        read(f"[{table}]\n{key} = {value}", kind, source="run.toml")
+                    except PlanError as error:
+                        told = str(error)
+                        assert told.startswith("run.toml: line "), told
+                        assert key in told or table in told or "integer string" in told, told
+    with pytest.raises(PlanError, match=r"'clip_norm' in \[train\]: .* more than 64 bits, 1000"):
+        Plan.from_toml(f"[train]\nclip_norm = 1{'0' * 400}")
+    with pytest.raises(PlanError, match="not valid JSON: .* 5003 digits"):
+        Plan.from_json(f'{{"train": {{"clip_norm": 100{"0" * 5000}}}}}')
 
 
 def test_the_number_of_ranks_and_both_ways_to_mend_it() -> None:

@@ -163,7 +163,9 @@ class Plan:
         """Read what ``to_json`` wrote; raises ``PlanError`` as ``from_toml``."""
         try:
             tree = json.loads(text, object_pairs_hook=partial(_once, source))
-        except json.JSONDecodeError as error:
+        except PlanError:
+            raise
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, too
             raise PlanError(f"not valid JSON: {error}", source) from error
         if not isinstance(tree, dict):
             raise PlanError(f"expected a JSON object, found {type(tree).__name__}", source)

@@ -202,6 +202,8 @@ def item_hints(kind: object, count: int) -> list[object] | None:
 def scalar(value: object, hint: object, key: Key) -> object:
     """The value if it is of the type (a whole number may stand for a float), or reject it."""
     kind, _ = unmarked(hint)
+    if _is_huge(value):
+        raise RejectedError(mismatch(value, hint, key))
     if typing.get_origin(kind) is Literal:
         for choice in typing.get_args(kind):
             if type(choice) is type(value) and choice == value:
@@ -217,6 +219,11 @@ def scalar(value: object, hint: object, key: Key) -> object:
     elif type(value) is kind:
         return value
     raise RejectedError(mismatch(value, hint, key))
+
+
+def _is_huge(value: object) -> bool:
+    """Whether ``value`` is a whole number that TOML and tensors do not have: of over 64 bits."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def check_bounds(value: object, hint: object, key: Key) -> None:
@@ -242,6 +249,8 @@ def mismatch(value: object, hint: object, key: Key) -> Problem:
 def _what(value: object) -> str:
     """The kind of a value, where its literal alone is not clear to a reader."""
     match value:
+        case int() if _is_huge(value):
+            return "a number of more than 64 bits, "
         case Mapping():
             return "the table "
         case list() | tuple():

@@ -128,7 +128,6 @@ def test_torch_alone_falls_back_to_gloo_too(ranks: Ranks, stranger: int) -> None
     """Where the first rank is the one that cannot share memory, and where another is."""
 
     def body() -> bool:
-        shared_memory.register()
         if int(os.environ["RANK"]) == stranger:
             joining.unsupported = lambda: "this machine has no shared memory"
         dist.init_process_group("cpu:meshwright")

@@ -31,7 +31,6 @@ from meshwright.testing import Ranks
 
 
 def join(backend: str = "cpu:meshwright") -> dist.ProcessGroup:
-    shared_memory.register()
     dist.init_process_group(backend)
     world = dist.group.WORLD
     assert world is not None

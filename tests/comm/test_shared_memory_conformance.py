@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from meshwright.comm import shared_memory
 from meshwright.testing import Ranks
 
 Tensors = list[torch.Tensor]
@@ -416,7 +415,6 @@ BEYOND_GLOO = {
 
 def _run(backend: str) -> dict[str, str]:
     """All cases on this rank, up to the first that fails: empty text, or its error."""
-    shared_memory.register()
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     outcomes: dict[str, str] = {}

@@ -36,7 +36,6 @@ LARGE = 3_000_000
 
 
 def join(timeout: float = 20.0) -> shared_memory.SharedMemoryGroup:
-    shared_memory.register()
     dist.init_process_group("cpu:meshwright", timeout=timedelta(seconds=timeout))
     group = dist.group.WORLD
     assert isinstance(group, shared_memory.SharedMemoryGroup)
@@ -322,7 +321,6 @@ def _run_and_kill(victim: int, delay: float) -> None:
         if child == 0:
             code = 0
             try:
-                shared_memory.register()
                 dist.init_process_group(
                     "cpu:meshwright", store=dist.FileStore(store, 2), rank=rank, world_size=2
                 )

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import shared_memory
 from meshwright.testing import Ranks
 
 Tensors = list[torch.Tensor]
@@ -104,7 +103,6 @@ def test_messages(ranks: Ranks, backend: str, size: int) -> None:
     """Gloo refuses strided tensors, the last case."""
 
     def body() -> None:
-        shared_memory.register()
         dist.init_process_group(backend)
         for case in CASES if backend != "gloo" else CASES[:-1]:
             got, expected = case(dist.get_rank(), dist.get_world_size())

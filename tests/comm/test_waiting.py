@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import comm, fully_shard
-from meshwright.comm import membership, shared_memory, waiting, watching
+from meshwright.comm import membership, waiting, watching
 from meshwright.errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from meshwright.testing import Ranks, RanksFailed
 from meshwright.testing.outcome import Ending
@@ -383,8 +383,6 @@ def test_the_limits_that_users_give_are_heard(ranks: Ranks) -> None:
     def body() -> tuple[object, ...]:
         given = timedelta(seconds=7)
         is_gloo = os.environ.get("MESHWRIGHT_CPU_BACKEND") == "gloo"
-        if not is_gloo:
-            shared_memory.register()
         dist.init_process_group(
             "gloo" if is_gloo else "cpu:meshwright", timeout=timedelta(seconds=9)
         )

@@ -399,3 +399,13 @@ def body_padding() -> None:
 
 def test_padding_is_reported_when_a_unit_is_built(ranks: Ranks) -> None:
     ranks(2, body_padding)
+
+
+def test_the_own_mesh_is_that_of_users(ranks: Ranks) -> None:
+    def body() -> None:
+        model: Any = fully_shard(nn.Linear(4, 6).double())
+        mesh = init_device_mesh("cpu", (communicator().size,))
+        ones = distribute_tensor(torch.ones(6, 4).double(), mesh, [Shard(0)])
+        torch.testing.assert_close(whole(model.weight * ones), whole(model.weight))
+
+    ranks(2, body)

@@ -415,6 +415,32 @@ def test_errors() -> None:
         pipe.get_stage_module(0).train()
 
 
+def test_arguments_come_by_position_or_by_keyword() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(
+            self, x: torch.Tensor, y: torch.Tensor, scale: float = 2.0, **more: torch.Tensor
+        ) -> torch.Tensor:
+            x = self.one(x) * scale
+            pipe_split()
+            return self.two(x) - y + more["z"]
+
+    model = Weighted()
+    x, y, z = torch.randn(3, 2, 4)
+    expected = model(x, y, z=z)
+    for traced in ((x, y), (x,), ()):
+        named = {name: v for name, v in (("x", x), ("y", y)) if not any(v is t for t in traced)}
+        pipe = pipeline(model, traced, {**named, "z": z})
+        for out in (pipe(x, y, z=z), pipe(x, y=y, z=z), pipe(z=z, y=y, x=x)):
+            torch.testing.assert_close(out, (expected,))
+        for args, kwargs in (((x, y, 2.0, x), {"z": z}), ((x, y), {"y": y, "z": z}), ((x,), {})):
+            with pytest.raises(TypeError, match="expected the arguments"):
+                pipe(*args, **kwargs)
+
+
 def test_an_info_does_not_keep_the_pipe() -> None:
     pipe = pipeline(Chain(2), (torch.randn(2, 8),), split_spec={"layers.1": BEGINNING})
     gone = weakref.ref(pipe), weakref.ref(pipe.split_gm)

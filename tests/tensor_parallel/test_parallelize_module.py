@@ -325,7 +325,7 @@ def test_outputs_may_be_written_in_place(ranks: Ranks) -> None:
 
 
 def body_of_a_reference_transformer(*, is_sequence: bool) -> None:
-    """torch's own example of a plan: one call of parallelize_module for each layer."""
+    """torch's example calls parallelize_module once for each layer of a tied model."""
     sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = object
     from torch.testing._internal.distributed._tensor import common_dtensor as theirs
 

@@ -144,7 +144,6 @@ def choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: i
             level = logging.WARNING if choice == "shm" else logging.INFO
             _log.log(level, "%s: the ranks communicate through Gloo", reason)
         return "gloo"
-    shared_memory.register()
     return f"cpu:{shared_memory.BACKEND}"
 
 

@@ -273,7 +273,8 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is not None:
         return mesh
     world = comm.connect()
-    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    # Without a name, as torch's: so that its DTensors meet those of a mesh that users make.
+    return init_device_mesh(world.device.type, (world.size,))
 
 
 def _cast(precision: MixedPrecisionPolicy) -> CastSettings:

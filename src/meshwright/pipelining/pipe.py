@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -134,17 +135,21 @@ class Pipe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run all stages here, each on detached inputs. Returns a tuple of the model's outputs.
 
-        Raises `PipeliningShapeError` for constants that differ from those of the trace.
+        Arguments may come by position or keyword, as the model takes them, however they were
+        traced. Raises `PipeliningShapeError` for constants that differ from those of the trace.
         """
         given: list[Any] = []
-        known = {argument.key: argument for argument in self._facts.arguments}
-        passed = {**dict(enumerate(args)), **kwargs}
+        named = self._facts.named
+        known = {named(argument.key): argument for argument in self._facts.arguments}
+        passed = {**{named(position): value for position, value in enumerate(args)}, **kwargs}
         wrong = [key for key in passed if key not in known]
+        wrong += [key for key in map(named, range(len(args))) if key in kwargs]
         wrong += [key for key, a in known.items() if key not in passed and not a.has_default]
         if wrong:
             raise TypeError(f"expected the arguments {list(known)} of the trace; see {wrong}")
         for argument in _ordered(self._facts.arguments):
-            given.append(passed[argument.key] if argument.key in passed else argument.leaves[0])
+            key = named(argument.key)
+            given.append(passed[key] if key in passed else argument.leaves[0])
             if argument.has_default:
                 problems = mismatches(argument.leaves[0], given[-1], f"argument {argument.name!r}")
                 if problems:
@@ -203,7 +208,12 @@ class Pipe(nn.Module):
         split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
         targets = [[_named(n.target) for n in stage.graph.nodes] for stage in stages.stages]
         split_gm.meta["facts"] = _Facts(
-            stages.edges, stages.ties, found.arguments, stages.outputs, digest(targets)
+            stages.edges,
+            stages.ties,
+            found.arguments,
+            stages.outputs,
+            digest(targets),
+            _positions(found.model),
         )
         has_loss = output_loss_value_spec is not None
         return cls(split_gm, len(stages.stages), has_loss, output_loss_value_spec)
@@ -237,6 +247,19 @@ class _Facts:
     arguments: tuple[Argument, ...] = ()
     outputs: tuple[tuple[Expected | None, ...], ...] = ()
     split: int = 0
+    positions: tuple[str, ...] = ()
+    """The names of the model's positional arguments."""
+
+    def named(self, key: int | str) -> int | str:
+        """The name of a positional argument, where the model gives it one."""
+        is_position = isinstance(key, int) and key < len(self.positions)
+        return self.positions[key] if is_position else key  # pyrefly: ignore[bad-index]
+
+
+def _positions(model: nn.Module) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    listed = inspect.signature(model.forward).parameters.values()
+    return tuple(each.name for each in listed if each.kind in kinds)
 
 
 def _rooted(stages: Cut) -> dict[str, Any]:

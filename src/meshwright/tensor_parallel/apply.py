@@ -48,8 +48,9 @@ def parallelize_module(
     each rank holds whole, `LayoutError`.
 
     Warns for a pattern that matches nothing, and for a plan of None. Raises TypeError for a plan
-    of another type, ValueError for a mesh of several dims, or for a layer that is never called; in
-    the first forward ValueError for ties that the plans of all calls so far break, `LayoutError` where ranks hold different values of what they share.
+    of another type, ValueError for a mesh of several dims or for a layer that is never called,
+    `LayoutError` where ranks hold different values of what they share; in the first forward
+    ValueError for a tie that the plans of all calls until then break.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:

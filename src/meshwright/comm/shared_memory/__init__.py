@@ -22,3 +22,5 @@ __all__ = [
     "register",
     "unsupported",
 ]
+
+register()  # so that `init_process_group("cpu:meshwright")` works without `connect`

@@ -1,6 +1,6 @@
 """The c10d backend ``meshwright``, as `torch.distributed` learns of it.
 
-``register()`` makes it known to `torch.distributed`; then
+The import of `meshwright.comm` makes it known to `torch.distributed`; then
 ``init_process_group("cpu:meshwright")``, subgroups, `DeviceMesh`, functional collectives and
 DTensor work on it. Each group is looked at on its own: one whose ranks are processes of one user on
 one host shares memory, any other is an ordinary Gloo group.
