@@ -227,6 +227,8 @@ def _sensible(case: Case) -> Case:
     options, optimizer = set(case.options), case.optimizer
     if "hybrid" in case.layout or "tensor" in case.layout:
         options -= {"NO_SHARD", "SHARD_GRAD_OP", "block of 2"}
+    if "class" in case.layout and "orig" not in options:
+        loop -= {"late hook"}  # the parameter is in a flat one, which has no hooks of its own
     if "static graph" in options:
         loop -= {"freeze"}
     if "flat groups" in options:

@@ -54,7 +54,8 @@ __all__ = [
 
 def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
     """Return what the optimizer is given."""
-    return flat_groups(module) if plan.train.flat else module.parameters()
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    return flat_groups(module) if plan.train.flat and trains else module.parameters()
 
 
 def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
