@@ -253,7 +253,7 @@ class _Facts:
     def named(self, key: int | str) -> int | str:
         """The name of a positional argument, where the model gives it one."""
         is_position = isinstance(key, int) and key < len(self.positions)
-        return self.positions[key] if is_position else key  # pyrefly: ignore[bad-index]
+        return self.positions[key] if is_position else key
 
 
 def _positions(model: nn.Module) -> tuple[str, ...]:

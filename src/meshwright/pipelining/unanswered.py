@@ -6,7 +6,7 @@ the trace has seen, and every value that can have a gradient gets one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from meshwright.comm import Pending
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.metadata import Signature, TensorMeta, digest
+from meshwright.pipelining.program import Leg
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.transfers import Transfers
 
@@ -57,8 +58,8 @@ class UnansweredTransfers(Transfers):
         ]
         return Signature(tuple(leaves), found.spec)
 
-    def _open(self, leg: Any, metas: Sequence[TensorMeta], *args: Any) -> Any:  # noqa: ANN401
-        received = super()._open(leg, metas, *args)
+    def _wait(self, leg: Leg) -> Any:  # noqa: ANN401 - as `Transfers`
+        received = super()._wait(leg)
         for buffer in received.buffers:
             buffer.zero_()
         return received
