@@ -75,16 +75,15 @@ def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
         draw(model, plan, axis.device)
     model.to(axis.device)
     if plan.precision.parameters != Plan().precision.parameters:
-        dtype: torch.dtype = getattr(torch, plan.precision.parameters)
-        model._apply(lambda tensor: tensor.to(_like(tensor, dtype)))
+        model._apply(partial(_cast, getattr(torch, plan.precision.parameters)))
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of ``tensor`` in a model of ``dtype``: complex numbers stay complex."""
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a model of ``dtype``: complex numbers stay complex."""
     if tensor.is_complex():
         # Torch computes with no complex numbers of halves.
-        return dtype.to_complex() if dtype.itemsize > 2 else torch.complex64
-    return dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(dtype.to_complex() if dtype.itemsize > 2 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def equalise(model: nn.Module, everyone: Communicator) -> None:
