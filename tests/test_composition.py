@@ -584,3 +584,42 @@ optimizer = "float64"
 
 def test_what_cannot_be_laid_out_is_refused_at_once(ranks: Ranks) -> None:
     ranks(2, body_refusals)
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features by a complex buffer, and by a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([0.3, 0.9])))
+        self.more = nn.Parameter(torch.tensor([0.5 + 0.5j, 1.0 - 2.0j]))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.to(self.more.real.dtype).unflatten(-1, (2, 2)))
+        turned = torch.view_as_real(pairs * self.turns * self.more).flatten(-2)
+        return self.out(turned.to(self.out.weight.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_the_dtype_of_parameters_keeps_complex_numbers_complex(ranks: Ranks) -> None:
+    def body() -> None:
+        world = communicator()
+        for name, kind in (("float64", torch.complex128), ("bfloat16", torch.complex64)):
+            dtype = getattr(torch, name)
+            torch.manual_seed(0)
+            one = Rotary()
+            plan = replace(plan_of(world.size), precision=Precision(parameters=name))
+            trainable = parallelize(
+                copy.deepcopy(one), plan, optimizer=torch.optim.AdamW, loss=F.mse_loss
+            )
+            x, y = torch.ones(4, 4, dtype=dtype), torch.zeros(4, 2, dtype=dtype)
+            trainable.forward_backward(x, y)
+            one.out.to(dtype)
+            one.more.data, one.turns = one.more.data.to(kind), one.turns.to(kind)
+            F.mse_loss(one(x), y).backward()
+            found = trainable.gradients()
+            for key, parameter in one.named_parameters():
+                torch.testing.assert_close(found[key], parameter.grad, msg=f"{name} {key}")
+
+    ranks(2, body)

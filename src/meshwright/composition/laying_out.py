@@ -76,7 +76,15 @@ def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
         draw(model, plan, axis.device)
     model.to(axis.device)
     if plan.precision.parameters != Plan().precision.parameters:
-        model.to(getattr(torch, plan.precision.parameters))
+        model._apply(partial(_cast, getattr(torch, plan.precision.parameters)))
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a model of ``dtype``: complex numbers stay complex."""
+    if tensor.is_complex():
+        # Torch computes with no complex numbers of halves.
+        return tensor.to(dtype.to_complex() if dtype.itemsize > 2 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def equalise(model: nn.Module, everyone: Communicator) -> None:

@@ -6,7 +6,7 @@ the trace has seen, and every value that can have a gradient gets one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,14 +58,8 @@ class UnansweredTransfers(Transfers):
         ]
         return Signature(tuple(leaves), found.spec)
 
-    def _open(
-        self,
-        leg: Leg,
-        metas: Sequence[TensorMeta],
-        signature: Signature,
-        mask: tuple[bool, ...] | None = None,
-    ) -> _Receive:
-        received = super()._open(leg, metas, signature, mask)
+    def _wait(self, leg: Leg) -> _Receive:
+        received = super()._wait(leg)
         for buffer in received.buffers:
             buffer.zero_()
         return received
