@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from types import MethodType
 
 import torch
 from torch import nn
 
+from meshwright.data_parallel.checkpoint_names import asked_in
 from meshwright.data_parallel.unit import Unit
 
 __all__ = ["list_below"]
+
+NAMES = "_meshwright_names_below"
+"""An attribute of modules: which attributes of which modules they list."""
 
 
 def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
@@ -26,16 +30,21 @@ def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
             names.setdefault(module, []).append(name)
     for module in modules:
         if type(module).named_parameters is nn.Module.named_parameters:
-            module.__dict__["named_parameters"] = partial(_named, module, names)
+            module.__dict__[NAMES] = names
+            module.__dict__["named_parameters"] = MethodType(named_parameters, module)
 
 
-def _named(
+# Of the name that it is found under: so is it pickled.
+def named_parameters(
     module: nn.Module,
-    names: Mapping[nn.Module, Sequence[str]],
     prefix: str = "",
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """List parameters, and what the module has in the place of a flat unit's."""
+    names: Mapping[nn.Module, Sequence[str]] = module.__dict__[NAMES]
+    if asked_in("_iterate_valid_model_state") is not None:  # the wrapper has told it all names
+        names = {}
     seen: set[object] = set()
     parts = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
     for path, part in parts if recurse else [(prefix, module)]:
