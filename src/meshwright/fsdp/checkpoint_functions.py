@@ -141,7 +141,7 @@ class _Hooks:
             return None
         model = asked["model"]
         _check_names(model, optimizer, asked["state_dict"], state["state"])
-        return state_to_load(model, optimizer, state)
+        return state_to_load(model, optimizer.param_groups, state)
 
 
 def _state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:

@@ -52,7 +52,7 @@ def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dic
             "state": {
                 n: {k: _outline(v) for k, v in own.items()} for n, own in state["state"].items()
             },
-            "param_groups": state["param_groups"],
+            "rest": {key: own for key, own in state.items() if key != "state"},
         }
     payload = json.dumps(outline, default=_plain).encode()
     texts = world.gather_bytes(payload, label="optimizer state outline")
@@ -74,7 +74,7 @@ def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dic
                 tensor.copy_(state["state"][name][key])
             world.broadcast(tensor, label=f"optimizer state {name}").wait()
             found[name][key] = tensor.cpu()
-    return {"state": found, "param_groups": outline["param_groups"]}
+    return {"state": found, **outline["rest"]}
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - a setting

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from meshwright.fsdp.options import (
     StateDictType,
 )
 from meshwright.fsdp.pieces import flat_layout, own_pieces
-from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
+from meshwright.fsdp.state_dicts import as_dtensor, copy_of, sharded_value
 from meshwright.fsdp.tensor_axes import part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
@@ -67,18 +68,19 @@ def optimizer_state(
     entries = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
-    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_agreed, views=False)
+    offloads = settings.optim_state_dict_config.offload_to_cpu
+    form = _Form(is_full=is_full, offloads=offloads)
+    parts = _take_apart(entries, state, form, is_agreed=is_agreed)
     found = {entry.names[0]: own for entry, own in parts if own}
     managed = {entry.exposed for entry in entries}
     for parameter, own in state.items():
         if parameter not in managed:
             (name,) = _known(names, parameter)
-            found[name] = dict(own)
-    config = settings.optim_state_dict_config
-    if config.offload_to_cpu:
-        found = {name: {k: _to_cpu(v) for k, v in own.items()} for name, own in found.items()}
+            found[name] = {k: _copied(v, offloads=offloads) for k, v in own.items()}
     if _is_rank0_only(settings) and communicator(group).rank != 0:
         return {}
+    if given is not None and "param_groups" not in given:
+        return {"state": found}
     return {"state": found, "param_groups": [_named_group(group, names) for group in groups]}
 
 
@@ -96,6 +98,17 @@ def _check_local(model: nn.Module, kind: StateDictType) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """The form of the values that a parameter's state is given in."""
+
+    is_full: bool
+    offloads: bool
+    """True for copies on the CPU."""
+    views: bool = False
+    """True for views where DTensors, which take a collective, can be avoided."""
+
+
 def _by_parameter(
     optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None
 ) -> tuple[dict[nn.Parameter, State], list[dict[str, Any]]]:
@@ -104,6 +117,8 @@ def _by_parameter(
         held: dict[Any, State] = dict(optimizer.state)
         return held, optimizer.param_groups
     listed = [p for group in optimizer.param_groups for p in group["params"]]
+    if "param_groups" not in given:
+        return {listed[position]: own for position, own in given["state"].items()}, []
     of_key = dict(zip(_keys(given), listed, strict=True))
     state = {of_key[key]: own for key, own in given["state"].items()}
     groups = [
@@ -154,7 +169,8 @@ def spread_state(
     entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
     for entry in entries:
         _check_form(entry, state.get(entry.exposed, {}))
-    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True, views=True):
+    form = _Form(is_full=is_full, offloads=False, views=True)
+    for entry, own in _take_apart(entries, state, form, is_agreed=True):
         state.pop(entry.exposed, None)
         if own:
             state[entry.exposed] = own
@@ -175,16 +191,11 @@ def _check_form(entry: Managed, own: Mapping[str, Any]) -> None:
 def _take_apart(
     entries: Sequence[Managed],
     state: Mapping[nn.Parameter, State],
+    form: _Form,
     *,
-    is_full: bool,
     is_agreed: bool,
-    views: bool,
 ) -> list[tuple[Managed, State]]:
-    """The state of each parameter, if any rank has some; ``is_agreed`` asks the others.
-
-    Parts are DTensors where a mesh was given, a collective; ``views`` wants none that can be
-    avoided.
-    """
+    """The state of each parameter, if any rank has some; ``is_agreed`` asks the others."""
     held = [_held(entry, state.get(entry.exposed)) for entry in entries]
     answers: list[list[Held] | None] = [None] * len(entries)
     if is_agreed:
@@ -198,7 +209,7 @@ def _take_apart(
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
     return [
-        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full, views=views))
+        (entry, _own_state(entry, state.get(entry.exposed), answer, form))
         for entry, answer in zip(entries, answers, strict=True)
     ]
 
@@ -223,15 +234,14 @@ def _own_state(
     entry: Managed,
     own: State | None,
     answers: Sequence[Held] | None,
-    *,
-    is_full: bool,
-    views: bool,
+    form: _Form,
 ) -> State:
     """The state of one parameter; without ``answers`` only what this rank has elements of."""
     held, shape = own or {}, entry.exposed.shape
     spread = {k: v.dtype for k, v in held.items() if _is_shard_like(v, shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
-    result: State = {k: copy.deepcopy(v) for k, v in held.items() if k not in spread}
+    rest = {k: v for k, v in held.items() if k not in spread}
+    result: State = {k: _copied(v, offloads=form.offloads) for k, v in rest.items()}
     counts = _counts(entry)
     if answers is not None:
         if not any(has_state for has_state, _, _ in answers):
@@ -245,10 +255,10 @@ def _own_state(
         return {}
     # A view of a part of what tensor parallelism has cut would pass for one of the whole.
     is_plain = entry.group.slots[entry.index].outer is None
-    is_view = (views and is_plain) or entry.wrapper._groups.mesh is None
+    is_view = (form.views and is_plain) or entry.wrapper._groups.mesh is None
     for key in sorted(spread):
         value = held.get(key)
-        result[key] = _spread_value(entry, value, spread[key], is_full=is_full, is_view=is_view)
+        result[key] = _spread_value(entry, value, spread[key], form, is_view=is_view)
     return dict(sorted(result.items()))
 
 
@@ -260,11 +270,11 @@ def _spread_value(
     entry: Managed,
     value: torch.Tensor | None,
     dtype: torch.dtype,
+    form: _Form,
     *,
-    is_full: bool,
     is_view: bool,
 ) -> torch.Tensor:
-    """The state of one parameter whose parts are spread like its shards."""
+    """The state of one parameter whose parts are spread like its shards, in memory of its own."""
     group, index = entry.group, entry.index
     piece, shard = own_pieces(group).get(index), group.buffer.shard
     local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
@@ -273,21 +283,24 @@ def _spread_value(
         local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
     if group.axes.shard is None:
         part = local.reshape(flat_layout(group).shapes[index])
-        return whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
-    if not is_full and is_view:
-        return sharded_value(group, index, local, entry.names[0])
+        whole = whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
+        return copy_of(whole, offloads=form.offloads)
+    if not form.is_full and is_view:
+        return sharded_value(group, index, local, entry.names[0], offloads=form.offloads)
     line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
         line[piece.offset : piece.offset + piece.numel].copy_(local)
     label, outer = f"optimizer state {entry.names[0]}", group.slots[index].outer
     part = cut_line(group, gather_line(group, line, label))[index]
-    if is_full:
-        return whole_of(part, outer, label).clone()
-    return as_dtensor(part, entry.wrapper._groups, outer)
+    if form.is_full:
+        return copy_of(whole_of(part, outer, label), offloads=form.offloads)
+    found = as_dtensor(part, entry.wrapper._groups, outer)
+    return found.cpu() if form.offloads else found
 
 
-def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def _copied(value: Any, *, offloads: bool) -> Any:  # noqa: ANN401 - any state
+    is_tensor = isinstance(value, torch.Tensor)
+    return copy_of(value, offloads=offloads) if is_tensor else copy.deepcopy(value)
 
 
 # -------------------------------------------------------------------------------------- in
@@ -295,12 +308,12 @@ def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
 
 def state_to_load(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any] | None,
     settings: StateDictSettings | None = None,
     group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
 ) -> dict[str, Any]:
-    """What ``optimizer.load_state_dict`` takes: positions, and this rank's parts.
+    """What an optimizer with ``groups`` of parameters loads: positions, and this rank's parts.
 
     Where only the first rank of ``group`` gets state dicts, it gives its own to the others.
     """
@@ -314,7 +327,7 @@ def state_to_load(
             "FullOptimStateDictConfig(rank0_only=True) in force the first rank's is enough"
         )
     names = names_by_parameter(model)
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    listed = [p for own in groups for p in own["params"]]
     position = {parameter: number for number, parameter in enumerate(listed)}
     given = {clean_name(str(name)): own for name, own in state["state"].items()}
     found: dict[int, State] = {}
@@ -337,8 +350,10 @@ def state_to_load(
         if parameter not in exposed:
             (name,) = _known(names, parameter)
             if name in given:
-                found[number] = dict(given[name])
-    return {"state": found, "param_groups": _groups_to_load(optimizer, state, names, position)}
+                found[number] = copy.deepcopy(dict(given[name]))
+    if "param_groups" not in state:
+        return {"state": found}
+    return {"state": found, "param_groups": _groups_to_load(groups, state, names, position)}
 
 
 def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
@@ -358,7 +373,7 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     if isinstance(value, ShardView):
         begin = 0 if piece is None else piece.start
         if value.local.numel() == count and (value.start == begin or not count):
-            return value.local
+            return value.local.clone()
         value = value.full_tensor()
     elif is_dtensor(value):
         value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
@@ -413,7 +428,7 @@ def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor]) -> torc
 
 
 def _groups_to_load(
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any],
     names: Mapping[nn.Parameter, tuple[str, ...]],
     position: Mapping[nn.Parameter, int],
@@ -422,12 +437,12 @@ def _groups_to_load(
     saved = {
         clean_name(str(name)): group for group in state["param_groups"] for name in group["params"]
     }
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    found: list[dict[str, Any]] = []
+    for group in groups:
         own = [name for p in group["params"] for name in _known(names, p)]
         source = next((saved[name] for name in own if name in saved), group)
-        groups.append({**source, "params": [position[p] for p in group["params"]]})
-    return groups
+        found.append({**source, "params": [position[p] for p in group["params"]]})
+    return found
 
 
 def by_current_names(
@@ -440,13 +455,18 @@ def by_current_names(
     called = {parameter: name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     names = [called[parameter] for parameter in listed]
-    return {
-        "state": {names[number]: own for number, own in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]}
+    return _with_keys(state, dict(enumerate(names)))
+
+
+def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
+    """``state`` with other keys for parameters."""
+    found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
+    if "param_groups" in state:
+        found["param_groups"] = [
+            {**group, "params": [change[key] for key in group["params"]]}
             for group in state["param_groups"]
-        ],
-    }
+        ]
+    return found
 
 
 # ------------------------------------------------------------------------------------- keys
@@ -456,32 +476,30 @@ def rekey(
     state: Mapping[str, Any],
     to: OptimStateKeyType,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """``state`` of a module that is not wrapped, with names for positions or the other way."""
     if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise AssertionError(
             f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
         )
-    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+    keys = [*state["state"], *(_keys(state) if "param_groups" in state else ())]
     kinds = {type(key) for key in keys}
     if not kinds <= {int} and not kinds <= {str}:
         raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
-    by_name = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
-    listed = [p for group in groups for p in group["params"]] or list(model.parameters())
-    name_of = {parameter: name for name, parameter in by_name.items()}
-    ordered = [name_of[parameter] for parameter in listed]
+    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    ordered = [name_of[parameter] for group in groups for parameter in group["params"]]
     change: dict[Any, Any]
     if to is OptimStateKeyType.PARAM_NAME:
         change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
     else:
         numbers = {name: number for number, name in enumerate(ordered)}
         change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
-    return {
-        "state": {change[key]: own for key, own in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [change[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    found = _with_keys(state, change)
+    if to is OptimStateKeyType.PARAM_ID and "param_groups" in found:
+        # An optimizer takes positions in its own order, whichever they are: what is listed n-th
+        # becomes the state of its n-th parameter. A flat parameter stands where its unit does.
+        for group in found["param_groups"]:
+            group["params"].sort()
+        found["param_groups"].sort(key=lambda group: group["params"] or [len(ordered)])
+    return found
