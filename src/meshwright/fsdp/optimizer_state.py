@@ -24,10 +24,9 @@ from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.managed_parameters import Managed, managed_parameters, names_by_parameter
-from meshwright.fsdp.optimizer_exchange import Held, exchange, from_first_rank, of_numbers
+from meshwright.fsdp.optimizer_exchange import Held, exchange, from_first_rank, is_scalar, unpacked
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
-    OptimStateKeyType,
     StateDictSettings,
     StateDictType,
 )
@@ -38,9 +37,7 @@ from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
 __all__ = [
-    "by_current_names",
     "optimizer_state",
-    "rekey",
     "spread_state",
     "state_to_load",
 ]
@@ -222,7 +219,17 @@ def _held(entry: Managed, own: State | None) -> Held:
         k: str(v.dtype).removeprefix("torch.") for k, v in held.items() if _is_shard_like(v, shape)
     }
     rest = {k: v for k, v in held.items() if k not in spread} if _counts(entry) else {}
+    if not _gives(entry):
+        rest = {k: v for k, v in rest.items() if is_scalar(v)}
     return own is not None, spread, rest
+
+
+def _gives(entry: Managed) -> bool:
+    """True on the first rank with elements, which gives to those without what is not spread."""
+    layout, axes = flat_layout(entry.group), entry.group.axes
+    (start, stop), (_, size) = layout.range(entry.index), layout.shard_range(0)
+    first, last = start // size, (stop - 1) // size
+    return not entry.is_flat and axes.part == first and last - first + 1 < axes.parts
 
 
 def _counts(entry: Managed) -> bool:
@@ -247,9 +254,9 @@ def _own_state(
         if not any(has_state for has_state, _, _ in answers):
             return {}
         found: State = {} if counts else result
-        for _, dtypes, scalars in reversed(answers):
+        for _, dtypes, rests in reversed(answers):
             spread = {**spread, **{k: getattr(torch, name) for k, name in dtypes.items()}}
-            found = {**found, **{k: of_numbers(v) for k, v in scalars.items()}}
+            found = {**found, **{k: unpacked(v) for k, v in rests.items()}}
         result = {**result, **found}
     elif own is None or not counts:
         return {}
@@ -442,64 +449,4 @@ def _groups_to_load(
         own = [name for p in group["params"] for name in _known(names, p)]
         source = next((saved[name] for name in own if name in saved), group)
         found.append({**source, "params": [position[p] for p in group["params"]]})
-    return found
-
-
-def by_current_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What `state_to_load` returned, for an optimizer that knows parameters by name.
-
-    Its names are those that ``model.named_parameters()`` gives now.
-    """
-    called = {parameter: name for name, parameter in model.named_parameters()}
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [called[parameter] for parameter in listed]
-    return _with_keys(state, dict(enumerate(names)))
-
-
-def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """``state`` with other keys for parameters."""
-    found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
-    if "param_groups" in state:
-        found["param_groups"] = [
-            {**group, "params": [change[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ]
-    return found
-
-
-# ------------------------------------------------------------------------------------- keys
-
-
-def rekey(
-    state: Mapping[str, Any],
-    to: OptimStateKeyType,
-    model: nn.Module,
-    groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """``state`` of a module that is not wrapped, with names for positions or the other way."""
-    if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        raise AssertionError(
-            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
-        )
-    keys = [*state["state"], *(_keys(state) if "param_groups" in state else ())]
-    kinds = {type(key) for key in keys}
-    if not kinds <= {int} and not kinds <= {str}:
-        raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
-    name_of = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    ordered = [name_of[parameter] for group in groups for parameter in group["params"]]
-    change: dict[Any, Any]
-    if to is OptimStateKeyType.PARAM_NAME:
-        change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
-    else:
-        numbers = {name: number for number, name in enumerate(ordered)}
-        change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
-    found = _with_keys(state, change)
-    if to is OptimStateKeyType.PARAM_ID and "param_groups" in found:
-        # An optimizer takes positions in its own order, whichever they are: what is listed n-th
-        # becomes the state of its n-th parameter. A flat parameter stands where its unit does.
-        for group in found["param_groups"]:
-            group["params"].sort()
-        found["param_groups"].sort(key=lambda group: group["params"] or [len(ordered)])
     return found

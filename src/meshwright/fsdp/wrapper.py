@@ -29,12 +29,8 @@ from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
 from meshwright.fsdp.modes import PrecisionMode
-from meshwright.fsdp.optimizer_state import (
-    by_current_names,
-    optimizer_state,
-    rekey,
-    state_to_load,
-)
+from meshwright.fsdp.optimizer_keys import by_current_names, rekey
+from meshwright.fsdp.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -53,6 +49,7 @@ from meshwright.fsdp.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
+    check_reached,
     fsdp_units,
     own_modules,
     spread_gradients,
@@ -238,6 +235,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
+        check_reached(self)
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
         for inner in self.fsdp_modules(module):
