@@ -184,6 +184,18 @@ def alike_before(run: Run) -> None:
 
 
 @program(flat=GONE)
+def alike_and_gathered_by_hand(run: Run) -> None:
+    for before in (True, False):
+        module = bare(run.model.a)
+        module.weight = like(module.weight, value(3 if before else 4))
+        if hasattr(run.model.a, "unshard"):
+            run.model.a.unshard()
+        with torch.no_grad():
+            run.loss(0)
+    run.train_on()
+
+
+@program(flat=GONE)
 def alike_between_steps(run: Run) -> None:
     run.step(0)
     run.net.c.weight = like(run.net.c.weight, value())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from typing import Any
@@ -201,3 +202,60 @@ def body_local() -> None:
 
 def test_local_and_sharded_state_stay_where_they_are(ranks: Ranks) -> None:
     ranks(2, body_local)
+
+
+KEPT: dict[str, Any] = {
+    "nothing": None,
+    "listed": [1, 2.5, None],
+    "pair": ("text", (float("inf"), 3 + 4j)),
+    "nested": {"shape": torch.Size([2]), 3: torch.arange(6, dtype=torch.bfloat16).view(2, 3)},
+    "other shape": torch.arange(5, dtype=torch.float64),
+    "dtype": torch.float16,
+    "count": torch.tensor(7),
+    "empty": torch.empty(0, 4),
+}
+
+
+def same(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype is expected.dtype and torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert isinstance(found, list | tuple) and len(found) == len(expected)
+        for own, value in zip(found, expected, strict=True):
+            same(own, value)
+    else:
+        assert found == expected
+
+
+def body_kept() -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = FSDP(plain, use_orig_params=True)
+    # The last bias has one element: no rank but the last has any of it.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            optimizer.state[parameter].update(copy.deepcopy(KEPT))
+    found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    for own in found["state"].values():
+        same(own, KEPT)
+    fitting = {k: v for k, v in KEPT.items() if k not in ("other shape", "empty")}
+    groups = [{"params": ["1.bias"], "betas": (0.1, 0.2)}]
+    given = {"state": {"1.bias": fitting}, "param_groups": groups}
+    mine = given if dist.get_rank() == 0 else None
+    loaded = FSDP.scatter_full_optim_state_dict(mine, model, optim=optimizer)
+    same(loaded["state"][3], fitting)
+    assert loaded["param_groups"][0]["betas"] == (0.1, 0.2)
+    for parameter in optimizer.state:
+        optimizer.state[parameter]["unknown"] = object()
+    with pytest.raises(TypeError, match="found a builtins.object: it cannot be sent to ranks"):
+        FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+
+
+def test_state_of_every_kind_is_kept_where_a_rank_has_no_elements(ranks: Ranks) -> None:
+    ranks(3, body_kept)

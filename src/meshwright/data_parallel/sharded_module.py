@@ -16,7 +16,7 @@ from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
-from meshwright.data_parallel.unit import Unit, zero_kept
+from meshwright.data_parallel.unit import Phase, Unit, zero_kept
 
 __all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
 
@@ -51,6 +51,8 @@ class FSDPModule(JoinsUnevenInputs):
         """Gather this module's parameters now; with ``async_op`` the handle waits for them."""
         unit = _driver(self).unit
         if unit is not None:
+            if unit.phase is Phase.SHARDED:
+                unit.exposure.refresh(unit)
             unit.unshard()
         handle = UnshardHandle(unit)
         if async_op:

@@ -9,7 +9,7 @@ which axes), `listing` (inside of flat units), `traversal` (the tree of wrappers
 module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`, `state_dicts`,
 `unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule drives),
 `state_dict_types`, `managed_parameters` (with their names), `optimizer_exchange` (what ranks tell
-each other), `optimizer_state`, `checkpoint_functions` (what torch's find here),
+each other), `optimizer_state`, `optimizer_keys`, `checkpoint_functions` (what torch's find here),
 `legacy_optimizer_state`, `wrapper` (the public class); `grad_scaler`.
 
 Where this differs from torch's class on purpose:

@@ -138,7 +138,7 @@ class _Hooks:
         if asked is None:
             return None
         model = asked["model"]
-        return state_to_load(model, optimizer, _by_own_names(model, state))
+        return state_to_load(model, optimizer.param_groups, _by_own_names(model, state))
 
 
 # ----------------------------------------------------- one parameter under several names

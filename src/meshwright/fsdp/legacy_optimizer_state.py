@@ -19,7 +19,7 @@ from meshwright.fsdp.options import (
     StateDictType,
 )
 
-__all__ = ["LegacyOptimizerState", "optimizer_of"]
+__all__ = ["LegacyOptimizerState", "parameter_groups"]
 
 Input = Iterable[Any] | None
 
@@ -37,7 +37,7 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict` with FULL_STATE_DICT."""
         _warn("full_optim_state_dict", "optim_state_dict")
-        optimizer_of(optim_input, optim)
+        parameter_groups(optim_input, optim, model)
         config = FullOptimStateDictConfig(rank0_only=rank0_only)
         settings = StateDictSettings(optim_state_dict_config=config)
         return optimizer_state(model, optim, settings, group=group)
@@ -65,7 +65,8 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return state_to_load(model, optimizer_of(optim_input, optim), full_optim_state_dict)
+        groups = parameter_groups(optim_input, optim, model)
+        return state_to_load(model, groups, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -75,7 +76,7 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return state_to_load(model, optim, sharded_optim_state_dict)
+        return state_to_load(model, optim.param_groups, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -87,9 +88,9 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`. The state is needed on the first rank only."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        chosen = optimizer_of(optim_input, optim)
+        groups = parameter_groups(optim_input, optim, model)
         whole = from_first_rank(full_optim_state_dict, communicator(group))
-        return state_to_load(model, chosen, whole)
+        return state_to_load(model, groups, whole)
 
 
 def _warn(name: str, replacement: str) -> None:
@@ -101,8 +102,13 @@ def _warn(name: str, replacement: str) -> None:
     )
 
 
-def optimizer_of(optim_input: Input, optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """The optimizer that is meant: ``optim``, or one over what it was built from."""
+def parameter_groups(
+    optim_input: Input, optim: torch.optim.Optimizer | None, model: nn.Module
+) -> list[dict[str, Any]]:
+    """The groups of ``optim``, or those of an optimizer that ``optim_input`` would build.
+
+    Without both it is one over all parameters of ``model``. Groups of the user stay as they are.
+    """
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated. Pass `optim` instead",
@@ -110,15 +116,19 @@ def optimizer_of(optim_input: Input, optim: torch.optim.Optimizer | None) -> tor
             stacklevel=3,
         )
     if optim is not None:
-        return optim
-    if optim_input is None:
-        raise ValueError("expected the optimizer: pass optim=")
-    listed: list[Any] = list(optim_input)
+        return optim.param_groups
+    listed: list[Any] = list(model.parameters() if optim_input is None else optim_input)
     if not listed:
         raise ValueError("Optimizer input should not be empty: pass the model's parameters")
-    if not all(isinstance(entry, torch.Tensor) or type(entry) is dict for entry in listed):
+    kinds = {type(entry) for entry in listed}
+    is_plain = all(issubclass(kind, torch.Tensor) for kind in kinds)
+    if isinstance(optim_input, torch.Tensor) or not (is_plain or kinds == {dict}):
         raise TypeError(
             "Optimizer input should be an iterable of Tensors or dicts, found "
-            f"{sorted({type(entry).__name__ for entry in listed})}"
+            f"{sorted(kind.__name__ for kind in kinds)}"
         )
-    return torch.optim.SGD(listed, lr=0.0)
+    if is_plain:
+        return [{"params": listed}]
+    if any("params" not in group for group in listed):
+        raise ValueError('expected the parameters of each group as its "params", found none')
+    return [{**group, "params": list(group["params"])} for group in listed]

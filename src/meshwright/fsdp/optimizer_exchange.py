@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,45 +18,83 @@ __all__ = [
     "exchange",
     "from_first_rank",
     "has_state",
-    "of_numbers",
+    "is_scalar",
+    "packed",
+    "unpacked",
 ]
 
 
 Held = tuple[int, dict[str, str], dict[str, Any]]
-"""What a rank has of one parameter: any state, the dtypes of what is spread, and the scalars."""
+"""What a rank has of one parameter: any state, the dtypes of what is spread, and the rest."""
+
+_PLAIN = (bool, int, float, str, type(None))
 
 MADE, OWN = 1, 2
 """State of a parameter: made up on a rank that has none at all, or its own. None is 0."""
 
 
 def has_state(answers: Sequence[Held]) -> bool:
-    """Whether a parameter has state: ranks whose parts get no gradients may have none at all."""
+    """True for state of a parameter: ranks whose parts get no gradients may have none at all."""
     found = {kind for kind, _, _ in answers}
     return OWN in found or found == {MADE}
 
 
 def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
-    """What each rank has of each parameter: one whose part is empty may have no state at all."""
-    plain = [(has, spread, _scalars(rest)) for has, spread, rest in held]
+    """What each rank has of each parameter, the rest packed: some may have no state at all."""
+    plain = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
     texts = shard.gather_bytes(json.dumps(plain).encode(), label="optimizer state keys")
     return [list(answers) for answers in zip(*map(json.loads, texts), strict=True)]
 
 
-def _scalars(rest: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return {k: n for k, v in rest.items() if (n := _numbers(v)) is not None}
+def is_scalar(value: object) -> bool:
+    """True for a number, a text or a tensor without dims: what every rank counts."""
+    return value is not None and (
+        value.ndim == 0 if isinstance(value, torch.Tensor) else isinstance(value, _PLAIN)
+    )
 
 
-def _numbers(value: object) -> list[Any] | None:
-    """A scalar as JSON: its dtype (none for a number or text) and value; None for anything else."""
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return [str(value.dtype).removeprefix("torch."), value.item()]
-    return ["", value] if isinstance(value, bool | int | float | str) else None
+def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
+    """A value as JSON: what it is, and what it is made of."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+        text = base64.b64encode(bytes(raw.tolist())).decode()
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), text]
+    if isinstance(value, _PLAIN):
+        return ["plain", value]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) in (list, tuple, torch.Size):
+        return ["list" if type(value) is list else "tuple", *map(packed, value)]
+    if isinstance(value, dict):
+        return ["dict", *([packed(key), packed(own)] for key, own in value.items())]
+    return ["unknown", f"{type(value).__module__}.{type(value).__qualname__}"]
 
 
-def of_numbers(numbers: Sequence[Any]) -> Any:  # noqa: ANN401 - a number or a tensor
-    """What `exchange` has made numbers of."""
-    dtype, value = numbers
-    return torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
+    """What was packed. Raises TypeError on all ranks for what JSON cannot hold."""
+    kind, *parts = value
+    if kind == "plain":
+        return parts[0]
+    if kind == "tensor":
+        dtype, shape, text = parts
+        raw = torch.frombuffer(bytearray(base64.b64decode(text)) or bytearray(1), dtype=torch.uint8)
+        return (raw if text else raw[:0]).view(getattr(torch, dtype)).reshape(shape)
+    if kind == "complex":
+        return complex(*parts)
+    if kind == "dtype":
+        return getattr(torch, parts[0])
+    if kind in ("list", "tuple"):
+        values = [unpacked(part) for part in parts]
+        return values if kind == "list" else tuple(values)
+    if kind == "dict":
+        return {unpacked(key): unpacked(own) for key, own in parts}
+    raise TypeError(
+        "expected optimizer state that is None, a number, a text, a tensor, a dtype, or a list, "
+        f"tuple or dict of such, found a {parts[0]}: it cannot be sent to ranks that have none of "
+        "the parameter's elements. Save it apart"
+    )
 
 
 def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dict[str, Any]:
@@ -69,42 +108,33 @@ def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dic
             "state": {
                 n: {k: _outline(v) for k, v in own.items()} for n, own in state["state"].items()
             },
-            "param_groups": state["param_groups"],
+            "rest": packed({key: own for key, own in state.items() if key != "state"}),
         }
-    payload = json.dumps(outline, default=_plain).encode()
-    texts = world.gather_bytes(payload, label="optimizer state outline")
+    texts = world.gather_bytes(json.dumps(outline).encode(), label="optimizer state outline")
     outline = json.loads(texts[0])
     if not outline:
         raise ValueError(
             "expected the optimizer's state on the first rank of the group, found none there: pass "
             "what optim_state_dict returned on that rank"
         )
+    rest = unpacked(outline["rest"])
     found: dict[str, dict[str, Any]] = {}
     for name, own in outline["state"].items():
-        found[name] = {}
-        for key, (dtype, shape, value) in own.items():
+        found[name] = {k: unpacked(value) for k, (dtype, _, value) in own.items() if dtype is None}
+    for name, own in outline["state"].items():
+        for key, (dtype, shape, _) in own.items():
             if dtype is None:
-                found[name][key] = value
                 continue
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
             if state is not None and world.rank == 0:
                 tensor.copy_(state["state"][name][key])
             world.broadcast(tensor, label=f"optimizer state {name}").wait()
             found[name][key] = tensor.cpu()
-    return {"state": found, "param_groups": outline["param_groups"]}
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - a setting
-    """A setting that is a tensor, as a rate may be."""
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return value.item()
-    raise TypeError(
-        f"expected settings of the optimizer that JSON can hold, found {type(value).__name__}"
-    )
+    return {"state": found, **rest}
 
 
 def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
-    """Dtype and shape of a tensor, or the value of anything else."""
+    """Dtype and shape of a tensor, or anything else packed."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), list(value.shape), None
-    return None, None, value
+    return None, None, packed(value)

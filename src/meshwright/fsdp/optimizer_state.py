@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,24 +30,23 @@ from meshwright.fsdp.optimizer_exchange import (
     exchange,
     from_first_rank,
     has_state,
-    of_numbers,
+    is_scalar,
+    packed,
+    unpacked,
 )
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
-    OptimStateKeyType,
     StateDictSettings,
     StateDictType,
 )
 from meshwright.fsdp.pieces import flat_layout, own_pieces
-from meshwright.fsdp.state_dicts import as_dtensor, sharded_value
+from meshwright.fsdp.state_dicts import as_dtensor, copy_of, sharded_value
 from meshwright.fsdp.tensor_axes import part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
 __all__ = [
-    "by_current_names",
     "optimizer_state",
-    "rekey",
     "spread_state",
     "state_to_load",
 ]
@@ -74,18 +74,19 @@ def optimizer_state(
     entries = managed_parameters(model)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     is_agreed = is_full or any(entry.wrapper._groups.mesh is not None for entry in entries)
-    parts = _take_apart(entries, state, is_full=is_full, is_agreed=is_agreed)
+    offloads = settings.optim_state_dict_config.offload_to_cpu
+    form = _Form(is_full=is_full, offloads=offloads)
+    parts = _take_apart(entries, state, form, is_agreed=is_agreed)
     found = {entry.names[0]: own for entry, own in parts if own}
     managed = {entry.exposed for entry in entries}
     for parameter, own in state.items():
         if parameter not in managed:
             (name,) = _known(names, parameter)
-            found[name] = dict(own)
-    config = settings.optim_state_dict_config
-    if config.offload_to_cpu:
-        found = {name: {k: _to_cpu(v) for k, v in own.items()} for name, own in found.items()}
+            found[name] = {k: _copied(v, offloads=offloads) for k, v in own.items()}
     if _is_rank0_only(settings) and communicator(group).rank != 0:
         return {}
+    if given is not None and "param_groups" not in given:
+        return {"state": found}
     return {"state": found, "param_groups": [_named_group(group, names) for group in groups]}
 
 
@@ -103,6 +104,15 @@ def _check_local(model: nn.Module, kind: StateDictType) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """The form of the values that a parameter's state is given in."""
+
+    is_full: bool
+    offloads: bool
+    """True for copies on the CPU."""
+
+
 def _by_parameter(
     optimizer: torch.optim.Optimizer, given: Mapping[str, Any] | None
 ) -> tuple[dict[nn.Parameter, State], list[dict[str, Any]]]:
@@ -111,6 +121,8 @@ def _by_parameter(
         held: dict[Any, State] = dict(optimizer.state)
         return held, optimizer.param_groups
     listed = [p for group in optimizer.param_groups for p in group["params"]]
+    if "param_groups" not in given:
+        return {listed[position]: own for position, own in given["state"].items()}, []
     of_key = dict(zip(_keys(given), listed, strict=True))
     state = {of_key[key]: own for key, own in given["state"].items()}
     groups = [
@@ -163,8 +175,9 @@ def spread_state(
     entries = [entry for entry in managed_parameters(model) if entry.exposed in keys]
     for entry in entries:
         _check_form(entry, state.get(entry.exposed, {}))
+    form = _Form(is_full=is_full, offloads=False)
     parts: dict[Any, dict[str, State]] = {}
-    for entry, own in _take_apart(entries, state, is_full=is_full, is_agreed=True, kind=kind):
+    for entry, own in _take_apart(entries, state, form, is_agreed=True, kind=kind):
         if entry.is_flat:
             parts.setdefault(keys[entry.exposed], {})[entry.names[0]] = own
         state.pop(entry.exposed, None)
@@ -188,8 +201,8 @@ def _check_form(entry: Managed, own: Mapping[str, Any]) -> None:
 def _take_apart(
     entries: Sequence[Managed],
     state: Mapping[nn.Parameter, State],
+    form: _Form,
     *,
-    is_full: bool,
     is_agreed: bool,
     kind: int = OWN,
 ) -> list[tuple[Managed, State]]:
@@ -210,7 +223,7 @@ def _take_apart(
             for number, answer in zip(numbers, found, strict=True):
                 answers[number] = answer
     return [
-        (entry, _own_state(entry, state.get(entry.exposed), answer, is_full=is_full))
+        (entry, _own_state(entry, state.get(entry.exposed), answer, form))
         for entry, answer in zip(entries, answers, strict=True)
     ]
 
@@ -223,7 +236,17 @@ def _held(entry: Managed, own: State | None, kind: int) -> Held:
         k: str(v.dtype).removeprefix("torch.") for k, v in held.items() if _is_shard_like(v, shape)
     }
     rest = {k: v for k, v in held.items() if k not in spread} if _counts(entry) else {}
+    if not _gives(entry):
+        rest = {k: v for k, v in rest.items() if is_scalar(v)}
     return (kind if own else 0), spread, rest
+
+
+def _gives(entry: Managed) -> bool:
+    """True on the first rank with elements, which gives to those without what is not spread."""
+    layout, axes = flat_layout(entry.group), entry.group.axes
+    (start, stop), (_, size) = layout.range(entry.index), layout.shard_range(0)
+    first, last = start // size, (stop - 1) // size
+    return not entry.is_flat and axes.part == first and last - first + 1 < axes.parts
 
 
 def _counts(entry: Managed) -> bool:
@@ -235,27 +258,27 @@ def _own_state(
     entry: Managed,
     own: State | None,
     answers: Sequence[Held] | None,
-    *,
-    is_full: bool,
+    form: _Form,
 ) -> State:
     """The state of one parameter; without ``answers`` only what this rank has elements of."""
     held, shape = own or {}, entry.exposed.shape
     spread = {k: v.dtype for k, v in held.items() if _is_shard_like(v, shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
-    result: State = {k: copy.deepcopy(v) for k, v in held.items() if k not in spread}
+    rest = {k: v for k, v in held.items() if k not in spread}
+    result: State = {k: _copied(v, offloads=form.offloads) for k, v in rest.items()}
     counts = _counts(entry)
     if answers is not None:
         if not has_state(answers):
             return {}
         found: State = {} if counts else result
-        for _, dtypes, scalars in reversed(answers):
+        for _, dtypes, rests in reversed(answers):
             spread = {**spread, **{k: getattr(torch, name) for k, name in dtypes.items()}}
-            found = {**found, **{k: of_numbers(v) for k, v in scalars.items()}}
+            found = {**found, **{k: unpacked(v) for k, v in rests.items()}}
         result = {**result, **found}
     elif own is None or not counts:
         return {}
     for key in sorted(spread):
-        result[key] = _spread_value(entry, held.get(key), spread[key], is_full=is_full)
+        result[key] = _spread_value(entry, held.get(key), spread[key], form)
     return dict(sorted(result.items()))
 
 
@@ -267,10 +290,9 @@ def _spread_value(
     entry: Managed,
     value: torch.Tensor | None,
     dtype: torch.dtype,
-    *,
-    is_full: bool,
+    form: _Form,
 ) -> torch.Tensor:
-    """The state of one parameter whose parts are spread like its shards."""
+    """The state of one parameter whose parts are spread like its shards, in memory of its own."""
     group, index = entry.group, entry.index
     piece, shard = own_pieces(group).get(index), group.buffer.shard
     local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
@@ -279,21 +301,24 @@ def _spread_value(
         local = flat[piece.offset : piece.offset + piece.numel] if entry.is_flat else flat
     if group.axes.shard is None:
         part = local.reshape(flat_layout(group).shapes[index])
-        return whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
-    if not is_full and entry.wrapper._groups.mesh is None:
-        return sharded_value(group, index, local, entry.names[0])
+        whole = whole_of(part, group.slots[index].outer, f"optimizer state {entry.names[0]}")
+        return copy_of(whole, offloads=form.offloads)
+    if not form.is_full and entry.wrapper._groups.mesh is None:
+        return sharded_value(group, index, local, entry.names[0], offloads=form.offloads)
     line = local.new_zeros(shard.numel())
     if piece is not None and local.numel():
         line[piece.offset : piece.offset + piece.numel].copy_(local)
     label, outer = f"optimizer state {entry.names[0]}", group.slots[index].outer
     part = cut_line(group, gather_line(group, line, label))[index]
-    if is_full:
-        return whole_of(part, outer, label).clone()
-    return as_dtensor(part, entry.wrapper._groups, outer)
+    if form.is_full:
+        return copy_of(whole_of(part, outer, label), offloads=form.offloads)
+    found = as_dtensor(part, entry.wrapper._groups, outer)
+    return found.cpu() if form.offloads else found
 
 
-def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def _copied(value: Any, *, offloads: bool) -> Any:  # noqa: ANN401 - any state
+    is_tensor = isinstance(value, torch.Tensor)
+    return copy_of(value, offloads=offloads) if is_tensor else copy.deepcopy(value)
 
 
 # -------------------------------------------------------------------------------------- in
@@ -301,12 +326,12 @@ def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state
 
 def state_to_load(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any] | None,
     settings: StateDictSettings | None = None,
     group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
 ) -> dict[str, Any]:
-    """What ``optimizer.load_state_dict`` takes: positions, and this rank's parts.
+    """What an optimizer with ``groups`` of parameters loads: positions, and this rank's parts.
 
     Where only the first rank of ``group`` gets state dicts, it gives its own to the others.
     """
@@ -320,7 +345,7 @@ def state_to_load(
             "FullOptimStateDictConfig(rank0_only=True) in force the first rank's is enough"
         )
     names = names_by_parameter(model)
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    listed = [p for own in groups for p in own["params"]]
     position = {parameter: number for number, parameter in enumerate(listed)}
     given = {clean_name(str(name)): own for name, own in state["state"].items()}
     found: dict[int, State] = {}
@@ -343,8 +368,10 @@ def state_to_load(
         if parameter not in exposed:
             (name,) = _known(names, parameter)
             if name in given:
-                found[number] = dict(given[name])
-    return {"state": found, "param_groups": _groups_to_load(optimizer, state, names, position)}
+                found[number] = copy.deepcopy(dict(given[name]))
+    if "param_groups" not in state:
+        return {"state": found}
+    return {"state": found, "param_groups": _groups_to_load(groups, state, names, position)}
 
 
 def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
@@ -364,7 +391,7 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     if isinstance(value, ShardView):
         begin = 0 if piece is None else piece.start
         if value.local.numel() == count and (value.start == begin or not count):
-            return value.local
+            return value.local.clone()
         value = value.full_tensor()
     elif is_dtensor(value):
         value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
@@ -402,13 +429,19 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
         if spreads.pop():
             result[key] = _line_of(entries, [own[key] if own else None for own in found])
             continue
-        if any(bool(value != values[0]) for value in values):
+        if any(_differ(value, values[0]) for value in values):
             raise ValueError(
                 f"All unflattened parameters comprising a single flat parameter must have one {key}"
                 f": found {values} for {called}. Wrap with use_orig_params=True"
             )
         result[key] = copy.deepcopy(values[0])
     return result
+
+
+def _differ(one: object, other: object) -> bool:
+    if is_scalar(one) and is_scalar(other):
+        return bool(one != other)
+    return packed(one) != packed(other)
 
 
 def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -424,7 +457,7 @@ def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor | None]) 
 
 
 def _groups_to_load(
-    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any],
     names: Mapping[nn.Parameter, tuple[str, ...]],
     position: Mapping[nn.Parameter, int],
@@ -433,66 +466,9 @@ def _groups_to_load(
     saved = {
         clean_name(str(name)): group for group in state["param_groups"] for name in group["params"]
     }
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    found: list[dict[str, Any]] = []
+    for group in groups:
         own = [name for p in group["params"] for name in _known(names, p)]
         source = next((saved[name] for name in own if name in saved), group)
-        groups.append({**source, "params": [position[p] for p in group["params"]]})
-    return groups
-
-
-def by_current_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What `state_to_load` returned, for an optimizer that knows parameters by name.
-
-    Its names are those that ``model.named_parameters()`` gives now.
-    """
-    called = {parameter: name for name, parameter in model.named_parameters()}
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [called[parameter] for parameter in listed]
-    return {
-        "state": {names[number]: own for number, own in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
-
-
-# ------------------------------------------------------------------------------------- keys
-
-
-def rekey(
-    state: Mapping[str, Any],
-    to: OptimStateKeyType,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-) -> dict[str, Any]:
-    """``state`` of a module that is not wrapped, with names for positions or the other way."""
-    if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        raise AssertionError(
-            f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"
-        )
-    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
-    kinds = {type(key) for key in keys}
-    if not kinds <= {int} and not kinds <= {str}:
-        raise ValueError(f"Invalid parameter keys: {sorted(map(str, keys))}: expected one kind")
-    by_name = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
-    listed = [p for group in groups for p in group["params"]] or list(model.parameters())
-    name_of = {parameter: name for name, parameter in by_name.items()}
-    ordered = [name_of[parameter] for parameter in listed]
-    change: dict[Any, Any]
-    if to is OptimStateKeyType.PARAM_NAME:
-        change = dict(enumerate(ordered)) if kinds == {int} else {name: name for name in ordered}
-    else:
-        numbers = {name: number for number, name in enumerate(ordered)}
-        change = numbers if kinds == {str} else {number: number for number in range(len(ordered))}
-    return {
-        "state": {change[key]: own for key, own in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [change[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+        found.append({**source, "params": [position[p] for p in group["params"]]})
+    return found

@@ -6,7 +6,8 @@
     SHARDED   nothing is sent; a `ShardView` each   a DTensor each where a mesh was given
     LOCAL     nothing is sent; `_flat_param` of a unit, and originals as in SHARDED
 
-Names are those of the module before it was wrapped.
+Names are those of the module before it was wrapped. Values are copies of what units manage; buffers
+and ignored parameters are as any module gives them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from meshwright.layout import Replicate, Shard, chunk
 __all__ = [
     "as_dtensor",
     "clean_reported_names",
+    "copy_of",
     "load_entries",
     "names_in_state",
     "put_entries",
@@ -67,21 +69,22 @@ def unit_entries(
     rest = iter(names)
     for number, group in enumerate(unit.groups):
         if kind is StateDictType.LOCAL_STATE_DICT:
-            entries[FLAT if number == 0 else f"{FLAT}_{number}"] = _local_value(group, unit.name)
+            key = FLAT if number == 0 else f"{FLAT}_{number}"
+            entries[key] = _local_value(group, unit.name, offloads=offloads)
             if isinstance(unit.exposure, FlatExposure):
                 continue
         # Views where originals are local, too: a plain tensor passes for the same on every rank.
-        for value in _values(group, unit.name, kind, groups):
+        for value in _values(group, unit.name, settings, groups):
             entries.update(dict.fromkeys(next(rest), value.cpu() if offloads else value))
     return entries
 
 
 def _values(
-    group: ParameterGroup, name: str, kind: StateDictType, groups: Groups
+    group: ParameterGroup, name: str, settings: StateDictSettings, groups: Groups
 ) -> list[torch.Tensor]:
-    """One value for each parameter of ``group``."""
+    """One value for each parameter of ``group``, in memory of its own."""
     layout, shard = flat_layout(group), group.buffer.shard
-    is_full = kind is StateDictType.FULL_STATE_DICT or group.axes.shard is None
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT or group.axes.shard is None
     if is_full or groups.mesh is not None:
         label = f"state dict of {name}"
         parts = list(
@@ -90,10 +93,11 @@ def _values(
         if is_full:
             return [whole_of(part, slot.outer, label).clone() for part, slot in parts]
         return [as_dtensor(part, groups, slot.outer) for part, slot in parts]
-    pieces = own_pieces(group)
+    pieces, offloads = own_pieces(group), settings.state_dict_config.offload_to_cpu
+    parts = [_cut(shard, pieces.get(index)) for index in range(len(layout.names))]
     return [
-        sharded_value(group, index, _cut(shard, pieces.get(index)), layout.names[index])
-        for index in range(len(layout.names))
+        sharded_value(group, index, part, layout.names[index], offloads=offloads)
+        for index, part in enumerate(parts)
     ]
 
 
@@ -102,17 +106,25 @@ def _cut(shard: torch.Tensor, piece: Any) -> torch.Tensor:  # noqa: ANN401 - a p
 
 
 def sharded_value(
-    group: ParameterGroup, index: int, local: torch.Tensor, name: str
+    group: ParameterGroup, index: int, local: torch.Tensor, name: str, *, offloads: bool
 ) -> torch.Tensor:
-    """A tensor of the whole shape of parameter ``index`` that holds ``local``, this rank's part."""
+    """A tensor of the whole shape of parameter ``index`` with a copy of ``local``, its part here.
+
+    ``offloads`` puts the copy on the CPU.
+    """
     piece = own_pieces(group).get(index)
     return ShardView(
-        local.detach(),
+        copy_of(local, offloads=offloads),
         0 if piece is None else piece.start,
         flat_layout(group).shapes[index],
         name=name,
         communicator=group.axes.shard,
     )
+
+
+def copy_of(tensor: torch.Tensor, *, offloads: bool) -> torch.Tensor:
+    """A copy that the next step leaves alone, on the CPU if it ``offloads``."""
+    return tensor.detach().to("cpu" if offloads else tensor.device, copy=True)
 
 
 def as_dtensor(whole: torch.Tensor, groups: Groups, outer: AtRest | None) -> torch.Tensor:
@@ -145,10 +157,10 @@ def _local_range(group: ParameterGroup) -> tuple[int, int]:
     return min(start, total), min(stop, total)
 
 
-def _local_value(group: ParameterGroup, name: str) -> torch.Tensor:
+def _local_value(group: ParameterGroup, name: str, *, offloads: bool) -> torch.Tensor:
     total = _local_total(group)
     start, stop = _local_range(group)
-    local = group.buffer.shard[: stop - start]
+    local = copy_of(group.buffer.shard[: stop - start], offloads=offloads)
     return ShardView(local, start, (total,), name=name, communicator=group.axes.shard)
 
 

@@ -49,6 +49,7 @@ from meshwright.gradients import SpreadGradients
 __all__ = [
     "UnitWrapper",
     "check_homogeneous",
+    "check_reached",
     "fsdp_units",
     "own_modules",
     "spread_gradients",
@@ -182,7 +183,7 @@ class UnitWrapper(SteppedOver):
             )
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
-            _check_reached(self)
+            check_reached(self)
             driver.start(self)
         if not self._is_checked:
             self._check_device()
@@ -436,7 +437,7 @@ def check_homogeneous(wrappers: Iterable[UnitWrapper]) -> None:
             )
 
 
-def _check_reached(root: nn.Module) -> None:
+def check_reached(root: nn.Module) -> None:
     """Raise ValueError when a module is used inside of its wrapper and beside it, too."""
     inside = {getattr(wrapper, WRAPPED): wrapper for wrapper in wrappers_in(root)}
     for holder in root.modules():

@@ -27,15 +27,11 @@ from meshwright.fsdp.checkpoint_functions import CheckpointNames, prepare_optimi
 from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
-from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, optimizer_of
+from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
 from meshwright.fsdp.listing import list_below
 from meshwright.fsdp.modes import PrecisionMode
-from meshwright.fsdp.optimizer_state import (
-    by_current_names,
-    optimizer_state,
-    rekey,
-    state_to_load,
-)
+from meshwright.fsdp.optimizer_keys import by_current_names, rekey
+from meshwright.fsdp.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -54,6 +50,7 @@ from meshwright.fsdp.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
+    check_reached,
     fsdp_units,
     own_modules,
     spread_gradients,
@@ -239,6 +236,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
+        check_reached(self)
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
         for inner in self.fsdp_modules(module):
@@ -423,7 +421,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force
         the first rank of ``group`` (by default of all ranks) gives its state to the others.
         """
-        state = state_to_load(model, optim, optim_state_dict, get_settings(model), group)
+        settings = get_settings(model)
+        state = state_to_load(model, optim.param_groups, optim_state_dict, settings, group)
         if is_named_optimizer:
             state = by_current_names(model, optim, state)
         if load_directly:
@@ -439,8 +438,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """State of a module that is not wrapped, with names instead of positions or back."""
-        chosen = None if optim is None and optim_input is None else optimizer_of(optim_input, optim)
-        return rekey(optim_state_dict, optim_state_key_type, model, chosen)
+        groups = parameter_groups(optim_input, optim, model)
+        return rekey(optim_state_dict, optim_state_key_type, model, groups)
 
     # --------------------------------------------------------- torch's checkpoint functions
 

@@ -1,0 +1,136 @@
+"""Optimizer state by position and by the older functions, between wrapped and plain models."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.fsdp import OptimStateKeyType
+from meshwright.testing import Ranks
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), Inner(), nn.Linear(3, 3)).double()
+
+
+def groups(model: nn.Module, *, count: int) -> list[dict[str, Any]]:
+    """All parameters in one group, or those of ``Inner`` in a first one."""
+    if count == 1:
+        return [{"params": list(model.parameters())}]
+    inside = [p for m in model.modules() if isinstance(m, Inner) for p in m.parameters()]
+    known = set(inside)
+    return [
+        {"params": inside, "lr": 0.3},
+        {"params": [p for p in model.parameters() if p not in known]},
+    ]
+
+
+def stepped(model: nn.Module, count: int) -> torch.optim.Adam:
+    optimizer = torch.optim.Adam(groups(model, count=count), lr=0.1)
+    for scale in (1.0, 2.0):
+        optimizer.zero_grad()
+        x = torch.arange(6, dtype=torch.float64).view(2, 3) * scale
+        model(x).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def wrapped(*, use_orig_params: bool) -> FSDP:
+    model = net()
+    model[1] = FSDP(model[1], use_orig_params=use_orig_params)
+    return FSDP(model, use_orig_params=use_orig_params)
+
+
+def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    for own, other in zip(found.param_groups, expected.param_groups, strict=True):
+        assert own["lr"] == other["lr"]
+        for parameter, one in zip(own["params"], other["params"], strict=True):
+            for key, value in expected.state[one].items():
+                torch.testing.assert_close(found.state[parameter][key], value)
+
+
+def body(use_orig_params: bool, count: int) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = stepped(model, count)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain = net()
+    expected = stepped(plain, count)
+    # By position, into an optimizer of the plain model, and from there back.
+    other = net()
+    fresh = torch.optim.Adam(groups(other, count=count), lr=0.1)
+    by_position = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, other, optim=fresh)
+    fresh.load_state_dict(by_position)
+    same_state(fresh, expected)
+    reversed_groups = {**full, "param_groups": full["param_groups"][::-1]}
+    fresh.load_state_dict(
+        FSDP.rekey_optim_state_dict(reversed_groups, OptimStateKeyType.PARAM_ID, other, optim=fresh)
+    )
+    same_state(fresh, expected)
+    named = FSDP.rekey_optim_state_dict(
+        expected.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=expected
+    )
+    again = torch.optim.Adam(groups(model, count=count), lr=0.1)
+    again.load_state_dict(FSDP.shard_full_optim_state_dict(named, model, optim=again))
+    held = optimizer.state_dict()
+    same_state(again, optimizer)
+    # Groups of the user are read.
+    given = groups(model, count=count)
+    before = [dict(group) for group in given]
+    by_input = FSDP.shard_full_optim_state_dict(full, model, optim_input=given)
+    FSDP.scatter_full_optim_state_dict(full, model, optim_input=given)
+    FSDP.full_optim_state_dict(model, optimizer, optim_input=given)
+    FSDP.rekey_optim_state_dict(
+        full, OptimStateKeyType.PARAM_ID, other, optim_input=groups(other, count=count)
+    )
+    assert [list(group) for group in given] == [list(group) for group in before]
+    again.load_state_dict(by_input)
+    assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    # Neither an optimizer nor settings are needed.
+    if count == 1:
+        assert FSDP.shard_full_optim_state_dict(full, model)["param_groups"][0]["lr"] == 0.1
+        found = FSDP.scatter_full_optim_state_dict(full, model)
+        assert found["state"].keys() >= held["state"].keys()
+    bare = {"state": full["state"]}
+    for found in (
+        FSDP.shard_full_optim_state_dict(bare, model, optim=again),
+        FSDP.flatten_sharded_optim_state_dict(bare, model, optim=again),
+        FSDP.scatter_full_optim_state_dict(
+            bare if dist.get_rank() == 0 else None, model, optim=again
+        ),
+        FSDP.optim_state_dict_to_load(model, again, bare),
+    ):
+        assert list(found) == ["state"]
+        for number, own in held["state"].items():
+            for key, value in own.items():
+                torch.testing.assert_close(found["state"][number][key], value)
+    found = FSDP.optim_state_dict(model, optimizer, {"state": held["state"]})
+    assert list(found) == ["state"] and list(found["state"]) == list(full["state"])
+    assert list(FSDP.optim_state_dict_to_load(model, again, bare, is_named_optimizer=True)) == [
+        "state"
+    ]
+
+
+def body_all() -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    for use_orig_params in (False, True):
+        for count in (1, 2):
+            body(use_orig_params, count)
+
+
+def test_positions_and_older_functions(ranks: Ranks) -> None:
+    ranks(2, body_all)
