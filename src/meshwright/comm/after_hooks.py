@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["carry_after_hooks", "has_after_hooks", "run_after_hooks"]
+__all__ = ["carry_after_hooks", "has_after_hooks", "is_stepped", "run_after_hooks"]
 
 _OPTIMIZERS = "_in_backward_optimizers"
 """Where torch keeps them on a parameter."""
@@ -24,7 +24,12 @@ _HOME = "torch.distributed.optim.apply_optimizer_in_backward"
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
     """Whether anything is to run when ``.grad`` of ``parameter`` is there."""
-    return bool(parameter._post_accumulate_grad_hooks) or _OPTIMIZERS in parameter.__dict__
+    return bool(parameter._post_accumulate_grad_hooks) or is_stepped(parameter)
+
+
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Whether torch has left an optimizer on ``parameter`` that steps it in the backward."""
+    return _OPTIMIZERS in parameter.__dict__
 
 
 def run_after_hooks(parameter: torch.Tensor) -> None:
