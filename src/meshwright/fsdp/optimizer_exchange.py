@@ -11,7 +11,7 @@ import torch
 
 from meshwright.comm import Communicator
 
-__all__ = ["Held", "exchange", "from_first_rank", "is_scalar", "unpacked"]
+__all__ = ["Held", "exchange", "from_first_rank", "is_scalar", "packed", "unpacked"]
 
 
 Held = tuple[bool, dict[str, str], dict[str, Any]]
@@ -22,8 +22,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
     """What each rank has of each parameter, the rest packed: some may have no state at all."""
-    packed = [(has, spread, {k: _packed(v) for k, v in rest.items()}) for has, spread, rest in held]
-    texts = shard.gather_bytes(json.dumps(packed).encode(), label="optimizer state keys")
+    sent = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
+    texts = shard.gather_bytes(json.dumps(sent).encode(), label="optimizer state keys")
     return [list(answers) for answers in zip(*map(json.loads, texts), strict=True)]
 
 
@@ -34,7 +34,7 @@ def is_scalar(value: object) -> bool:
     )
 
 
-def _packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
+def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
     """A value as JSON: what it is, and what it is made of."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
@@ -47,15 +47,15 @@ def _packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if type(value) in (list, tuple, torch.Size):
-        return ["list" if type(value) is list else "tuple", *map(_packed, value)]
+        return ["list" if type(value) is list else "tuple", *map(packed, value)]
     if isinstance(value, dict):
-        return ["dict", *([_packed(key), _packed(own)] for key, own in value.items())]
+        return ["dict", *([packed(key), packed(own)] for key, own in value.items())]
     return ["unknown", f"{type(value).__module__}.{type(value).__qualname__}"]
 
 
-def unpacked(packed: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
+def unpacked(given: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
     """What was packed. Raises TypeError on all ranks for what JSON cannot hold."""
-    kind, *parts = packed
+    kind, *parts = given
     if kind == "plain":
         return parts[0]
     if kind == "tensor":
@@ -89,7 +89,7 @@ def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dic
             "state": {
                 n: {k: _outline(v) for k, v in own.items()} for n, own in state["state"].items()
             },
-            "rest": _packed({key: own for key, own in state.items() if key != "state"}),
+            "rest": packed({key: own for key, own in state.items() if key != "state"}),
         }
     texts = world.gather_bytes(json.dumps(outline).encode(), label="optimizer state outline")
     outline = json.loads(texts[0])
@@ -118,4 +118,4 @@ def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
     """Dtype and shape of a tensor, or anything else packed."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), list(value.shape), None
-    return None, None, _packed(value)
+    return None, None, packed(value)

@@ -24,7 +24,14 @@ from meshwright.comm.dtensor import is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.fsdp.full_parameters import cut_line, gather_line
 from meshwright.fsdp.managed_parameters import Managed, managed_parameters, names_by_parameter
-from meshwright.fsdp.optimizer_exchange import Held, exchange, from_first_rank, is_scalar, unpacked
+from meshwright.fsdp.optimizer_exchange import (
+    Held,
+    exchange,
+    from_first_rank,
+    is_scalar,
+    packed,
+    unpacked,
+)
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
     StateDictSettings,
@@ -418,6 +425,13 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
                 f"{called}"
             )
         is_spread = spreads.pop()
+        first, *others = [None if is_spread else packed(value) for value in values]
+        if any(other != first for other in others):
+            raise ValueError(
+                "All unflattened parameters comprising a single flat parameter must have scalar "
+                f"state with the same value and dtype, found {values} for state {key!r} of "
+                f"{called}. With use_orig_params=True each parameter has its own"
+            )
         result[key] = _line_of(entries, values) if is_spread else copy.deepcopy(values[0])
     return result
 
