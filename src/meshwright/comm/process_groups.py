@@ -228,8 +228,8 @@ def _standing_in(group: Any) -> Communicator:  # noqa: ANN401 - rank() and size(
     found.rank, found.size = group.rank(), group.size()
     found.ranks, found.name = tuple(range(found.size)), f"{type(group).__name__} {id(group)}"
     found._group, found._living = lambda: group, (group,)
-    found.issued, found.counts, found.unsummed = copy.copy(found.issued), {}, {}
-    found.unions, found.kept = {}, {}
+    for own in ("issued", "counts", "unsummed", "unions", "kept"):
+        setattr(found, own, type(getattr(found, own))())
     return found
 
 

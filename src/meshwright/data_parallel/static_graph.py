@@ -78,8 +78,8 @@ class StaticGraph:
                     sentences.append(f"rank {rank} {verb} {_named_with_modules(names)}")
         return RuntimeError(
             "Your training graph has changed in this iteration: static_graph=True expects every "
-            f"one to use the parameters of the first, but {'; '.join(sentences)}. Leave static_graph out, or make forward take the same path "
-            "each time"
+            f"one to use the parameters of the first, but {'; '.join(sentences)}. Leave "
+            "static_graph out, or make forward take the same path each time"
         )
 
 
