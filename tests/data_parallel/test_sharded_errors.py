@@ -139,7 +139,7 @@ ROWS: list[tuple[str, type[BaseException], str, Callable[[], object]]] = [
         "FSDP does not support uneven sharding on dim 1",
         with_placement(lambda: nn.Linear(3, 2, bias=False), 1),
     ),
-    ("dim", AssertionError, "Shard dim 2 is invalid", with_placement(linear, 2)),
+    ("dim", AssertionError, "Shard dim 2 is invalid for 2D tensor", with_placement(linear, 2)),
     ("negative dim", AssertionError, "Shard dim -3 is invalid", with_placement(linear, -3)),
     (
         "offload device",
@@ -150,7 +150,7 @@ ROWS: list[tuple[str, type[BaseException], str, Callable[[], object]]] = [
     (
         "non-contiguous",
         NotImplementedError,
-        "fully_shard does not support non-contiguous parameters",
+        "FSDP does not support non-contiguous parameters",
         lambda: fully_shard(Strided()),
     ),
     (

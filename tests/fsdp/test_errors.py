@@ -296,7 +296,7 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     ),
     (
         ValueError,
-        "FSDP auto wrapping requires modules to not already have FSDP applied but found",
+        "FSDP auto wrapping requires modules to not already have FSDP applied but found 0 in",
         lambda: FSDP(nn.Sequential(FSDP(pair())), auto_wrap_policy=LINEARS),
     ),
     (
@@ -326,12 +326,13 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     ),
     (
         ValueError,
-        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types",
-        lambda: ignore(ignored_states=[1]),
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
+        "[<class 'int'>, <class 'str'>]",
+        lambda: ignore(ignored_states=["1", 1]),
     ),
     (
         ValueError,
-        "ignored_modules expects nn.Module list elements but got types",
+        "ignored_modules expects nn.Module list elements but got types [<class 'int'>]",
         lambda: ignore(ignored_modules=[1]),
     ),
     (
@@ -511,6 +512,8 @@ def body_errors() -> None:
         with pytest.raises(kind) as caught:
             call()
         assert re.match(re.escape(text), str(caught.value)), str(caught.value)
+    with pytest.raises(ValueError, match="wrapping such modules when use_orig_params=False"):
+        FSDP(frozen(), auto_wrap_policy=LINEARS)
 
 
 def test_errors(ranks: Ranks) -> None:
@@ -572,6 +575,8 @@ def body_warnings() -> None:
     for kind, text, call in WARNINGS:
         with pytest.warns(kind, match="^" + re.escape(text)):
             call()
+    with pytest.warns(UserWarning, match="These modules will be wrapped as separate FSDP"):
+        normed()
     model = FSDP(pair())
     with pytest.warns(UserWarning, match=r"^Called FSDP.clip_grad_norm_\(\) on rank \d with no"):
         assert model.clip_grad_norm_(1.0) == 0.0

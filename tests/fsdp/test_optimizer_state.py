@@ -141,6 +141,13 @@ def body_keys() -> None:
     named["state"]["0.bias"]["exp_avg"] = 3.0
     with pytest.raises(ValueError, match="^Differing optimizer state types for state"):
         FSDP.optim_state_dict_to_load(model, sharded, named)
+    step = named["state"]["0.bias"]["step"]
+    named["state"]["0.bias"]["exp_avg"] = torch.zeros_like(named["state"]["0.bias"]["exp_avg_sq"])
+    for other in (step + 1, step.double()):
+        named["state"]["0.bias"]["step"] = other
+        with pytest.raises(ValueError, match="must have scalar state with the same value and dty"):
+            FSDP.optim_state_dict_to_load(model, sharded, named)
+    named["state"]["0.bias"]["step"] = step
     named["state"]["0.bias"]["exp_avg"] = torch.ones(2)
     with pytest.raises(ValueError, match="^Tensor optimizer state does not have same shape"):
         FSDP.optim_state_dict_to_load(model, sharded, named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import warnings
 from typing import Any
@@ -71,6 +72,11 @@ def body(kind: StateDictType, mesh: Any, strategy: str, use_orig_params: bool) -
             train(other, fresh)
             with FSDP.state_dict_type(other, kind):
                 state = {k: v for k, v in state.items() if k not in live}
+                if mesh is None:
+                    file = io.BytesIO()
+                    torch.save(state, file)
+                    file.seek(0)
+                    state = torch.load(file)
                 other.load_state_dict(state, strict=False)
                 rest.load_state_dict(saved)
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, held))

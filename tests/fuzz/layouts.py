@@ -28,7 +28,13 @@ from fuzz.optimizers import OPTIMIZERS, optimizer_of
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.data_parallel import FSDPModule, batch_norms, synchronise_batch_norm
-from meshwright.fsdp import BackwardPrefetch, CustomPolicy, ShardingStrategy, StateDictType
+from meshwright.fsdp import (
+    BackwardPrefetch,
+    CustomPolicy,
+    FlatParameter,
+    ShardingStrategy,
+    StateDictType,
+)
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.plan import BucketPlan, PipelinePlan, Plan, ShardPlan, TensorPlan, TrainPlan
@@ -341,7 +347,8 @@ def step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
     """Let an optimizer for each of ``held`` step as soon as its gradient is there."""
     trained = [parameter for parameter in held if parameter.requires_grad]
     make: Any = OPTIMIZERS[case.optimizer]
-    if case.seed % 2 and isinstance(make, partial):
+    is_flat = any(isinstance(parameter, FlatParameter) for parameter in trained)
+    if case.seed % 2 and isinstance(make, partial) and not is_flat:
         _apply_optimizer_in_backward(make.func, trained, make.keywords)  # pyrefly: ignore
         return
     for parameter in trained:

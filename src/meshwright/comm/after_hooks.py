@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 __all__ = [
     "carry_after_hooks",
     "has_after_hooks",
+    "is_stepped",
     "run_after_hooks",
     "step_in_backward",
     "take_over_steps",
@@ -30,7 +31,12 @@ _HOME = "torch.distributed.optim.apply_optimizer_in_backward"
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
     """Tell whether anything is to run when ``.grad`` of ``parameter`` is there."""
-    return bool(parameter._post_accumulate_grad_hooks) or _OPTIMIZERS in parameter.__dict__
+    return bool(parameter._post_accumulate_grad_hooks) or is_stepped(parameter)
+
+
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Tell whether torch has left an optimizer on ``parameter`` that steps in the backward."""
+    return _OPTIMIZERS in parameter.__dict__
 
 
 def run_after_hooks(parameter: torch.Tensor) -> None:

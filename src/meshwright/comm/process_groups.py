@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -208,7 +209,9 @@ def communicator(
     if group is None:
         group = dist.distributed_c10d._get_default_group()
     found = PROCESS.communicators.get(group)
-    if found is None:
+    if found is None and not isinstance(group, dist.ProcessGroup):
+        found = _standing_in(group)
+    elif found is None:
         device = _device_of(group)
         limit = _limit_of(group, device) if timeout is None else timeout
         found = Communicator(group, axis or "world", device, limit)
@@ -221,6 +224,28 @@ def communicator(
     named = copy.copy(found)
     named.axis = axis
     return named
+
+
+class _StandIn(Communicator):
+    """The place of one rank in an object that says rank and size alone: for layouts of any size."""
+
+    def _issue(self, *args: object, **kwargs: object) -> NoReturn:
+        raise CommunicationError(
+            f"axis {self.axis}: expected a process group of torch.distributed, found a "
+            f"{type(self.group).__name__} with a rank and a size. A module can be built on it, but "
+            "neither run nor gathered"
+        )
+
+
+def _standing_in(group: Any) -> Communicator:  # noqa: ANN401 - rank() and size()
+    found = _StandIn.__new__(_StandIn)
+    vars(found).update(vars(communicator()))
+    found.rank, found.size = group.rank(), group.size()
+    found.ranks, found.name = tuple(range(found.size)), f"{type(group).__name__} {id(group)}"
+    found._group, found._living = lambda: group, (group,)
+    for own in ("issued", "counts", "unsummed", "unions", "kept"):
+        setattr(found, own, type(getattr(found, own))())
+    return found
 
 
 def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:

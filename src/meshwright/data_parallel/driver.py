@@ -176,6 +176,7 @@ class Driver:
         ignored = [place for driver in drivers for place in driver.ignored]
         iteration.tree = ModuleTree(module, frozenset(ignored), _unit_of, self.clean)
         iteration.statistics = LocalStatistics(module, iteration.axes)
+        _check_meta(drivers)
         for driver in drivers:
             driver.check_materialised()
         compare_values(list(drivers), names)
@@ -199,16 +200,7 @@ class Driver:
         """The names of all modules, seen from the root, have become known."""
 
     def check_materialised(self) -> None:
-        """Raise RuntimeError when parameters are still on the meta device."""
-        if self.unit is None:
-            return
-        names = [s.name for g in self.unit.groups if g.buffer.shard.is_meta for s in g.slots]
-        if names:
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training. Found "
-                f"{', '.join(names[:4])} on meta: call module.to_empty(device=...) and initialise "
-                "the parameters"
-            )
+        """Raise RuntimeError when parameters are not where they compute from."""
 
     # --------------------------------------------------------------------------- forward
 
@@ -469,3 +461,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
+
+
+def _check_meta(drivers: Iterable[Driver]) -> None:
+    """Raise RuntimeError when parameters are still on the meta device."""
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    groups = [group for unit in units for group in unit.groups if group.buffer.shard.is_meta]
+    names = [slot.name for group in groups for slot in group.slots]
+    if names:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {names}. Call module.to_empty(device=...), and "
+            "initialise the parameters"
+        )

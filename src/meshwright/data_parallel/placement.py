@@ -279,7 +279,9 @@ def _chosen(choice: Any, target: Target) -> tuple[int, Target]:  # noqa: ANN401
 def _checked_dim(name: str, dim: int, shape: tuple[int, ...]) -> int:
     found = dim + len(shape) if dim < 0 else dim
     if not 0 <= found < len(shape):
-        raise AssertionError(f"Shard dim {dim} is invalid for {name!r} of shape {shape}")
+        raise AssertionError(
+            f"Shard dim {dim} is invalid for {len(shape)}D tensor {name!r} of shape {shape}"
+        )
     return found
 
 

@@ -53,7 +53,6 @@ class _ShardedDriver(Driver):
             check_settled(self.unit)
 
     def check_materialised(self) -> None:
-        super().check_materialised()
         if self.unit is not None:
             _check_offloaded(self.unit)
 

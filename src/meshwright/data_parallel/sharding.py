@@ -236,6 +236,6 @@ def _check_parameters(slots: Iterable[Slot]) -> None:
             )
         if not parameter.is_contiguous():
             raise NotImplementedError(
-                f"fully_shard does not support non-contiguous parameters: {slot.name} has shape "
+                f"FSDP does not support non-contiguous parameters: {slot.name} has shape "
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous"
             )

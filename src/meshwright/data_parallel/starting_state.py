@@ -81,7 +81,8 @@ def compare_parameters(
         for name, t in buffers.items()
     ]
     meaning = "[name, shape, dtype, strides, requires_grad]"
-    compare_rows(communicator, rows, meaning, reason=reason)
+    opening = "DDP expects same model across all ranks: "
+    compare_rows(communicator, rows, meaning, reason=reason, opening=opening)
 
 
 def compare_rows(
@@ -90,6 +91,7 @@ def compare_rows(
     meaning: str,
     *,
     reason: str = "",
+    opening: str = "",
 ) -> None:
     """Check that every rank has the same ``rows``, which JSON can hold; ``meaning`` explains one.
 
@@ -106,7 +108,8 @@ def compare_rows(
         return
     texts = communicator.gather_bytes(text, label="parameters that differ")
     everyone = [json.loads(text) for text in texts]
-    raise CollectiveMismatchError(_first_difference(communicator, everyone, meaning))
+    difference = _first_difference(communicator, everyone, meaning)
+    raise CollectiveMismatchError(f"{opening}{difference}")
 
 
 def broadcast_tensors(

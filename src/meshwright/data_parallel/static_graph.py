@@ -77,9 +77,9 @@ class StaticGraph:
                 if names:
                     sentences.append(f"rank {rank} {verb} {_named_with_modules(names)}")
         return RuntimeError(
-            "static_graph=True expects every iteration to use the parameters of the first, but "
-            f"{'; '.join(sentences)}. Leave static_graph out, or make forward take the same path "
-            "each time"
+            "Your training graph has changed in this iteration: static_graph=True expects every "
+            f"one to use the parameters of the first, but {'; '.join(sentences)}. Leave "
+            "static_graph out, or make forward take the same path each time"
         )
 
 

@@ -29,7 +29,8 @@ def choose_targets(
         if isinstance(module, wrapper):
             raise ValueError(
                 "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                f"{name or 'the module itself'}. Wrap by hand or by policy, not both"
+                f"{name or 'the module itself'} in {type(root).__name__}. Wrap by hand or by "
+                "policy, not both"
             )
     targets = find_targets(root, policy, ignored.modules, ignored.parameters)
     if precision is None:
@@ -40,8 +41,8 @@ def choose_targets(
         return targets
     warnings.warn(
         "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped "
-        f"module has submodules of type: {sorted({type(m).__name__ for m in plain})}. These are "
-        "wrapped as units of their own without mixed precision",
+        f"module has submodules of type: {sorted({type(m).__name__ for m in plain})}. These "
+        "modules will be wrapped as separate FSDP units, without mixed precision",
         UserWarning,
         stacklevel=4,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.original_exposure import TAKEN, OriginalExposure
 from meshwright.fsdp.tensor_axes import take_part
-from meshwright.fsdp.traversal import clean_name, name_alike, paths_alike
+from meshwright.fsdp.traversal import CHECKPOINTED, clean_name, name_alike, paths_alike
 from meshwright.layout import FlatLayout
 
 __all__ = [
@@ -88,11 +88,15 @@ def check_shared(root: nn.Module, units: Sequence[Unit]) -> None:
                 )
 
 
-def resolve_device_id(device_id: int | torch.device | None) -> torch.device | None:
+def resolve_device_id(device_id: int | str | torch.device | None) -> torch.device | None:
     """``device_id`` as a device; CUDA without a number is the current one, with a warning."""
-    if device_id is None or (isinstance(device_id, torch.device) and device_id.type == "cpu"):
-        return device_id
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    if device_id is None:
+        return None
+    device = (
+        torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    )
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.index is None:
         current = torch.device(device.type, torch.cuda.current_device())
         warnings.warn(
@@ -106,23 +110,28 @@ def resolve_device_id(device_id: int | torch.device | None) -> torch.device | No
 
 
 def materialise(
-    root: nn.Module,
+    modules: Collection[nn.Module],
     named: Sequence[tuple[str, nn.Parameter]],
     device: torch.device,
     init: Callable[[nn.Module], object] | None,
-) -> bool:
-    """Give meta parameters memory and values, module by module; whether there were any."""
+) -> None:
+    """Give memory and values to meta parameters that are ``named``, and to meta buffers.
+
+    ``init`` is called for each of ``modules``, parents first, but for those with other tensors of
+    their own.
+    """
     if init is not None and not callable(init):
         raise ValueError(f"Expected {init} to be callable but got {type(init).__name__}")
-    own = {id(p) for _, p in named if p.device.type == "meta"}
+    own = {id(p) for _, p in named if p.is_meta}
+    own |= {id(b) for module in modules for b in module.buffers(recurse=False) if b.is_meta}
     if not own:
-        return False
-    for module in list(root.modules()):
-        held = [p for p in module.parameters(recurse=False) if id(p) in own]
-        if not held:
-            continue
-        if init is not None:
+        return
+    for module in modules:
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        is_meta = any(id(tensor) in own for tensor in held)
+        if init is not None and (is_meta or not held):
             init(module)
+        if init is not None or not is_meta:
             continue
         module.to_empty(device=device, recurse=False)
         reset = getattr(module, "reset_parameters", None)
@@ -138,7 +147,6 @@ def materialise(
                 stacklevel=5,
             )
             raise
-    return True
 
 
 def send_states(
@@ -179,8 +187,8 @@ def build_unit(
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     owner = root
-    while "_checkpoint_wrapped_module" in owner._modules:  # it renames what it holds itself
-        owner = owner.get_submodule("_checkpoint_wrapped_module")
+    while (inner := owner._modules.get(CHECKPOINTED)) is not None:
+        owner = inner  # wrappers for recomputation have hooks that rename what lies in them
     exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(owner, kept)
     for slot in slots:
         setattr(slot.original, TAKEN, name)

@@ -67,7 +67,7 @@ def find_ignored(
         else:
             raise ValueError(
                 "ignored_states expects all nn.Parameter or all nn.Module list elements but got "
-                f"types {sorted({type(state).__name__ for state in listed})}"
+                f"types {_types(listed)}"
             )
     tops = _ignored_modules(root, modules, wrapper)
     everything = {part for module in tops for part in module.modules()}
@@ -76,6 +76,10 @@ def find_ignored(
         everything |= others.modules
         inside |= others.parameters
     return Ignored(frozenset(everything), frozenset([*parameters, *inside]))
+
+
+def _types(listed: Iterable[object]) -> list[type]:
+    return sorted({type(each) for each in listed}, key=repr)
 
 
 def _ignored_modules(
@@ -93,8 +97,7 @@ def _ignored_modules(
     for module in listed:
         if not isinstance(module, nn.Module):
             raise ValueError(
-                "ignored_modules expects nn.Module list elements but got types "
-                f"{sorted({type(module).__name__ for module in listed})}"
+                f"ignored_modules expects nn.Module list elements but got types {_types(listed)}"
             )
         if isinstance(module, wrapper):
             raise ValueError(
@@ -178,7 +181,10 @@ def check_frozen_mix(module: nn.Module, name: str, ignored: Ignored, *, is_allow
         "lie in one buffer with the others, and gradients of all are reduced"
     )
     if not is_allowed:
-        raise ValueError(f"{text}. Wrap the frozen modules apart, or set use_orig_params=True")
+        raise ValueError(
+            f"{text}. FSDP does not support wrapping such modules when use_orig_params=False. Wrap "
+            "the frozen modules apart, or set use_orig_params=True"
+        )
     warnings.warn(text, UserWarning, stacklevel=5)
 
 
@@ -206,7 +212,8 @@ def choose_device(
     devices: Iterable[torch.device], device_id: torch.device | None, group: torch.device, rank: int
 ) -> torch.device:
     """Where a unit computes. ``group`` is the device that its process group communicates on."""
-    found = {device for device in devices if device.type not in ("cpu", "meta")}
+    listed = set(devices)
+    found = {device for device in listed if device.type not in ("cpu", "meta")}
     if device_id is not None:
         other = next((device for device in found if device != device_id), None)
         if other is not None:
@@ -217,7 +224,7 @@ def choose_device(
         return device_id
     if found:
         return next(iter(found))
-    if group.type != "cpu":
+    if group.type != "cpu" and any(device.type == "cpu" for device in listed):
         warnings.warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
             f"run on CPU. Pass device_id={group} to move it first",

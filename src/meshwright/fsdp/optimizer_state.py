@@ -431,8 +431,9 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
             continue
         if any(_differ(value, values[0]) for value in values):
             raise ValueError(
-                f"All unflattened parameters comprising a single flat parameter must have one {key}"
-                f": found {values} for {called}. Wrap with use_orig_params=True"
+                "All unflattened parameters comprising a single flat parameter must have scalar "
+                f"state with the same value and dtype, found {values} for state {key!r} of "
+                f"{called}. With use_orig_params=True each parameter has its own"
             )
         result[key] = copy.deepcopy(values[0])
     return result

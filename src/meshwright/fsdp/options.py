@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = [
     "CONFIGS",
     "HYBRID_SHARDING_STRATEGIES",
+    "PREFETCHES",
     "BackwardPrefetch",
     "CPUOffload",
     "FullOptimStateDictConfig",
@@ -86,6 +88,12 @@ class BackwardPrefetch(Enum):
     """Before the gradients of the current unit are computed: most overlap, most memory."""
     BACKWARD_POST = 2
     """After they are computed: less overlap, less memory."""
+
+
+PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] = MappingProxyType(
+    {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after", None: None}
+)
+"""What they mean for the engine."""
 
 
 class TrainingState(Enum):

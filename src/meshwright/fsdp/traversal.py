@@ -17,12 +17,23 @@ from meshwright.data_parallel.starting_state import StartingBuffer
 from meshwright.data_parallel.unit import Phase, Unit
 from meshwright.fsdp.exposure import exposed_of
 
-__all__ = ["PREFIXES", "WRAPPED", "UnitDriver", "clean_name", "name_alike", "paths_alike"]
+__all__ = [
+    "CHECKPOINTED",
+    "PREFIXES",
+    "WRAPPED",
+    "UnitDriver",
+    "clean_name",
+    "name_alike",
+    "paths_alike",
+]
 
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute of a wrapper that holds what it wraps."""
 
-PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.")
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""The attribute of torch's wrappers for recomputation that holds what they wrap."""
+
+PREFIXES = (f"{WRAPPED}.", f"{CHECKPOINTED}.")
 """Parts of names that come from wrappers and not from the user's model."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
+from meshwright.comm.after_hooks import is_stepped
 from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.checkpoint_names import (
     Inside,
@@ -22,11 +24,15 @@ from meshwright.data_parallel.checkpoint_names import (
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
+from meshwright.fsdp.counterparts import own_member
 from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of
 from meshwright.fsdp.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.modes import PrecisionMode
 from meshwright.fsdp.options import (
+    PREFETCHES,
+    BackwardPrefetch,
+    CPUOffload,
     FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
@@ -43,7 +49,7 @@ from meshwright.fsdp.state_dicts import (
     shown_names,
     unit_entries,
 )
-from meshwright.fsdp.traversal import WRAPPED, UnitDriver, clean_name
+from meshwright.fsdp.traversal import CHECKPOINTED, WRAPPED, UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
 
 __all__ = [
@@ -66,7 +72,9 @@ class UnitWrapper(SteppedOver):
     _groups: Groups
     _precision: MixedPrecision
     _use_orig_params: bool
-    _unit: Unit | None
+    _unit: Unit | None = None
+    _backward_prefetch: BackwardPrefetch | None
+    _forward_prefetch: bool
     _driver: UnitDriver
     _ignored: checks.Ignored
     _is_inner: bool
@@ -83,7 +91,7 @@ class UnitWrapper(SteppedOver):
     def module(self) -> nn.Module:
         """The wrapped module, below wrappers for activation checkpointing."""
         inner: nn.Module = getattr(self, WRAPPED)
-        return getattr(inner, "_checkpoint_wrapped_module", inner)
+        return getattr(inner, CHECKPOINTED, inner)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an attribute of any module
         try:
@@ -117,6 +125,44 @@ class UnitWrapper(SteppedOver):
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in force; `NO_SHARD` where one rank holds everything."""
         return self._groups.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes that were asked for."""
+        return self._precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether shards, gradients and optimizer state live on the CPU."""
+        return CPUOffload(self._offloads)
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When the backward gathers what it needs next; may be set between iterations."""
+        return self._backward_prefetch
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, value: BackwardPrefetch | None) -> None:
+        self._backward_prefetch = value and own_member(BackwardPrefetch, value)
+        if self._unit is not None:
+            when = PREFETCHES[self._backward_prefetch]
+            self._unit.settings = replace(self._unit.settings, backward_prefetch=when)
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether the forward gathers what came next before; may be set between iterations."""
+        return self._forward_prefetch
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, value: bool) -> None:
+        self._forward_prefetch = value
+        if self._unit is not None:
+            self._unit.settings = replace(self._unit.settings, forward_prefetch=value)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of this wrapper's own unit, as an optimizer holds them."""
+        return [] if self._unit is None else exposed_of(self._unit).parameters(self._unit)
 
     @property
     def process_group(self) -> Any:  # noqa: ANN401 - c10d's types stay in comm
@@ -184,6 +230,7 @@ class UnitWrapper(SteppedOver):
         if driver.iteration is None:
             check_homogeneous(wrappers_in(self))
             check_reached(self)
+            _check_stepped(self)
             driver.start(self)
         if not self._is_checked:
             self._check_device()
@@ -450,6 +497,18 @@ def check_reached(root: nn.Module) -> None:
                 )
 
 
+def _check_stepped(root: nn.Module) -> None:
+    """Raise RuntimeError for a flat parameter that torch has left an optimizer on."""
+    for unit in fsdp_units(root):
+        exposure = exposed_of(unit)
+        if isinstance(exposure, FlatExposure) and is_stepped(exposure.flat):
+            raise RuntimeError(
+                "FSDP optimizer in backward only supported with use_orig_params=True! It was "
+                f"applied to the flat parameter of unit {unit.name!r}. A hook of the user's own "
+                "(register_post_accumulate_grad_hook) may step that, too"
+            )
+
+
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules below ``module`` down to the next wrappers."""
     waiting = [module]
@@ -457,7 +516,7 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
         part = waiting.pop()
         if not isinstance(part, UnitWrapper):
             yield part
-            waiting += part.children()
+            waiting += reversed(list(part.children()))
 
 
 def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[torch.Tensor]]:

@@ -31,9 +31,6 @@ __all__ = [
 Targets = dict[nn.Module, dict[str, Any]]
 """Modules to be wrapped, children before parents, with their own constructor arguments."""
 
-FORCE_LEAF_MODULES = frozenset({nn.MultiheadAttention})
-EXCLUDE_WRAP_MODULES = frozenset({nn.ModuleList, nn.ModuleDict})
-
 
 class ModuleWrapPolicy:
     """Wraps every module of one of the classes.
@@ -119,14 +116,24 @@ def size_based_auto_wrap_policy(
     """Wrap what has at least ``min_num_params`` parameters that no submodule has taken.
 
     Submodules of ``force_leaf_modules`` stay in one piece, ``exclude_wrap_modules`` are never
-    wrapped themselves.
+    wrapped themselves: without them those of this function's ``FORCE_LEAF_MODULES`` and
+    ``EXCLUDE_WRAP_MODULES``.
     """
-    leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    defaults = vars(size_based_auto_wrap_policy)
+    leaves = defaults["FORCE_LEAF_MODULES"] if force_leaf_modules is None else force_leaf_modules
+    excluded = (
+        defaults["EXCLUDE_WRAP_MODULES"] if exclude_wrap_modules is None else exclude_wrap_modules
+    )
     is_large = nonwrapped_numel >= min_num_params
     if recurse:
         return is_large and not isinstance(module, tuple(leaves))
     return is_large and not isinstance(module, tuple(excluded))
+
+
+vars(size_based_auto_wrap_policy).update(
+    FORCE_LEAF_MODULES={nn.MultiheadAttention},
+    EXCLUDE_WRAP_MODULES={nn.ModuleList, nn.ModuleDict},
+)
 
 
 def _or_policy(

@@ -6,10 +6,9 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from meshwright.data_parallel.starting_state import starting_buffers
 from meshwright.data_parallel.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.checkpoint_functions import CheckpointNames, prepare_optimizers
-from meshwright.fsdp.counterparts import own_config, own_member
+from meshwright.fsdp.counterparts import own_config
 from meshwright.fsdp.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.groups import find_groups
 from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
@@ -33,6 +32,7 @@ from meshwright.fsdp.modes import PrecisionMode
 from meshwright.fsdp.optimizer_keys import by_current_names, rekey
 from meshwright.fsdp.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.options import (
+    PREFETCHES,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -64,10 +64,6 @@ __all__ = ["FullyShardedDataParallel"]
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that, set to 1, switches mixed precision off in eval mode."""
-
-PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] = MappingProxyType(
-    {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after", None: None}
-)
 
 
 class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrapper):
@@ -104,7 +100,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], object] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -125,7 +121,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             sharding_strategy, process_group, device_mesh, has_policy=auto_wrap_policy is not None
         )
         self._precision = own_config(MixedPrecision, mixed_precision or MixedPrecision())
-        backward_prefetch = backward_prefetch and own_member(BackwardPrefetch, backward_prefetch)
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self._offloads = cpu_offload is not None and cpu_offload.offload_params
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
         self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
@@ -148,7 +144,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             self._wrap_submodules(module, auto_wrap_policy, ignored, shared)
         settings = UnitSettings(
             keep_full_after_forward=row_of(self._groups.strategy).keeps_full,
-            backward_prefetch=PREFETCHES[backward_prefetch],
+            backward_prefetch=PREFETCHES[self.backward_prefetch],
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
@@ -199,7 +195,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._device = checks.choose_device(
             devices, device_id, self._groups.shard.device, world.rank
         )
-        building.materialise(module, named, self.compute_device, init)
+        inside = [m for m in dict.fromkeys(own_modules(module)) if m not in ignored.modules]
+        building.materialise(inside, named, self.compute_device, init)
         named = building.named_unmanaged(module, ignored, self._deferred)
         _move(named, self.compute_device, device_id)
         checks.check_parameters(named, use_orig_params=self._use_orig_params)
