@@ -25,6 +25,12 @@ Where this differs from torch's class on purpose:
   those of `register_hook` are refused where they would be given a piece of a gradient.
 * What is put into the ``.data`` of a parameter is copied into its shard, over what was there: clone
   first what is to come back later.
+* State dicts are copies of what units manage, LOCAL ones and those of optimizers too; buffers and
+  ignored parameters are live in them, as in those of any module.
+* Ranks may ignore other modules; numbered siblings that a rank ignores are not counted when ranks
+  compare names. What they share must be equal at the start.
+* Optimizer state of any kind travels as JSON and tensors: objects that neither can hold are
+  refused where a rank without elements of their parameter would need them.
 * Where parameters change between forward and backward that is an error in every strategy.
 * Where torch's flat parameters leave modules inside of a unit without parameters, ``parameters()``
   of these lists whole ones while they are there, and empty ones else: these can be asked for their
