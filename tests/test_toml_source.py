@@ -288,11 +288,12 @@ def test_files(tmp_path: Path) -> None:
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+whole = st.integers(-(2**63), 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 everything = st.builds(
     Every,
     flag=st.booleans(),
-    count=st.integers(1),
+    count=st.integers(1, 2**63 - 1),
     ratio=finite,
     name=texts,
     path=texts.map(Path),
@@ -301,9 +302,9 @@ everything = st.builds(
     limit=st.none() | st.floats(0, 1e300, exclude_min=True),
     names=st.lists(texts).map(tuple),
     betas=st.tuples(finite, finite),
-    table=st.dictionaries(texts, st.integers()),
+    table=st.dictionaries(texts, whole),
     either=st.just("all") | st.lists(texts).map(tuple) | st.dictionaries(texts, texts),
-    inner=st.builds(Inner, depth=st.integers()),
+    inner=st.builds(Inner, depth=whole),
 )
 
 

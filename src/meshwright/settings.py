@@ -222,7 +222,7 @@ def scalar(value: object, hint: object, key: Key) -> object:
 
 
 def _is_huge(value: object) -> bool:
-    """Whether ``value`` is a whole number that TOML and tensors do not have: of over 64 bits."""
+    """Tell whether ``value`` is a whole number that TOML and tensors have not: of over 64 bits."""
     return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.data_parallel.checkpoint_names import asked_in
 from meshwright.data_parallel.unit import Unit
 
-__all__ = ["list_below"]
+__all__ = ["list_below", "named_parameters"]
 
 NAMES = "_meshwright_names_below"
 """An attribute of modules: which attributes of which modules they list."""

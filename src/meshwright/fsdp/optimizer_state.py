@@ -429,7 +429,7 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
         if spreads.pop():
             result[key] = _line_of(entries, [own[key] if own else None for own in found])
             continue
-        if any(_differ(value, values[0]) for value in values):
+        if any(packed(value) != packed(values[0]) for value in values):
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have scalar "
                 f"state with the same value and dtype, found {values} for state {key!r} of "
@@ -437,12 +437,6 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
             )
         result[key] = copy.deepcopy(values[0])
     return result
-
-
-def _differ(one: object, other: object) -> bool:
-    if is_scalar(one) and is_scalar(other):
-        return bool(one != other)
-    return packed(one) != packed(other)
 
 
 def _line_of(entries: Sequence[Managed], values: Sequence[torch.Tensor | None]) -> torch.Tensor:

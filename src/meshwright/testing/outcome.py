@@ -152,9 +152,13 @@ def _report(outcomes: Sequence[Outcome], first: Outcome) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The line of a traceback that names the exception."""
-    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "\t"))]
-    return lines[-1] if lines else "an exception"
+    """The line of a traceback that names the exception: the first after the last frame."""
+    lines = text.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    named = [line for line in lines[max(frames, default=0) :] if line[:1].strip()]
+    if not named:
+        return "an exception"
+    return named[0] if frames else named[-1]
 
 
 def _how_it_died(code: int | None) -> str:
