@@ -37,6 +37,8 @@ LINGER = 25
 """Looks without any work after which the background thread sleeps until it is called."""
 BURST = 0.002
 """Seconds for which the background thread waits inside an operation of several steps."""
+CALLBACKS_END = 1.0
+"""Seconds for which a queue that is closed waits for threads that run callbacks."""
 _NBYTES = attrgetter("nbytes")
 
 URGENT_BYTES = 256 << 10
@@ -393,6 +395,10 @@ class OperationQueue:
         self._background.close()
         for announcer in self._announcers:
             announcer.take(None)  # after what it may be busy with
+        until = time.monotonic() + CALLBACKS_END
+        for announcer in self._announcers:
+            if announcer is not threading.current_thread():
+                announcer.join(timeout=max(0.0, until - time.monotonic()))
 
     # ------------------------------------------------------------------ with the lock held
 
