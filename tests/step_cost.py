@@ -50,9 +50,7 @@ def calls_of(step: Callable[[], object]) -> int:
     return count
 
 
-def replicated_step() -> Callable[[], object]:
-    # Eight layers: 16 parameters, all in one bucket.
-    model = replicate(nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]))
+def training(model: nn.Module) -> Callable[[], object]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, 8)
 
@@ -62,22 +60,22 @@ def replicated_step() -> Callable[[], object]:
         optimizer.step()
 
     return step
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+
+
+def replicated_step() -> Callable[[], object]:
+    return training(replicate(layers()))  # 16 parameters, all in one bucket
 
 
 def sharded_step() -> Callable[[], object]:
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    model = layers()
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(4, 8)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-
-    return step
+    return training(model)
 
 
 def pipelined_step() -> Callable[[], object]:
@@ -99,9 +97,8 @@ def pipelined_step() -> Callable[[], object]:
 
 
 def trainable_step() -> Callable[[], object]:
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
     trainable = parallelize(
-        model,
+        layers(),
         Plan.from_toml("[axes]\nreplicate = 2\n"),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         loss=nn.functional.mse_loss,

@@ -1,4 +1,4 @@
-"""What a warm step costs in Python, as a bound on the calls of the library's own functions."""
+"""The cost of a warm step in Python, as a bound on calls of the library's own functions."""
 
 from __future__ import annotations
 

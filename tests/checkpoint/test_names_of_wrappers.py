@@ -124,7 +124,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def wrong_in(shape: str, wrap: Wrap) -> list[str]:
-    """What torch's functions get and set otherwise than with the plain model."""
+    """Compare what torch's functions get and set with that of the plain model."""
     one = net(0)
     one = nn.ModuleDict({"plain": beside(), "deep": one}) if shape == "below" else one
     expected = state_of(one, trained(one))
@@ -230,7 +230,7 @@ def body_partly(name: str) -> None:
 
 
 def body_partly_in_one_unit() -> None:
-    """What is unused gets zeros in a flat parameter: it gets zeros for gradients there."""
+    """Give what is unused zeros for gradients, as a flat parameter does."""
     warnings.filterwarnings("ignore")
     one = partly(0).requires_grad_(True)
     theirs = momentum(one)

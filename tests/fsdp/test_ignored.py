@@ -1,4 +1,4 @@
-"""What a wrapper ignores stays each rank's own in every wrapper around it and below it."""
+"""Modules that a wrapper ignores stay each rank's own in every wrapper around it and below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users give to the constructor, and read from the wrapper afterwards."""
+"""Options that users give to the constructor, and read from the wrapper afterwards."""
 
 from __future__ import annotations
 

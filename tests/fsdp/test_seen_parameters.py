@@ -97,7 +97,7 @@ def test_parameters_listed_in_a_forward_are_whole(ranks: Ranks) -> None:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    """Whole gradients of what the model lists, by way of a step of a known size."""
+    """Find whole gradients of what the model lists by a step of a known size."""
     before = whole(model)  # pyrefly: ignore
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     return [b - a for a, b in zip(whole(model), before, strict=True)]  # pyrefly: ignore

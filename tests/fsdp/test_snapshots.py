@@ -1,4 +1,4 @@
-"""What state dicts hold of managed parameters stays as it is when training goes on, and loads."""
+"""State dicts of managed parameters stay as they are when training goes on, and load."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class ByHand:
 
     @property
     def held(self) -> list[nn.Parameter]:
-        """What is trained now."""
+        """The model that is trained now."""
         return list(self.model.parameters()) if self._flat is None else self._flat
 
     def _wrapped(self, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
@@ -344,7 +344,7 @@ def _built(case: Case, seed: int) -> nn.Module:
 
 
 def step_in_backward(case: Case, held: Sequence[nn.Parameter]) -> None:
-    """Let an optimizer for each of ``held`` step as soon as its gradient is there."""
+    """Step an optimizer for each of ``held`` as soon as its gradient is there."""
     trained = [parameter for parameter in held if parameter.requires_grad]
     make: Any = OPTIMIZERS[case.optimizer]
     is_flat = any(isinstance(parameter, FlatParameter) for parameter in trained)

@@ -288,7 +288,7 @@ TORCH_REFUSES = re.compile(
 """What torch says itself, with an operator's name, of a program that is not to be."""
 
 TORCH_CANNOT = re.compile(r"Sharding propagation failed for aten\.view\.default\(Spec")
-"""What torch says of views that its own functions take of DTensors with uneven parts, or none."""
+"""Texts of torch on views that its own functions take of DTensors with uneven parts, or none."""
 
 
 def is_refusal(error: BaseException, case: Case) -> bool:

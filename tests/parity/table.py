@@ -41,7 +41,7 @@ def render(before: str = "") -> str:
 
 
 def note_of(row: Row) -> str:
-    """Why ``row`` is not the same; empty where nothing is said."""
+    """Return why ``row`` is not the same; empty where nothing is said."""
     notes = DIFFERENT if row.found else ABSENT
     for pattern, note in notes.items():
         if fnmatch.fnmatchcase(row.name, pattern):

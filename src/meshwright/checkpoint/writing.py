@@ -108,7 +108,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Writes:
-    """What this rank writes, and on rank 0 the manifest with checksums still zero."""
+    """This rank's part of a save, and on rank 0 the manifest with checksums still zero."""
 
     own: Sequence[Assignment]
     at: FileMap
@@ -243,9 +243,9 @@ def _prepare(request: _Request, rows: Sequence[bytes], held: ExitStack) -> tuple
 
 
 def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
-    """Who writes what. Raises ``ValueError`` unless the ranks agree and cover every tensor.
+    """Plan who writes which pieces. Rank 0 checks the whole; the others look at their own files.
 
-    Rank 0 checks the whole for all; the others look at their own files.
+    Raises ``ValueError`` unless the ranks agree and cover every tensor.
     """
     fields = [Fields(json.loads(row), f"rank {rank}") for rank, row in enumerate(rows)]
     for key, advice in (

@@ -58,7 +58,7 @@ def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, .
 
 
 def step_in_backward(parameter: torch.Tensor) -> None:
-    """Let the optimizers step that do so in the backward, if any, and free ``.grad``."""
+    """Step by optimizers in the backward, if there are any, and free ``.grad``."""
     if _OPTIMIZERS in parameter.__dict__ and (optimizers := _stepping(parameter)):
         for optimizer in optimizers:
             optimizer.step()

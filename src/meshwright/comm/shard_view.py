@@ -340,7 +340,7 @@ torch.serialization.add_safe_globals([_rebuild])  # for `torch.load(..., weights
 
 
 def _compared(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: ANN401
-    """What ``func`` says of this rank's elements of two tensors."""
+    """Apply ``func`` to this rank's elements of two tensors."""
     left, right = args[0], args[1] if len(args) > 1 else options.pop("other")
     view = left if isinstance(left, ShardView) else right
     if tuple(left.shape) != tuple(right.shape):
@@ -352,7 +352,7 @@ def _compared(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 
 def _called_from(module: str) -> bool:
-    """Whether the caller of the function that is handled belongs to ``module``."""
+    """Tell whether ``module`` has called the function that is handled."""
     return sys._getframe(2).f_globals.get("__name__") == module
 
 

@@ -63,7 +63,7 @@ def without_compiled(name: str) -> str:
 
 
 class Inside:
-    """What torch's functions find below a wrapper in its place: the module, by its own rules.
+    """The module below a wrapper as torch's functions find it in its place, by its own rules.
 
     ``hidden`` are names of parameters that nobody has given.
     """
@@ -112,7 +112,7 @@ class Inside:
 
 
 class StepOver(dict[str, str]):
-    """What a wrapper says of how names change below it."""
+    """The answer of a wrapper to how names change below it."""
 
     def __init__(self, place: str) -> None:
         super().__init__({"": place})

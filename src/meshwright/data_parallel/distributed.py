@@ -48,7 +48,7 @@ class DistributedDataParallel(SteppedOver):
 
     _wrapped_as = "module"
     _lacks_hook = False
-    """Whether this is a copy of one with a communication hook, and has none yet."""
+    """True for a copy of one with a communication hook that has none yet."""
     _loads_below: str | None = None
     """The prefix of the names that torch's checkpoint functions load here."""
 

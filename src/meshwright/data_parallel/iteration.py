@@ -248,7 +248,7 @@ class Iteration:
         return [p for unit in self._units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
-        """What no optimizer may hold: what was sharded, what is whole, what modules show."""
+        """List what no optimizer may hold: what was sharded, is whole, or shows instead."""
         slots = [slot for unit in self._units for slot in unit.slots]
         before = (slot.given() for slot in slots if slot.given is not None)
         shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
@@ -285,7 +285,7 @@ class Iteration:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
-        """Whether the backward pass that runs now gives gradients to any parameter."""
+        """Tell whether the backward pass that runs now gives any parameter a gradient."""
         fulls = (slot.full for unit in self._units for slot in unit.slots)
         return any(_gets_gradient(full) for full in fulls if full.requires_grad)
 
@@ -464,7 +464,7 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
 
 
 def _gets_gradient(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass that runs now accumulates a gradient of ``leaf``."""
+    """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:

@@ -115,7 +115,7 @@ class ParameterGroup:
         self.used = [False] * len(slots)
         """Which parameters have had a gradient on this rank since the last reduction."""
         self.marks_use = False
-        """Whether a sum tells if any rank had a gradient, see `is_unused`."""
+        """True where a sum has to tell if any rank had a gradient, see `is_unused`."""
         self.non_finite = NonFiniteValues()
         """This rank's own gradients that were not finite, in the last reductions watched."""
         self.partial: torch.Tensor | None = None
@@ -417,7 +417,7 @@ class ParameterGroup:
         self.mean = reduced if self.mean is None else self.mean.add_(reduced)
 
     def is_unused(self, mean: torch.Tensor) -> bool:
-        """Whether no rank had a gradient for ``mean``, of which this rank had none.
+        """Tell whether no rank had a gradient for ``mean``, of which this rank had none.
 
         A sum is -0.0 only where all its summands are, and the first element of each part is that
         on ranks without a gradient alone. So it needs no collective of its own.
@@ -426,7 +426,7 @@ class ParameterGroup:
         return bool(((first == 0) & first.signbit()).all())
 
     def waiting(self) -> list[torch.Tensor | None]:
-        """Whole gradients of this rank that wait for a reduction, on their own memory."""
+        """List whole gradients of this rank that wait for a reduction, on their own memory."""
         if not self.buffer.has_gradient:
             return [None if (g := slot.full.grad) is None else local_of(g) for slot in self.slots]
         self.accumulate()

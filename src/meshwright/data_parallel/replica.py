@@ -73,7 +73,7 @@ class Replica:
         looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
         self._is_stepping = False
-        """Whether the backward pass that runs ends with steps of optimizers."""
+        """Tell whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
         self._stepped = take_over_steps([parameter for _, parameter in parameters])
         may_be_frozen = may_be_frozen or self._held.is_lent
@@ -256,7 +256,7 @@ class Replica:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Let optimizers in the backward step by the means: after the reducer has finished."""
+        """Step by optimizers in the backward, with the means: after the reducer has finished."""
         self._is_stepping = False
         for parameter in self._stepped:
             if parameter.grad is not None:

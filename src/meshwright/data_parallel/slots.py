@@ -176,7 +176,7 @@ def lost_gradient(slot: GradientSlot) -> RuntimeError:
 
 
 def came_empty(parameter: torch.Tensor) -> int:
-    """What the arrival of no gradient is: undefined, unless a hook before ours may have taken it.
+    """Name the arrival of no gradient: undefined, unless a hook before ours may have taken it.
 
     Autograd runs hooks also where a function of the graph has returned None.
     """

@@ -109,7 +109,7 @@ class Exposure(Protocol):
         ...
 
     def show_waiting(self, unit: Unit) -> bool:
-        """Let ``.grad`` show whole gradients that wait for a reduction; whether it does."""
+        """Show whole gradients that wait for a reduction as ``.grad``; True if there are any."""
         ...
 
     def take_waiting(self, unit: Unit) -> bool:

@@ -27,28 +27,28 @@ class Slot:
     places: list[tuple[nn.Module, str]]
     """The modules and attributes that hold it."""
     original: nn.Parameter
-    """What the module held when it was taken over; its storage is given up then."""
+    """The parameter that the module held when it was taken over; its storage is given up then."""
     full: nn.Parameter = field(init=False)
-    """What computes: the same object for good, with memory while the unit is gathered."""
+    """The parameter that computes: the same object for good, with memory while gathered."""
     local: torch.Tensor | None = None
     """This rank's chunk where it is not cut from ``original``; taken by the next group."""
     place: Place | None = None
-    """Where it goes, where that is more than a part of a line."""
+    """Its place, for one that is more than a part of a line."""
     outer: AtRest | None = None
     """The DTensor of which it was this rank's part, where it was one."""
     computes: LocalParameter = field(default_factory=LocalParameter)
-    """How that computes: as a DTensor, unless all its modules take a local tensor."""
+    """The form in which it computes: a DTensor, unless all its modules take a local tensor."""
     is_spread: bool = False
-    """Whether modules of other units use it too."""
+    """True where modules of other units use it too."""
     given: weakref.ref[nn.Parameter] | None = None
     """The parameter object that the user had, as long as somebody holds it."""
     version: int = 0
     """That of ``full`` when modules were shown it."""
     trains: bool = True
-    """Whether ``full`` required grad then."""
+    """True where ``full`` required grad then."""
 
     extension: Extension | None = None
-    """How it is gathered, where it is a tensor subclass that says so."""
+    """The way of its gather, for a tensor subclass that has one of its own."""
     start: Start | None = None
     """Digests of when it was sharded, until they are compared over the ranks."""
 

@@ -48,7 +48,7 @@ def find_ignored(
     wrapper: type[nn.Module],
     known: Iterable[Ignored],
 ) -> Ignored:
-    """What the arguments ``ignored_modules`` and ``ignored_states`` name, checked.
+    """Check what the arguments ``ignored_modules`` and ``ignored_states`` name.
 
     With it goes what is ``known`` already, of the wrappers around ``root`` and below it.
     """

@@ -103,7 +103,7 @@ class FlatExposure:
         """What modules hold while the unit is sharded. Nobody else should change it."""
         self._nothing_trains = False
         self._lists_full = False
-        """Whether modules register whole parameters now."""
+        """True while modules register whole parameters."""
         self._orders: dict[nn.Module, list[str]] = {}
         """The names of parameters in modules that hold others, too."""
         self._refusals = Refusals()
@@ -191,7 +191,7 @@ class FlatExposure:
             self._hide(unit)
 
     def _list(self, unit: Unit) -> None:
-        """Let modules register whole parameters; what computes for one call stays there."""
+        """Register whole parameters in modules; what computes for one call stays there."""
         for slot in unit.slots:
             for module, name in slot.places:
                 found = module.__dict__.get(name)
@@ -205,7 +205,7 @@ class FlatExposure:
             held.update([(name, held.pop(name)) for name in order if name in held])
 
     def _hide(self, unit: Unit, before: torch.Tensor | None = None) -> None:
-        """Let modules have whole parameters as attributes, or what is shown for ``before``."""
+        """Give modules whole parameters as attributes, or what is shown for ``before``."""
         for slot in unit.slots:
             whole = slot.full
             for module, name in slot.places:
@@ -351,7 +351,7 @@ class FlatExposure:
 
 
 def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
-    """How ``unit`` looks from outside."""
+    """Return the exposure of ``unit``, which belongs to a wrapper."""
     exposure = unit.exposure
     if not isinstance(exposure, FlatExposure | OriginalExposure):
         raise InternalError(f"unit {unit.name!r} does not belong to the facade")

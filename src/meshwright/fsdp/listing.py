@@ -1,4 +1,4 @@
-"""What modules inside of a unit with one flat parameter list, which have no parameters."""
+"""Lists of modules inside of a unit with one flat parameter, which have no parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = "_meshwright_names_below"
 
 
 def list_below(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Let ``modules`` of ``unit`` list what they have as attributes, too.
+    """Make ``modules`` of ``unit`` list what they have as attributes, too.
 
     Only the wrapped module registers the flat parameter. One below it would list nothing, and who
     sums over that, freezes it or trains it would not be told. At rest the attributes are empty

@@ -25,7 +25,7 @@ __all__ = [
 
 
 Held = tuple[int, dict[str, str], dict[str, Any]]
-"""What a rank has of one parameter: any state, the dtypes of what is spread, and the rest."""
+"""A rank's share of one parameter: any state, the dtypes of what is spread, and the rest."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -40,7 +40,7 @@ def has_state(answers: Sequence[Held]) -> bool:
 
 
 def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
-    """What each rank has of each parameter, the rest packed: some may have no state at all."""
+    """Gather what each rank has of each parameter, the rest packed: some may have no state."""
     plain = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
     texts = shard.gather_bytes(json.dumps(plain).encode(), label="optimizer state keys")
     return [list(answers) for answers in zip(*map(json.loads, texts), strict=True)]
@@ -73,7 +73,7 @@ def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
 
 
 def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
-    """What was packed. Raises TypeError on all ranks for what JSON cannot hold."""
+    """Return the value that was packed. Raises TypeError on all ranks for what JSON cannot hold."""
     kind, *parts = value
     if kind == "plain":
         return parts[0]

@@ -18,7 +18,7 @@ __all__ = ["by_current_names", "rekey"]
 def by_current_names(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `state_to_load` returned, for an optimizer that knows parameters by name.
+    """Rename what `state_to_load` returned, for an optimizer that knows parameters by name.
 
     Its names are those that ``model.named_parameters()`` gives now.
     """

@@ -331,7 +331,7 @@ def state_to_load(
     settings: StateDictSettings | None = None,
     group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
 ) -> dict[str, Any]:
-    """What an optimizer with ``groups`` of parameters loads: positions, and this rank's parts.
+    """Make what an optimizer with ``groups`` loads: positions, and this rank's parts.
 
     Where only the first rank of ``group`` gets state dicts, it gives its own to the others.
     """

@@ -93,7 +93,7 @@ class BackwardPrefetch(Enum):
 PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] = MappingProxyType(
     {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after", None: None}
 )
-"""What they mean for the engine."""
+"""Their meaning for the engine."""
 
 
 class TrainingState(Enum):

@@ -242,7 +242,7 @@ class OriginalExposure:
 
     @torch.no_grad()
     def _point(self, unit: Unit, *, keep: bool = False) -> None:
-        """Let each original look into the shard; ``keep`` what it holds now."""
+        """Point each original into the shard; ``keep`` what it holds now."""
         self._targets = []
         for group in unit.groups:
             for slot in group.slots:

@@ -133,12 +133,12 @@ class UnitWrapper(SteppedOver):
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Whether shards, gradients and optimizer state live on the CPU."""
+        """The option for shards, gradients and optimizer state on the CPU."""
         return CPUOffload(self._offloads)
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When the backward gathers what it needs next; may be set between iterations."""
+        """The moment at which the backward gathers ahead; may be set between iterations."""
         return self._backward_prefetch
 
     @backward_prefetch.setter
@@ -150,7 +150,7 @@ class UnitWrapper(SteppedOver):
 
     @property
     def forward_prefetch(self) -> bool:
-        """Whether the forward gathers what came next before; may be set between iterations."""
+        """True where the forward gathers ahead; may be set between iterations."""
         return self._forward_prefetch
 
     @forward_prefetch.setter

@@ -21,12 +21,12 @@ class _Shown:
     shell: torch.Tensor
     """The ``.grad``: torch only takes one of the holder's shape, but its data may be any."""
     before: torch.Tensor | None
-    """What had been reduced, and waits for more."""
+    """Gradients that had been reduced, and wait for more."""
     version: int
 
 
 class WaitingGradients:
-    """What one unit shows."""
+    """The gradients that one unit shows."""
 
     def __init__(self) -> None:
         self._shown: list[_Shown | None] = []
@@ -34,7 +34,7 @@ class WaitingGradients:
     def show(
         self, holders: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
     ) -> bool:
-        """Let each holder have its gradient as ``.grad``; whether there is any."""
+        """Give each holder its gradient as ``.grad``; True if there is any."""
         self._shown = [
             None if gradient is None else _show(holder, gradient)
             for holder, gradient in zip(holders, gradients, strict=True)

@@ -441,7 +441,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
     # --------------------------------------------------------- torch's checkpoint functions
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What those functions ask: who is left out of names."""
+        """Answer those functions who is left out of names."""
         super()._fqn_modifiers()
         prepare_optimizers(self)
         return CheckpointNames(WRAPPED)

@@ -258,7 +258,7 @@ def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
 
 
 def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
-    """Whether torch can view each of ``held`` as a row, and join the rows."""
+    """Tell whether torch can view each of ``held`` as a row, and join the rows."""
     if len(set(map(is_distributed, held))) > 1:
         return False
     try:

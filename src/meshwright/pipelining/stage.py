@@ -185,7 +185,7 @@ class PipelineStage:
     # -------------------------------------------------------------------------- inbox
 
     def takes_of(self, source: int) -> Signature | None:
-        """What it takes of stage ``source``, as far as that is declared."""
+        """Return what it takes of stage ``source``, as far as that is declared."""
         return self.declared_inputs if self._only_source == source else None
 
     def put_start(self, microbatch: int, start: Start) -> None:

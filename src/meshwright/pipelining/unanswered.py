@@ -43,7 +43,7 @@ class UnansweredTransfers(Transfers):
         super().recv_tied(tensor.zero_(), stage, target, number)
 
     def _declared(self, stage: int) -> Signature:
-        """What the stages of this rank that read ``stage`` say of its outputs."""
+        """Find what the stages of this rank that read ``stage`` say of its outputs."""
         readers = [mine for mine in self._stages.values() if stage in mine.edges.sources()]
         found = next((s for mine in readers if (s := mine.takes_of(stage)) is not None), None)
         if found is None or found.room:
