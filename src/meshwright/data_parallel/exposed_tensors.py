@@ -14,7 +14,14 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.after_hooks import run_after_hooks
-from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
+from meshwright.comm.dtensor import (
+    dtensor_at_rest,
+    dtensor_like,
+    is_dtensor,
+    local_of,
+    put_on_mesh,
+    savable,
+)
 from meshwright.comm.gradient_part import gradient_part, plain
 from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
@@ -88,6 +95,18 @@ class _Entry:
         self.cells = [(module._parameters, name) for module, name in self.slot.places]
         self.shown = None
 
+    @torch.no_grad()
+    def follow_place(self) -> None:
+        """Lie on the mesh that the slot's place has now: this rank's part is the same there."""
+        place, gradient = self.slot.place, self.exposed.grad
+        if place is None or place.mesh is self.wrap[0]:
+            return
+        self.wrap = (place.mesh, place.placements, *self.wrap[2:])
+        put_on_mesh(self.exposed, place.mesh, place.placements)
+        if gradient is not None:
+            self.exposed.grad = None
+            self.exposed.grad = dtensor_like(local_of(gradient), self.exposed)
+
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
@@ -158,6 +177,13 @@ class ExposedTensors:
             (e.exposed, dtensor_at_rest(line[e.start : e.stop].view(e.shape), *e.wrap))
             for e in self.entries(group)
         ]
+
+    def follow_places(self) -> None:
+        """The places of slots have become those on a larger mesh."""
+        for group, entries in self._entries.items():
+            group.kept.forget()
+            for entry in entries:
+                entry.follow_place()
 
     def forget_places(self) -> None:
         """The slots are used in other places now."""
