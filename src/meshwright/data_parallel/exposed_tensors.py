@@ -25,7 +25,12 @@ from meshwright.comm.dtensor import (
 from meshwright.comm.gradient_part import gradient_part, plain
 from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
-from meshwright.data_parallel.parameter_hooks import carry_hooks, change_by_hooks, has_hooks
+from meshwright.data_parallel.parameter_hooks import (
+    carry_hooks,
+    change_by_hooks,
+    has_hooks,
+    refuse_past_hooks,
+)
 from meshwright.data_parallel.replaced_parameters import (
     check_given,
     data_assigned,
@@ -48,6 +53,7 @@ class _Entry:
 
     __slots__ = (
         "cells",
+        "direct",
         "exposed",
         "local",
         "shape",
@@ -113,6 +119,7 @@ class _Entry:
             self.slot.extension.part = self.exposed._local_tensor
         self.local = self.exposed._local_tensor
         self.storage = self.exposed.untyped_storage()
+        self.direct = refuse_past_hooks(self.exposed, self.slot.name)
 
     def follow_training(self) -> None:
         """Let the one parameter require grad as the other, that the user has changed, does now."""
@@ -129,6 +136,8 @@ class ExposedTensors:
     def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
+        self._delivered: set[ParameterGroup] = set()
+        """Of which flat gradients have been set that nobody is known to have zeroed."""
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
@@ -245,8 +254,10 @@ class ExposedTensors:
         for group, flat in self._flat.items():
             entries = self.entries(group)
             if flat.grad is None:
-                for entry in entries:
+                # What a loss has left that read the DTensors since waits for the next mean.
+                for entry in entries if group in self._delivered else ():
                     entry.exposed.grad = None
+                self._delivered.discard(group)
             elif all(entry.exposed.grad is None for entry in entries):
                 flat.grad = None
 
@@ -328,6 +339,7 @@ class ExposedTensors:
         flat = self._flat.get(group)
         if flat is not None:
             entries = self.entries(group)
+            self._delivered.add(group)
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
                 for e, is_used in zip(entries, used, strict=True):
@@ -335,6 +347,10 @@ class ExposedTensors:
                         part = plain(flat.grad)[e.start : e.stop].view(e.shape)
                         e.exposed.grad = dtensor_like(part.detach(), e.exposed)
                 return
+            for entry in self.entries(group):
+                if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
+                    own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
+                    plain(reduced)[entry.start : entry.stop].view(entry.shape).add_(local_of(own))
             is_part = is_marked_spread(flat)
             flat.grad = (
                 gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced
