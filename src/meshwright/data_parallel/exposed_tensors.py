@@ -6,6 +6,7 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class _Entry:
     """One parameter as it looks at rest."""
 
     __slots__ = (
+        "__weakref__",
         "cells",
         "direct",
         "exposed",
@@ -119,7 +121,10 @@ class _Entry:
             self.slot.extension.part = self.exposed._local_tensor
         self.local = self.exposed._local_tensor
         self.storage = self.exposed.untyped_storage()
-        self.direct = refuse_past_hooks(self.exposed, self.slot.name)
+        me = weakref.ref(self)
+        self.direct = refuse_past_hooks(
+            self.exposed, self.slot.name, lambda: None if (it := me()) is None else it.exposed
+        )
 
     def follow_training(self) -> None:
         """Let the one parameter require grad as the other, that the user has changed, does now."""

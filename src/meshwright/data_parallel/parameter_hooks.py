@@ -8,7 +8,7 @@ gradient of its own rank alone.
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,18 +33,21 @@ def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
 
 
 @torch.enable_grad()
-def refuse_past_hooks(parameter: nn.Parameter, name: str) -> object:
+def refuse_past_hooks(
+    parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
+) -> object:
     """Let no backward give ``parameter``, at rest, a gradient itself while it has hooks.
 
-    A loss that has read it does: the hooks would run for that term, and again for the mean. Return
-    what keeps that in force. It costs no step anything.
+    A loss that has read it does: the hooks would run for that term, and again for the mean.
+    ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which
+    torch would not swap its tensor. Return what keeps this in force. It costs no step anything.
     """
-    trains, held = parameter.requires_grad, weakref.ref(parameter)
+    trains = parameter.requires_grad
     node = get_gradient_edge(parameter.requires_grad_()).node
     parameter.requires_grad_(trains)
 
     def check(gradients: object) -> None:
-        found = held()
+        found = find()
         if found is not None and has_hooks(found):
             raise RuntimeError(
                 f"the loss has read parameter {name!r}, which is sharded, beside its module, and "
