@@ -72,10 +72,12 @@ def test_what_no_stage_uses_is_kept_by_the_first() -> None:
     assert state.keys() == model.state_dict().keys()
     assert type(first.block.never) is nn.Linear
     assert first.block.scale is model.block.scale
-    model.again = nn.Linear(2, 2, bias=False)
-    model.again.weight = model.block.used.weight
-    with pytest.raises(PlanError, match=r"'again.weight' is tied to one that the model uses"):
-        _keep_unused(model, [first, second])
+    model.block.again = nn.Linear(2, 2, bias=False)
+    model.block.again.weight = model.block.used.weight
+    model.block._modules = dict(reversed(model.block._modules.items()))
+    _keep_unused(model, [first, second])
+    assert [*second.state_dict()] == ["block.again.weight", "block.used.weight", "block.used.bias"]
+    assert second.block.again.weight is model.block.used.weight
 
 
 class Chain(nn.Module):

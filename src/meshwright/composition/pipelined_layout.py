@@ -18,7 +18,7 @@ from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description, ParameterRow, cut_of
 from meshwright.composition.peers import Peers
 from meshwright.data_parallel.equal_buffers import EqualBuffers
-from meshwright.errors import InternalError
+from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
 from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.pipelining.metadata import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
@@ -265,13 +265,25 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401
-    """The ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank."""
+    """The ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank.
+
+    Raises `PipeliningShapeError` there, and elsewhere `PipelinePeerError`, for what cannot be sent.
+    """
     is_here = axis.rank == source
     values = Values.of((output,)) if is_here else None
-    payload = b"" if values is None else signature_of(values, "the model's output").to_bytes()
-    signature = Signature.from_bytes(
-        axis.gather_bytes(payload, label="output of a pipeline")[source]
-    )
+    said, failure = b"", None
+    if values is not None:
+        try:
+            said = signature_of(values, "the model's output").to_bytes()
+        except PipeliningShapeError as error:  # raised below, when the other ranks know
+            failure, said = error, str(error).encode()
+    found = axis.gather_bytes(said, label="output of a pipeline")[source]
+    if failure is not None:
+        raise failure
+    if not found.startswith(b"{"):  # not JSON
+        rank = axis.ranks[source]
+        raise PipelinePeerError(f"evaluation failed on rank {rank}: {found.decode()}")
+    signature = Signature.from_bytes(found)
     leaves: list[object] = []
     for number, meta in enumerate(signature.leaves):
         if not isinstance(meta, TensorMeta):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from meshwright.composition.observing import Inputs, Observation, observe
 from meshwright.composition.tensor_rules import ModelCut
@@ -102,11 +103,11 @@ def _traced(
             f"graphs, which do not ask in which step they run. Set {dropout[0]!r} to p = 0, or "
             'use dropout = "local"'
         )
+    example = _of_two_rows(example)
     named = dict(example) if isinstance(example, Mapping) else {}
     args = () if isinstance(example, Mapping) else example
     # torch.export takes the sizes of named arguments by name, those of others in their order.
-    sizes: Any = {name: _free_size(value) for name, value in named.items()}
-    sizes = sizes or tuple(map(_free_size, args))
+    sizes: Any = tree_map(_free_size, named or tuple(args))
     cuts: dict[str, Any] = {}
     if isinstance(plan.split, str):
         measure = "flops" if plan.split == "auto" else plan.split
@@ -131,7 +132,18 @@ def _traced(
     for module in modules if tensor.styles else ():
         restored |= restore(module, model, tensor.styles, restored)
     _keep_unused(model, modules)
+    info.ties = tuple(_renamed(tie, modules) for tie in info.ties)
     return CutModel(modules, info.ties, info, seen.written)
+
+
+def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
+    """``tie`` by the first name of the parameter in each stage."""
+    names: list[tuple[int, str]] = []
+    for stage, name in tie.names:
+        own = modules[stage].get_parameter(name)
+        firsts = (n for n, p in modules[stage].named_parameters() if p is own)
+        names.append((stage, next(firsts)))
+    return Tie(tie.owner, tuple(names))
 
 
 def _check_kept(model: nn.Module, found: CutModel) -> None:
@@ -155,6 +167,25 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
         )
 
 
+def _of_two_rows(example: Inputs) -> Inputs:
+    """``example``, twice where it has one row: a trace takes a size of one for a constant."""
+    tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.dim() and len(tensor) != 1 for tensor in tensors):
+        return example
+    return tree_map_only(torch.Tensor, lambda t: _twice(t.detach()) if t.dim() else t, example)
+
+
+def _twice(row: torch.Tensor) -> torch.Tensor:
+    step, *steps = row.stride()
+    within = sum((size - 1) * s for size, s in zip(row.shape[1:], steps, strict=True))
+    if step <= within or 0 in steps:
+        return torch.cat([row, row])
+    both = torch.empty_strided(
+        (2, *row.shape[1:]), row.stride(), dtype=row.dtype, device=row.device
+    )
+    return both.copy_(row)
+
+
 def _free_size(value: object) -> dict[int, Any] | None:
     """Microbatches may have another number of rows than the example."""
     has_rows = isinstance(value, torch.Tensor) and value.dim()
@@ -162,24 +193,27 @@ def _free_size(value: object) -> dict[int, Any] | None:
 
 
 def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Give the first stage what of the state of ``model`` no stage computes with.
+    """Give the stages what of the state of ``model`` none computes with.
 
-    Raises PlanError for another name of a parameter that a stage has.
+    The first stage gets it; another name of a parameter goes to the first that has it.
     """
     held = {name for module in modules for name in module.state_dict()}
-    used = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in held}
     first = modules[0]
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    for name, tensor in state.items():
         if name in held:
             continue
-        if id(tensor) in used:
-            raise PlanError(
-                f"parameter {name!r} is tied to one that the model uses, but is not used under "
-                "this name itself, which a traced stage cannot keep: remove it from the model"
-            )
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        if (
+        used = [other for other in names[id(tensor)] if other in held]
+        if used:
+            stage, other = next((m, n) for m in modules for n in used if n in m.state_dict())
+            _made(stage, path).register_parameter(leaf, stage.get_parameter(other))
+            _order_as(stage, model)
+        elif (
             path
             and not [*owner.children()]
             and not held & {f"{path}.{n}" for n in owner.state_dict()}
@@ -190,6 +224,18 @@ def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
             _made(first, path).register_parameter(leaf, tensor)
         else:
             _made(first, path).register_buffer(leaf, tensor)
+
+
+def _order_as(stage: nn.Module, model: nn.Module) -> None:
+    """List what ``stage`` has as ``model`` does: the first name of a parameter is that of both."""
+    parts = dict(stage.named_modules(remove_duplicate=False))
+    for path, owner in model.named_modules(remove_duplicate=False):
+        part = parts.get(path, owner)
+        tables: Any = ((part._modules, owner._modules), (part._parameters, owner._parameters))
+        for mine, theirs in tables if part is not owner else ():
+            known = [key for key in theirs if key in mine]
+            for key in [*known, *(key for key in mine if key not in theirs)]:
+                mine[key] = mine.pop(key)
 
 
 def _made(module: nn.Module, path: str) -> nn.Module:

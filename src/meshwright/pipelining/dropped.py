@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,18 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look(self, module: nn.Module, args: object, output: object) -> None:
-        """Note functions with a backward of their own: the forward hook of the model."""
+        """Note functions with a backward of their own: the forward hook of the model.
+
+        Raises TypeError for an output in which a trace finds no tensors.
+        """
+        for leaf in tree_leaves(output):
+            if is_dataclass(leaf):
+                name = type(leaf).__qualname__
+                raise TypeError(
+                    f"the model returns the dataclass {name}, in which a trace finds no tensors: "
+                    f'call torch.export.register_dataclass({name}, serialized_type_name="{name}") '
+                    "before"
+                )
         stack: list[Any] = [
             leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)
         ]

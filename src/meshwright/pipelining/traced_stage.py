@@ -141,10 +141,10 @@ def mismatches(wanted: Expected | object, leaf: object, what: str) -> list[str]:
     if not isinstance(wanted, Expected):
         is_same = wanted is None or (type(leaf) is type(wanted) and leaf == wanted)
         return [] if is_same else [f"{what} was traced as {wanted!r}, actual {leaf!r}"]
-    if not isinstance(leaf, torch.Tensor):
-        return [f"{what} is no tensor: expected shape {list(wanted.shape)} actual {leaf!r}"]
-    found = []
     shape = ["any" if size is None else size for size in wanted.shape]
+    if not isinstance(leaf, torch.Tensor):
+        return [f"{what} is no tensor: expected shape {shape} actual {leaf!r}"]
+    found = []
     is_shaped = len(shape) == leaf.dim() and all(
         want in ("any", got) for want, got in zip(shape, leaf.shape, strict=True)
     )
