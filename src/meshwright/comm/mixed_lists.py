@@ -27,20 +27,20 @@ def take_lists_apart() -> None:
     """Let mixed lists through from now on; programs without plain tensors beside DTensors pay."""
     handlers = _handlers()
     stack = torch.ops.aten.stack.default
-    if isinstance(handlers.get(stack), _Handler):
+    if isinstance(handlers.get(stack), _ListOperator):
         return
-    handlers[stack] = _Handler(handlers.get(stack), _stacked)
+    handlers[stack] = _ListOperator(handlers.get(stack), _stacked)
     for name in torch._C._dispatch_get_all_op_names():
         kind, _, overload = name.removeprefix("aten::").partition(".")
         if kind.startswith(_OF_LISTS) and "out" not in overload:
             operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
-            handlers[operator] = _Handler(handlers.get(operator), _one_by_one)
+            handlers[operator] = _ListOperator(handlers.get(operator), _one_by_one)
 
 
 _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 
 
-class _Handler:
+class _ListOperator:
     """Does what torch would, unless the first list holds tensors of several meshes."""
 
     __slots__ = ("apart", "before")
