@@ -51,7 +51,7 @@ def torchs_clip(model: nn.Module) -> torch.Tensor:
 def body_training(steps: int) -> None:
     mesh = grid()
     for sequence, optimizer, options in [
-        (False, adamw, {}),
+        (False, partial(torch.optim.AdamW, lr=0.01, foreach=True), {}),
         (True, sgd, {}),
         (True, adamw, {"gradient_as_bucket_view": True}),
     ]:
@@ -65,7 +65,8 @@ def body_training(steps: int) -> None:
             optimizer,
             place(mesh),
             steps=steps,
-            clip=partial(clip_grad_norm_, max_norm=0.5) if not sequence else torchs_clip,
+            # Without a sequence norms have no style: plain tensors beside DTensors.
+            clip=torchs_clip if not sequence else partial(clip_grad_norm_, max_norm=0.5),
         )
         assert [name for name, _ in model.named_parameters()] == names
         assert type(model.blocks[0].up.weight) is DTensor

@@ -6,10 +6,11 @@ moved), `registry` (the state of this process), `lines` (tensors whose memory co
 the backend of CPU ranks on one host), `collectives` (the door), `comparison` and `events` (whether
 ranks do the same), `timelines` (measurements of all ranks), `process_groups` (joining and leaving),
 `functional` (autograd), `launch`, `spread` (over which axes a tensor lies), `subclasses` (tensors
-with calls of their own), `dtensor` and `shard_view` (state dicts and checkpoints), `leaves` (what
-modules compute on), `partial_gradients` (gradients that are summed at the end of a backward pass),
-`edges` (DTensors that enter and leave what computes on local tensors), `marks` (operators that
-stand for reductions in a graph), `untraced` (what compilers leave alone).
+with calls of their own), `dtensor` and `shard_view` (state dicts and checkpoints), `mixed_lists`
+(operators on DTensors and plain tensors together), `leaves` (what modules compute on),
+`partial_gradients` (gradients that are summed at the end of a backward pass), `edges` (DTensors
+that enter and leave what computes on local tensors), `marks` (operators that stand for reductions
+in a graph), `untraced` (what compilers leave alone).
 """
 
 from __future__ import annotations

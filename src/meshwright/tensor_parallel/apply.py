@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from torch import nn
 
 from meshwright.comm.dtensor import current_mesh, is_dtensor
+from meshwright.comm.mixed_lists import take_lists_apart
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.equality import verify_replicated
 from meshwright.tensor_parallel.following import follow_first_forward
@@ -76,6 +77,7 @@ def apply_plan(
     src_data_rank: int | None,
 ) -> nn.Module:
     """As `parallelize_module`, for callers that compare the passes of ranks themselves."""
+    take_lists_apart()
     plan = (
         {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     )

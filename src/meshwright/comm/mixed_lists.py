@@ -1,0 +1,113 @@
+"""torch's operators on lists of tensors of which some are DTensors and some are plain.
+
+Clipping, and optimizers with ``foreach`` or ``fused``, give all their tensors to one operator, and
+torch refuses DTensors beside plain tensors, or on two meshes. Here the list is taken apart::
+
+    [plain, DTensor on (tensor), plain]    the operator on [plain, plain], then on [DTensor]
+    a stack of their norms                 each a plain number of the whole tensor
+
+A plain tensor counts as what every rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["take_lists_apart"]
+
+_Operator = Callable[..., Any]
+_Handlers = dict[_Operator, _Operator]
+
+
+def take_lists_apart() -> None:
+    """Let mixed lists through from now on; programs without plain tensors beside DTensors pay."""
+    handlers = _handlers()
+    stack = torch.ops.aten.stack.default
+    if isinstance(handlers.get(stack), _ListOperator):
+        return
+    handlers[stack] = _ListOperator(handlers.get(stack), _stacked)
+    for name in torch._C._dispatch_get_all_op_names():
+        kind, _, overload = name.removeprefix("aten::").partition(".")
+        if kind.startswith(_OF_LISTS) and "out" not in overload:
+            operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
+            handlers[operator] = _ListOperator(handlers.get(operator), _one_by_one)
+
+
+_OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
+
+
+class _ListOperator:
+    """Does what torch would, unless the first list holds tensors of several meshes."""
+
+    __slots__ = ("apart", "before")
+
+    def __init__(self, before: _Operator | None, apart: _Operator) -> None:
+        self.before = before
+        self.apart = apart
+
+    def __call__(self, op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        meshes = {getattr(tensor, "device_mesh", None) for tensor in args[0]}
+        if len(meshes) > 1:
+            return self.apart(op, args, kwargs)
+        if self.before is not None:
+            return self.before(op, args, kwargs)
+        handlers = _handlers()
+        handlers.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = self
+
+
+def _one_by_one(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Call ``op`` with the tensors of each mesh."""
+    count = len(args[0])
+    found: list[Any] = [None] * count
+    result: object = None
+    for indices in _by_mesh(args[0]):
+        result = op(*(_picked(each, indices, count) for each in args), **kwargs)
+        if isinstance(result, Sequence) and len(result) == len(indices):
+            for index, value in zip(indices, result, strict=True):
+                found[index] = value
+    return found if isinstance(result, Sequence) else result
+
+
+def _stacked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Stack numbers, each of the whole tensor; one collective for each mesh."""
+    tensors = args[0]
+    if any(tensor.ndim for tensor in tensors):
+        raise RuntimeError(
+            "aten.stack.default got mixed torch.Tensor and DTensor, or DTensors of several meshes, "
+            f"of shape {tuple(tensors[0].shape)}: only numbers can be stacked so. Call "
+            "full_tensor() of the DTensors, or distribute all tensors on one mesh"
+        )
+    found: list[torch.Tensor] = list(tensors)
+    for indices in _by_mesh(tensors):
+        if isinstance(tensors[indices[0]], DTensor):
+            stacked = cast("DTensor", torch.stack([tensors[index] for index in indices]))
+            whole = stacked.full_tensor()
+            for index, value in zip(indices, whole.unbind(), strict=True):
+                found[index] = value
+    return op(found, *args[1:], **kwargs)
+
+
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors on each mesh, in order of their first."""
+    found: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
+    return list(found.values())
+
+
+def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN401
+    """What of one argument belongs to the tensors at ``indices``."""
+    is_list = isinstance(value, Sequence) and len(value) == count
+    return [value[index] for index in indices] if is_list else value
+
+
+def _handlers() -> _Handlers:
+    return cast("_Handlers", DTensor._op_dispatcher._custom_op_handlers)
