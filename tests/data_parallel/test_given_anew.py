@@ -333,11 +333,29 @@ def body_lent_from_the_first() -> None:
         train_both(Scaled(one), Scaled(ours), inner)
         train_both(one, ours, inner)
 
+    # Buffers of its own follow, when they come in sight: also for those who evaluate.
+    for keys in (("1.running_mean",), ("0.weight", "1.running_mean", "1.running_var")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double().eval()
+        one, ours = copy.deepcopy(model), replicate(model, broadcast_buffers=False)
+        ours[1].running_mean.add_(communicator().rank)  # pyrefly: ignore
+        _, mine = batch()
+        for each in (one, ours):
+            lent = {name: value.clone() for name, value in each.state_dict().items()}
+            functional_call(each, {key: lent[key] for key in keys}, (mine,)).sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(ours(mine), one(mine))
+
     # What is lent was made before any value of rank 0 could be sent.
     apart = Scaled(replicate(nn.Sequential(linear(3, 2))))
     _, mine = batch()
     with pytest.raises(CollectiveMismatchError, match="'0.weight' to have the same values"):
         loss(apart, mine).backward()
+    inner = replicate(nn.Sequential(linear(3, 2)))
+    with torch.no_grad():
+        Scaled(inner)(mine)
+        with pytest.raises(CollectiveMismatchError, match="'0.weight' to have the same values"):
+            inner(mine)
 
 
 def body_searched() -> None:

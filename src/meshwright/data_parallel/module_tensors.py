@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils.stateless import _functional_call
 
-__all__ = ["ModuleBuffers", "ModuleParameters"]
+__all__ = ["ModuleBuffers", "ModuleParameters", "lent_now"]
 
 _END = object()
 
@@ -102,7 +102,7 @@ class ModuleParameters(_Held):
     ) -> None:
         super().__init__(module, "_parameters", ignored, names)
         self._known = [_END]
-        self.is_lent = _is_functional()
+        self.is_lent = lent_now() is not None
         if not self.is_lent:
             self._follow()
 
@@ -123,7 +123,8 @@ class ModuleParameters(_Held):
     def _runs_with_others(self) -> bool:
         """Tell whether the module runs with other tensors for this call alone."""
         held = chain.from_iterable(self._tensors)
-        return not all(isinstance(each, nn.Parameter | None) for each in held) or _is_functional()
+        is_own = all(isinstance(each, nn.Parameter | None) for each in held)
+        return not is_own or lent_now() is not None
 
 
 class ModuleBuffers(_Held):
@@ -148,14 +149,14 @@ class ModuleBuffers(_Held):
         return self.named
 
 
-def _is_functional() -> bool:
-    """Tell whether this is called inside of `torch.func.functional_call`."""
+def lent_now() -> Mapping[str, torch.Tensor] | None:
+    """Find what `torch.func.functional_call` lends to the module that runs; None outside of it."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is _functional_call.__code__:
-            return True
-    return False
+            return frame.f_locals["parameters_and_buffers"]
+    return None
 
 
 def _objects(views: Iterable[Iterable[object]]) -> list[object]:

@@ -19,7 +19,7 @@ from meshwright.comm.untraced import apart, constant
 from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.equal_buffers import EqualBuffers
-from meshwright.data_parallel.module_tensors import ModuleParameters
+from meshwright.data_parallel.module_tensors import ModuleParameters, lent_now
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import (
@@ -87,6 +87,9 @@ class Replica:
         if options.init_sync:
             tensors = [*(parameter for _, parameter in parameters), *buffers.values()]
             broadcast_tensors(communicator, tensors, label="broadcast parameters")
+        lent = {id(tensor) for tensor in (lent_now() or {}).values()}
+        self._unsent = [name for name, each in buffers.items() if id(each) in lent]
+        """Buffers in whose place a call had lent others when rank 0's were sent."""
         self.reducer = GradientReducer(
             communicator,
             parameters,
@@ -152,7 +155,12 @@ class Replica:
         """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
         and buffers of one rank for all.
         """
-        if torch.is_grad_enabled():
+        if self._unsent and lent_now() is None:
+            self._send_own_buffers()
+        if not torch.is_grad_enabled():
+            if not self.reducer.named:
+                self._take_up()  # a call has hidden the module's own until now
+        else:
             self.reducer.abandon()
             self._is_stepping = False
             self._take_up()
@@ -193,6 +201,14 @@ class Replica:
         self.marking.take_up()
         self._statistics.follow(module)
 
+    def _send_own_buffers(self) -> None:
+        """Give the module's own buffers the values that rank 0 has of them at the start."""
+        names, self._unsent = self._unsent, []
+        own = self.buffers.follow()
+        if self._options.init_sync:
+            found = [own[name] for name in names if name in own]
+            broadcast_tensors(self.communicator, found, label="broadcast buffers")
+
     def _compare_values(self, fresh: Mapping[str, nn.Parameter]) -> None:
         digests = [(name, digest_of(parameter)) for name, parameter in fresh.items()]
         rows = [(name, None if each is None else (each, each, each)) for name, each in digests]
@@ -212,6 +228,8 @@ class Replica:
         A graph is traced anew when a parameter has become another object. Returns False where the
         module's own are out of sight.
         """
+        if self._unsent and lent_now() is None:
+            self._send_own_buffers()
         if torch.is_grad_enabled():
             self._take_up()
             if self._statistics.is_due:
