@@ -3,7 +3,9 @@
 Run it as ``python tests/soak/steps.py [--steps 5000] [--only shard]``, with src and tests on
 PYTHONPATH. Tiny models on two ranks, in each layout on both backends, with checkpoints, validation
 and metrics as in any run. Memory, descriptors and threads of every rank may grow by less than 1 %
-in the last four fifths of the steps. Exits with status 1 when they do.
+in the last four fifths of the steps. Exits with status 1 when they do. Free pages between what a
+rank holds are given back before it is measured: the allocator of C keeps 1.6 % more in 2,500 steps
+of axis tensor, and has as much in use.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from meshwright.comm import connect
 from meshwright.recipes.loop import train
 from meshwright.testing import ranks
 from recipes.runs import read_run, write_text
-from soak.footprint import LIMIT, Footprint, footprint, growth
+from soak.footprint import LIMIT, Footprint, footprint, give_back, growth
 from soak.table import Table
 
 __all__ = ["LAYOUTS", "measured_run"]
@@ -52,7 +54,10 @@ def measured_run(folder: Path, steps: int, *overrides: str) -> list[list[Footpri
     found: list[list[Footprint]] = [[] for _ in pids]
 
     def tell(line: str) -> None:
-        if world.rank == 0 and line.startswith("step ") and "tokens/s" in line:
+        if not line.startswith("step ") or "tokens/s" not in line:
+            return
+        give_back()
+        if world.rank == 0:
             for measured, pid in zip(found, pids, strict=True):
                 measured.append(footprint(pid))
 
