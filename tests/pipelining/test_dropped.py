@@ -69,6 +69,10 @@ def recompute_reentrant(model: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(model.b, x, use_reentrant=True)
 
 
+def recompute_batch(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model.b, x.detach(), use_reentrant=True) + x
+
+
 def offload(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.save_on_cpu():
         return model.b(x)
@@ -109,10 +113,15 @@ def traced(model: nn.Module) -> Any:
         (multi_grad_hook, "Tensor.register_hook in the model"),
         (own_backward, r"the backward of .*test_dropped.Reversed, an autograd.Function"),
         (recompute, r"checkpoint or saved_tensors_hooks in the model \(.*test_dropped.py:\d+\)"),
-        (recompute_reentrant, "the backward of torch.utils.checkpoint.CheckpointFunction"),
+        (
+            recompute_reentrant,
+            r"reentrant torch.utils.checkpoint in the model \(.*py:\d+\), .*pass",
+        ),
+        (recompute_batch, r"reentrant torch.utils.checkpoint in the model \(.*py:\d+\), .*pass"),
         (offload, "checkpoint or saved_tensors_hooks in the model"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_a_trace_drops_nothing_of_a_forward(act: Act, text: str) -> None:
     model = Model(act)
     for attempt in (traced, functools.partial(lambda m: torch.no_grad()(traced)(m))):

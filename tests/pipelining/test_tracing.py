@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from meshwright.composition.observing import copied as copied_model
 from meshwright.pipelining import (
@@ -272,13 +273,37 @@ class CountsPasses(nn.Module):
         return y / self.mean
 
 
+class CountsWithoutGradient(nn.Module):
+    """Writes to buffers in a block that has settings of its own, as spectral norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        with torch.no_grad():
+            z = y.mean(0)
+            self.mean.mul_(0.5).add_(z)
+            self.scale = torch.mul(z, 2.0, out=self.scale)
+        pipe_split()
+        return self.last(y) + y
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 def test_changes_in_place() -> None:
     x = torch.randn(2, 4)
     for model in (
+        CountsWithoutGradient(),
+        nn.Sequential(spectral_norm(nn.Linear(4, 4)), Changing("assigned")),
+        nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), Changing("assigned")),
+        nn.Sequential(weight_norm(nn.Linear(4, 4)), Changing("assigned")),
         Changing("assigned"),
         nn.Sequential(nn.Sequential(Changing("assigned"), CountsPasses())),
     ):
-        alone = copy.deepcopy(model)
+        alone = copied_model(model)
         pipe = pipeline(model, (x,))
         for _ in range(2):
             found = [run(pipe, part) for part in (x, 2 * x)]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.comm.subclasses import has_calls
 
@@ -68,6 +69,16 @@ def saved_tensor_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def _recomputes() -> bool:
+    """Whether a reentrant checkpoint runs, which without gradients leaves no node of its own."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _Watch(TorchFunctionMode):
     """Sees all functions that a forward calls, and the autograd graph behind its output."""
 
@@ -87,6 +98,11 @@ class _Watch(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         """Note what a graph does not keep, and call the function."""
         name = getattr(func, "__name__", "")
+        if not torch.is_grad_enabled() and _recomputes():
+            self.found[
+                f"reentrant torch.utils.checkpoint {self._place()}, whose backward is none of its "
+                "operators': pass use_reentrant=False, where it lies inside of a module of a chain"
+            ] = None
         if name in HOOKING:
             self.found[f"Tensor.{name} {self._place()}"] = None
         elif saved_tensor_hooks() is not self._before and (place := self._place()):
@@ -120,7 +136,8 @@ class _Watch(TorchFunctionMode):
             seen.add(node)
             if isinstance(node, BackwardCFunction):
                 function = getattr(type(node), "_forward_cls", type(node))
-                if not function.__module__.startswith(_KEPT):
+                is_noted = function is CheckpointFunction
+                if not is_noted and not function.__module__.startswith(_KEPT):
                     self.found[
                         f"the backward of {function.__module__}.{function.__qualname__}, an "
                         "autograd.Function (torch.library.custom_op with register_autograd makes "

@@ -220,13 +220,12 @@ def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
         return
     for inner in _bodies(module, node):
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        given = [n for n in node.args if not (isinstance(n, fx.Node) and n.op == "get_attr")][
-            -len(placeholders) :
-        ]
+        # The last arguments are those of the graph, buffers included.
+        given = dict(zip(reversed(placeholders), reversed(node.args), strict=False))
         for body in inner.graph.nodes:
             for argument in _written(inner, body):
-                if argument in placeholders:
-                    found = given[placeholders.index(argument)]
+                if argument in given:
+                    found = given[argument]
                     if isinstance(found, fx.Node):
                         yield found
 
@@ -256,8 +255,10 @@ def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
 def assigns(node: fx.Node) -> bool:
     """Whether a node gives a buffer the value that the model has assigned to it: it comes last."""
     target = node.args[0] if node.args else None
-    is_copy = node.target is torch.ops.aten.copy_.default
-    return is_copy and isinstance(target, fx.Node) and target.op == "get_attr"
+    if node.target is not torch.ops.aten.copy_.default or not isinstance(target, fx.Node):
+        return False
+    # What an operator has written into the buffer already is copied to itself.
+    return target.op == "get_attr" or target is node.args[1]
 
 
 def _refuse_inner_marker(module: nn.Module, node: fx.Node) -> None:
