@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp as peer
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import parallel as peer_styles
 
 from data_parallel import tensor_parallel_samples as samples
+from meshwright import fsdp, tensor_parallel
 from meshwright.comm import Recorder, observe
 from meshwright.errors import LayoutError
 from meshwright.fsdp import (
@@ -25,6 +28,7 @@ from meshwright.fsdp import (
     StateDictType,
     fully_shard,
 )
+from meshwright.fsdp.traversal import clean_name
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
@@ -113,7 +117,7 @@ def body_training(use_orig_params: bool) -> None:
         if kind is SHARDED:
             assert all(type(value) is DTensor for value in saved.values())
             assert saved["words.weight"].device_mesh.mesh_dim_names == ("shard", "tensor")
-            assert str(saved["words.weight"].placements) == "(Shard(dim=1), Shard(dim=0))"
+            assert str(saved["words.weight"].placements) == "(Shard(dim=0), Shard(dim=0))"
         same_values(saved, one.state_dict())
         expected = named_state(one, optimizers[1])
         for name, own in expected.items():
@@ -185,6 +189,138 @@ def body_read_in_forward() -> None:
 
 def test_a_forward_that_reads_cut_weights_trains_as_one_process(ranks: Ranks) -> None:
     ranks(4, body_read_in_forward)
+# --------------------------------------------------------------------- beside torch's class
+
+
+class Even(nn.Module):
+    """Cut along both dims, and a layer that has no style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.down(self.up(self.norm(x)).tanh()))
+
+
+def side(
+    library: Any, styles: Any, mesh: DeviceMesh, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of torch's classes or ours after one step."""
+    torch.manual_seed(0)
+    plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+    model = styles.parallelize_module(Even().double(), mesh["tensor"], plan)
+    model = library.FullyShardedDataParallel(
+        model, device_mesh=mesh["shard"], device_id=torch.device("cpu"), **options
+    )
+    model_optimizer = adam(model)
+    step(model, model_optimizer, mesh)
+    return model, model_optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    drawn = torch.Generator().manual_seed(mesh.get_local_rank("shard"))
+    model(torch.randn(4, 8, dtype=torch.float64, generator=drawn)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def lies_alike(found: Any, expected: Any, name: str) -> None:
+    assert type(found) is type(expected), name
+    if isinstance(found, DTensor):
+        assert found.placements == expected.placements, name
+        assert found.device_mesh == expected.device_mesh, name
+        assert found.shape == expected.shape, name
+        found, expected = found.to_local(), expected.to_local()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def body_beside(use_orig_params: bool) -> None:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    sides = [
+        (library, *side(library, styles, mesh, use_orig_params=use_orig_params))
+        for library, styles in ((peer, peer_styles), (fsdp, tensor_parallel))
+    ]
+    dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    shown: list[dict[str, Any]] = []
+    for library, model, optimizer in sides:
+        cls = library.FullyShardedDataParallel
+        cls.set_state_dict_type(
+            model,
+            library.StateDictType.SHARDED_STATE_DICT,
+            library.ShardedStateDictConfig(),
+            library.ShardedOptimStateDictConfig(),
+        )
+        dicts.append((model.state_dict(), cls.optim_state_dict(model, optimizer)))
+        with cls.summon_full_params(model):
+            shown.append({
+                clean_name(n): (type(p), p.detach().clone()) for n, p in model.named_parameters()
+            })  # fmt: skip
+            with torch.no_grad():  # what is written comes back to the shards
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+    (theirs, their_state), (ours, our_state) = dicts
+    assert set(ours) == set(theirs)
+    for name, value in ours.items():
+        lies_alike(value, theirs[name], name)
+    for name, own in our_state["state"].items():
+        for key, value in own.items():
+            lies_alike(value, their_state["state"][name][key], f"{name} {key}")
+    assert set(shown[1]) == set(shown[0])
+    for name, (kind, value) in shown[1].items():
+        assert kind is shown[0][name][0], name
+        lies_alike(value, shown[0][name][1], name)
+    # Ours goes on from the state of the optimizer that torch's class has saved.
+    for (library, model, optimizer), saved in zip(sides, (theirs, ours), strict=True):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value.to_local() * 2, saved[name].to_local(), msg=name)
+        if library is fsdp:
+            load = fsdp.FullyShardedDataParallel.optim_state_dict_to_load
+            optimizer.load_state_dict(load(model, optimizer, their_state))
+        step(model, optimizer, mesh)
+    (_, model, _), (_, other, _) = sides
+    for (name, value), expected in zip(
+        other.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        lies_alike(value, expected, name)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_state_and_whole_parameters_lie_as_torchs(ranks: Ranks, use_orig_params: bool) -> None:
+    ranks(4, body_beside, use_orig_params)
+
+
+def body_shown_gradients() -> None:
+    """Gradients of DTensors are DTensors, and what is written to them is kept."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    one = samples.net()
+    model = wrapped(samples.cut(one, mesh["tensor"]), mesh["shard"], use_orig_params=True)
+    samples.loss_of(model, *samples.share(samples.batch(0), *place(mesh))).backward()
+    samples.loss_of(one, *samples.batch(0)).backward()
+    before = list(model.parameters())
+    for factor in (1.0, 3.0):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            for (name, shown), expected in zip(
+                model.named_parameters(), one.parameters(), strict=True
+            ):
+                assert type(shown) is DTensor or "blocks" not in name
+                for found, wanted in ((shown, expected), (shown.grad, expected.grad)):
+                    if wanted is None:
+                        assert found is None
+                        continue
+                    wanted = wanted.detach() * factor
+                    torch.testing.assert_close(samples.whole(found.detach()), wanted, msg=name)
+                    found.detach().mul_(3.0)
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.slow
+def test_whole_gradients_of_cut_parameters(ranks: Ranks) -> None:
+    ranks(4, body_shown_gradients)
 
 
 # ------------------------------------------------------------------------------- the rest

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -37,6 +37,7 @@ __all__ = [
     "concatenated_mesh",
     "current_mesh",
     "cut_once_more",
+    "dtensor_around",
     "dtensor_at_rest",
     "dtensor_like",
     "flattened_mesh",
@@ -137,6 +138,13 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
             f"{tuple(local.shape)} and {local.dtype}"
         )
     return _around(local, like)
+
+
+def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
+    """A DTensor placed as ``rest`` around ``local``, on the device and in the memory of that."""
+    meta = TensorMeta(torch.Size(rest.shape), rest.stride, local.dtype)
+    spec = DTensorSpec(rest.mesh, rest.placements, tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def savable(tensor: torch.Tensor) -> torch.Tensor:

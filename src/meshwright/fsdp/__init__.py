@@ -20,7 +20,7 @@ Where this differs from torch's class on purpose:
 * ``limit_all_gathers`` changes nothing: two gathers at most are ever on their way.
 * An evaluation under ``torch.no_grad`` frees parameters after each unit, in every strategy.
 * Modules that tensor parallelism has cut are wrapped with the data axes of their mesh. State dicts
-  are of whole parameters; `summon_full_params` shows the part that this rank computes with.
+  are of whole parameters.
 * Hooks that `register_post_accumulate_grad_hook` has put on parameters run when ``.grad`` is there;
   those of `register_hook` are refused where they would be given a piece of a gradient.
 * What is put into the ``.data`` of a parameter is copied into its shard, over what was there: clone

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from meshwright.comm.dtensor import dtensor_like, local_of
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.fsdp.exposure import (
     FLAT,
@@ -23,6 +24,7 @@ from meshwright.fsdp.exposure import (
 from meshwright.fsdp.options import TrainingState
 from meshwright.fsdp.original_exposure import OriginalExposure
 from meshwright.fsdp.pieces import flat_layout, own_pieces
+from meshwright.fsdp.tensor_axes import as_parameter
 
 if TYPE_CHECKING:
     from meshwright.fsdp.unit_wrapper import UnitWrapper
@@ -160,7 +162,7 @@ def _shown(
     owner, flat = exposure.owner, exposure.flat
     del owner._parameters[FLAT]
     for slot, view in zip(unit.slots, views, strict=True):
-        slot.show(nn.Parameter(view, requires_grad=flat.requires_grad))
+        slot.show(as_parameter(view, slot, requires_grad=flat.requires_grad))
         for module, name in slot.places:
             module.__dict__.pop(name, None)
     try:
@@ -169,8 +171,8 @@ def _shown(
         for slot, view in zip(unit.slots, views, strict=True):
             for module, name in slot.places:
                 shown = module._parameters.pop(name, None)
-                if shown is not None and shown.data_ptr() != view.data_ptr():
-                    view.copy_(shown.detach())
+                if shown is not None and local_of(shown).data_ptr() != view.data_ptr():
+                    view.copy_(local_of(shown.detach()))
         owner._parameters[FLAT] = flat
         exposure.show_nothing(unit)
 
@@ -186,21 +188,29 @@ def _originals_shown(
     """Let the original parameters hold ``views``, and whole gradients if there are some."""
     slots = unit.slots
     before = [(slot.original.data, slot.original.grad) for slot in slots]
+    held: list[nn.Parameter] = []
     for index, (slot, view) in enumerate(zip(slots, views, strict=True)):
-        slot.original.grad = None
-        slot.original.data = view
-        if gradients is not None and slot.original.requires_grad:
-            slot.original.grad = gradients[index]
+        original, gradient = slot.original, None if gradients is None else gradients[index]
+        if slot.outer is None:
+            original.grad, original.data = None, view
+        else:
+            original = as_parameter(view, slot, requires_grad=original.requires_grad)
+            slot.show(original)
+        if gradient is not None and original.requires_grad:
+            original.grad = gradient if slot.outer is None else dtensor_like(gradient, original)
+        held.append(original)
     try:
         yield
     finally:
-        shown = [slot.original.grad for slot in slots]
-        for slot, view, (data, gradient) in zip(slots, views, before, strict=True):
-            if slot.original.data_ptr() != view.data_ptr():
-                view.copy_(slot.original.data)
+        shown = [None if p.grad is None else local_of(p.grad) for p in held]
+        for slot, view, parameter, (data, gradient) in zip(slots, views, held, before, strict=True):
+            if local_of(parameter).data_ptr() != view.data_ptr():
+                view.copy_(local_of(parameter.detach()))
             slot.original.grad = None
             slot.original.data = data
             slot.original.grad = gradient
+            if slot.outer is not None:
+                slot.show(slot.original)
         if gradients is not None and writes_back:
             _write_gradients(unit, gradients, shown)
 

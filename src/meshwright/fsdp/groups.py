@@ -30,6 +30,8 @@ class Groups:
     replicate: Communicator | None = None
     """Of a hybrid strategy."""
     mesh: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    """That of the DTensors which parameters of the model were, beside ``mesh``."""
 
     @property
     def axes(self) -> DataAxes:

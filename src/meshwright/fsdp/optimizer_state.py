@@ -312,7 +312,7 @@ def _spread_value(
     part = cut_line(group, gather_line(group, line, label))[index]
     if form.is_full:
         return copy_of(whole_of(part, outer, label), offloads=form.offloads)
-    found = as_dtensor(part, entry.wrapper._groups, outer)
+    found = as_dtensor(part, entry.wrapper._groups, outer, label)
     return found.cpu() if form.offloads else found
 
 

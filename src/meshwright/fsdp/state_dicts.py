@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.dtensor import AtRest, dtensor_at_rest, is_dtensor
+from meshwright.comm.dtensor import AtRest, concatenated_mesh, dtensor_at_rest, is_dtensor
 from meshwright.comm.shard_view import ShardView
 from meshwright.data_parallel.unit import ParameterGroup, Unit
 from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of
@@ -29,7 +29,7 @@ from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, Stat
 from meshwright.fsdp.pieces import flat_layout, own_pieces
 from meshwright.fsdp.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.traversal import WRAPPED, clean_name
-from meshwright.layout import Replicate, Shard, chunk
+from meshwright.layout import Placement, Replicate, Shard, chunk
 
 __all__ = [
     "as_dtensor",
@@ -92,7 +92,7 @@ def _values(
         )
         if is_full:
             return [whole_of(part, slot.outer, label).clone() for part, slot in parts]
-        return [as_dtensor(part, groups, slot.outer) for part, slot in parts]
+        return [as_dtensor(part, groups, slot.outer, label) for part, slot in parts]
     pieces, offloads = own_pieces(group), settings.state_dict_config.offload_to_cpu
     parts = [_cut(shard, pieces.get(index)) for index in range(len(layout.names))]
     return [
@@ -127,18 +127,25 @@ def copy_of(tensor: torch.Tensor, *, offloads: bool) -> torch.Tensor:
     return tensor.detach().to("cpu" if offloads else tensor.device, copy=True)
 
 
-def as_dtensor(whole: torch.Tensor, groups: Groups, outer: AtRest | None) -> torch.Tensor:
-    """A whole tensor as a DTensor on the mesh, cut along dim 0 on its last axis.
+def as_dtensor(
+    whole: torch.Tensor, groups: Groups, outer: AtRest | None, label: str
+) -> torch.Tensor:
+    """A whole tensor as a DTensor on the mesh, cut along dim 0 on the last of the data axes.
 
-    Of one that was a DTensor ``outer`` before it is this rank's part.
+    Of one that was a DTensor ``outer`` before it is this rank's part; any other is replicated on
+    the mesh of these.
     """
     mesh, shard = groups.mesh, groups.shard
     if outer is not None:
-        return on_all_axes(whole, outer, groups)
+        return on_all_axes(whole, outer, groups, label)
     if mesh is None:
         return whole
     start, length = chunk(whole.shape[0], shard.size, shard.rank)
-    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+    placements[-1] = Shard(0)
+    if groups.tensor is not None:
+        placements += [Replicate() for _ in range(groups.tensor.ndim)]
+        mesh = concatenated_mesh([mesh, groups.tensor])
     local = whole[start : start + length].clone()
     return dtensor_at_rest(local, mesh, placements, whole.shape, whole.stride())
 

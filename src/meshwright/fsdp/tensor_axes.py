@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,20 +19,28 @@ from torch import nn
 from meshwright.comm.dtensor import (
     AtRest,
     concatenated_mesh,
-    cut_once_more,
+    dtensor_around,
     dtensor_at_rest,
     known_at_rest,
     local_of,
 )
-from meshwright.comm.whole import part, whole
+from meshwright.comm.whole import is_side_by_side, part, whole
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
-from meshwright.data_parallel.placement import even_dim
 from meshwright.data_parallel.unit import Slot
 from meshwright.errors import LayoutError
 from meshwright.fsdp.groups import Groups
-from meshwright.layout import Placement, Replicate, Shard, chunk
+from meshwright.layout import Placement, Replicate, Shard
+from meshwright.mesh import DeviceMesh
 
-__all__ = ["on_all_axes", "part_of", "take_part", "whole_of", "whole_shape"]
+__all__ = [
+    "as_parameter",
+    "on_all_axes",
+    "part_of",
+    "take_part",
+    "tensor_mesh",
+    "whole_of",
+    "whole_shape",
+]
 
 
 def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:
@@ -78,23 +86,29 @@ def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
     return local_of(part(value, outer.mesh, outer.placements, outer.stride))
 
 
-def on_all_axes(part: torch.Tensor, outer: AtRest, groups: Groups) -> torch.Tensor:
-    """A part as a DTensor on the data axes and those that have cut it before.
+def on_all_axes(value: torch.Tensor, outer: AtRest, groups: Groups, label: str) -> torch.Tensor:
+    """A part as a DTensor on the data axes and those that have cut it before; a collective.
 
-    What cannot be cut evenly twice is left whole over the data axes.
+    The last of the data axes cuts dim 0, before those, as in torch's class; another dim where
+    several tensors lie side by side along dim 0.
     """
     if groups.mesh is None:
         raise LayoutError("a part of a DTensor needs the mesh of the data axes")
     mesh = concatenated_mesh([groups.mesh, outer.mesh])
-    cutting = groups.mesh.ndim - 1
+    dims = [dim for dim in range(len(outer.shape)) if not is_side_by_side(outer, dim)]
     placements: list[Placement] = [Replicate() for _ in range(groups.mesh.ndim)]
-    dim = even_dim(outer, groups.shard.size)
-    if dim is not None:
-        start, length = chunk(part.shape[dim], groups.shard.size, groups.shard.rank)
-        part = part.narrow(dim, start, length)
-        placements[cutting] = Shard(dim)
-    spread = [*placements, *outer.placements]
-    if dim is not None:
-        spread = list(cut_once_more(spread, mesh, cutting, dim)[0])
-    local = part.clone(memory_format=torch.contiguous_format)
-    return dtensor_at_rest(local, mesh, spread, outer.shape, outer.stride)
+    placements[-1] = Shard(dims[0]) if dims else Replicate()
+    return part(whole_of(value, outer, label), mesh, [*placements, *outer.placements], outer.stride)
+
+
+def as_parameter(value: torch.Tensor, slot: Slot, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter on ``value``, a part: a DTensor where the slot had one."""
+    if slot.outer is not None:
+        value = dtensor_around(value, slot.outer)
+    return nn.Parameter(value, requires_grad=requires_grad)
+
+
+def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
+    """The mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
+    meshes = {slot.outer.mesh for slot in slots if slot.outer is not None}
+    return meshes.pop() if len(meshes) == 1 else None

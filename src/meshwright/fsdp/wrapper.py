@@ -47,6 +47,7 @@ from meshwright.fsdp.options import (
 from meshwright.fsdp.residency import WrapperResidency
 from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.state_dicts import clean_reported_names
+from meshwright.fsdp.tensor_axes import tensor_mesh
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
@@ -233,6 +234,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
+        tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
+        for wrapper in wrappers_in(self) if tensor is not None else ():
+            wrapper._groups = replace(wrapper._groups, tensor=tensor)
         check_reached(self)
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
