@@ -189,6 +189,8 @@ def body_read_in_forward() -> None:
 
 def test_a_forward_that_reads_cut_weights_trains_as_one_process(ranks: Ranks) -> None:
     ranks(4, body_read_in_forward)
+
+
 # --------------------------------------------------------------------- beside torch's class
 
 

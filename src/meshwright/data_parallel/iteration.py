@@ -29,6 +29,7 @@ from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.module_tree import ModuleTree
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
+from meshwright.data_parallel.parameter_hooks import accumulator_of
 from meshwright.data_parallel.partial_sums import sum_parts
 from meshwright.data_parallel.pass_notes import NonFinite
 from meshwright.data_parallel.step_watch import Steps, StepWatch
@@ -469,10 +470,8 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
 
 def _gets_gradient(leaf: torch.Tensor) -> bool:
     """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
-    with torch.enable_grad():
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch._C._will_engine_execute_node(accumulator_of(leaf))
     except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
         return False
 

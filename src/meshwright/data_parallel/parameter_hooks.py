@@ -12,12 +12,18 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.after_hooks import carry_after_hooks, has_after_hooks
 from meshwright.comm.dtensor import local_of
+from meshwright.errors import InternalError
 
-__all__ = ["carry_hooks", "change_by_hooks", "has_hooks", "refuse_past_hooks"]
+__all__ = [
+    "accumulator_of",
+    "carry_hooks",
+    "change_by_hooks",
+    "has_hooks",
+    "refuse_past_hooks",
+]
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
@@ -33,6 +39,17 @@ def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
 
 
 @torch.enable_grad()
+def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad.
+
+    A DTensor without elements, which torch's own `get_gradient_edge` views, is taken, too.
+    """
+    alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
+    if alias.grad_fn is None:
+        raise InternalError(f"a leaf of shape {tuple(leaf.shape)} has no graph")
+    return alias.grad_fn.next_functions[0][0]
+
+
 def refuse_past_hooks(
     parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
 ) -> object:
@@ -43,7 +60,7 @@ def refuse_past_hooks(
     torch would not swap its tensor. Return what keeps this in force. It costs no step anything.
     """
     trains = parameter.requires_grad
-    node = get_gradient_edge(parameter.requires_grad_()).node
+    node = accumulator_of(parameter.requires_grad_())
     parameter.requires_grad_(trains)
 
     def check(gradients: object) -> None:
