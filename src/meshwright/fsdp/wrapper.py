@@ -234,14 +234,18 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
-        tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
-        for wrapper in wrappers_in(self) if tensor is not None else ():
-            wrapper._groups = replace(wrapper._groups, tensor=tensor)
+        self._share_tensor_mesh()
         check_reached(self)
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
         for inner in self.fsdp_modules(module):
             inner._is_inner = True
+
+    def _share_tensor_mesh(self) -> None:
+        """Let all wrappers in this one know the mesh of the DTensors that any of them has had."""
+        tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
+        for wrapper in wrappers_in(self) if tensor is not None else ():
+            wrapper._groups = replace(wrapper._groups, tensor=tensor)
 
     # --------------------------------------------------------------------------- methods
 
