@@ -627,7 +627,7 @@ def body_of_losses_that_read() -> None:
                 each.optimizer.step()
                 each.optimizer.zero_grad()
     torch.testing.assert_close(weights(model), weights(one))
-    fully_shard(nn.Linear(SIZE, 0))  # a parameter without elements is none that a loss reads
+    fully_shard(nn.PReLU(0))  # a parameter without elements is none that a loss reads
     # Hooks would run for that term, and again for the mean.
     first = model[0].weight
     for register in (first.register_hook, first.register_post_accumulate_grad_hook):
