@@ -455,7 +455,7 @@ def _parse(
 
 
 def _unboxed(text: str) -> str:
-    """What tyro says, on one line, without the box around it and its advice below."""
+    """Put the text of tyro on one line, without the box around it and its advice below."""
     text = re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", text)
     text = re.split(r"Argument helptext|For full helptext", text)[0]
     text = re.sub(r"^\s*(Required|Unrecognized) options\s|^\s*Value error\s", "", text)

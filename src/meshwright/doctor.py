@@ -1,4 +1,4 @@
-"""What this machine offers to a run, what is wrong with it, and how to mend it."""
+"""A survey of this machine for a run: its resources, its faults, and how to mend them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which elements: boxes of tensors, placements over axes, and flat packing.
+"""The elements that each rank holds: boxes of tensors, placements over axes, and flat packing.
 
 A ``TensorLayout`` says which box of one tensor each rank holds. A ``FlatLayout`` packs several
 tensors into one line of elements and cuts the line into equal parts::
@@ -194,7 +194,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """Which box of one tensor each rank holds.
+    """The boxes of one tensor, one for each rank.
 
     Shards are taken in the order of the axes, so two axes may shard the same dim: the second cuts
     the chunk of the first. An axis without a placement replicates.

@@ -129,7 +129,7 @@ _AXES = Through(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is laid out over ranks and trained; ``Plan()`` is one process."""
+    """The layout of a model over ranks, and its training; ``Plan()`` is one process."""
 
     axes: Annotated[Axes, _AXES] = Axes()  # noqa: RUF009
     pipeline: PipelinePlan = PipelinePlan()

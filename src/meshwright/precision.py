@@ -39,10 +39,10 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether computation runs in another dtype than the parameters have."""
+        """True when computation runs in another dtype than the parameters have."""
         return self.compute is not None and self.compute != self.parameters
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether small gradients would vanish without scaling: computation in float16."""
+        """True when small gradients would vanish without scaling: computation in float16."""
         return (self.compute or self.parameters) == "float16"

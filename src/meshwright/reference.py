@@ -37,7 +37,7 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
-    """What a run computed, on one process or on several."""
+    """The numbers of a run, on one process or on several."""
 
     losses: tuple[float, ...]
     """Global mean loss of each step."""
@@ -73,7 +73,7 @@ class Difference:
 
 
 class Result(Protocol):
-    """What the second half of a step returns."""
+    """The result of the second half of a step."""
 
     @property
     def loss(self) -> torch.Tensor:

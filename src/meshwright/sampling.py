@@ -1,4 +1,4 @@
-"""Which samples each rank reads: one order of all samples, whatever the number of ranks.
+"""The samples that each rank reads: one order of all samples, whatever the number of ranks.
 
 ::
 
@@ -111,7 +111,7 @@ class Sampler:
 
     @property
     def epoch(self) -> int:
-        """How many times all samples have been taken."""
+        """The number of times that all samples have been taken."""
         return self._position // self.dataset_size
 
     @property

@@ -1,4 +1,4 @@
-"""What the fields of a configuration may hold: types with their bounds, checked and put in words.
+"""Values that fields of a configuration may hold: types with bounds, checked and put in words.
 
 ``toml_source`` reads and writes whole configurations by these rules, one value at a time.
 """
@@ -90,7 +90,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the values of a configuration were given: the name of the text, lines, overrides."""
+    """The places where values of a configuration were given: the name of the text, lines,
+    overrides.
+    """
 
     source: str = ""
     lines: Mapping[Key, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What was communicated and when: collectives, events and timelines, measured or simulated.
+"""Communication in time: collectives, events and timelines, measured or simulated.
 
 ::
 
@@ -224,7 +224,7 @@ class Timeline:
         )
 
     def intervals(self, rank: int, *lanes: str) -> list[Interval]:
-        """When at least one of ``lanes`` is busy on ``rank``: disjoint, in order."""
+        """Find the times when at least one of ``lanes`` is busy on ``rank``: disjoint, in order."""
         return union((e.start, e.end) for e in self.events if e.rank == rank and e.lane in lanes)
 
     def busy(self, rank: int, lane: str) -> float:

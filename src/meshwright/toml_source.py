@@ -208,7 +208,7 @@ class _Reader:
         self._checks: list[tuple[Key, Callable[[], Sequence[Problem]]]] = []
 
     def read(self, tree: Mapping[str, object]) -> tuple[object, list[Problem]]:
-        """What the tree holds (``None`` if it cannot be made) and the problems."""
+        """Read the value of the tree (``None`` if it cannot be made) and the problems."""
         result: object = None
         found: list[Problem] = []
         try:
@@ -371,5 +371,5 @@ def _all(reads: Mapping[T, Callable[[], object]]) -> dict[T, object]:
 
 
 def _touch(a: Key, b: Key) -> bool:
-    """Whether one key is the other or lies in it. The root lies in nothing but itself."""
+    """Check that one key is the other or lies in it. The root lies in nothing but itself."""
     return bool(a and b) and a[: len(b)] == b[: len(a)]

@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What a TOML text holds. With faults, the tree has every statement that could be read."""
+    """The content of a TOML text. With faults, the tree has every statement that could be read."""
 
     tree: dict[str, object]
     lines: dict[Key, int]
@@ -161,7 +161,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _end(text: str, begin: int, is_header: bool) -> int:
-    """Where the statement ends: the first newline outside of strings and brackets."""
+    """Find the end of the statement: the first newline outside of strings and brackets."""
     depth = 0
     first_newline = -1
     for token in _TOKEN.finditer(text, begin):

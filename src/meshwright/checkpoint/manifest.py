@@ -74,7 +74,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What one checkpoint holds. ``file_maps`` is derived: where everything lies in each file.
+    """The content of one checkpoint. ``file_maps`` is derived: where everything lies in each file.
 
     Raises ``ValueError`` when the description is not sound.
     """

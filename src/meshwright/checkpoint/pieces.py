@@ -64,7 +64,7 @@ class ShardedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one rank holds of one tensor, without the data."""
+    """The part of one tensor that one rank holds, without the data."""
 
     name: str
     dtype: str
@@ -95,7 +95,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def describe(name: str, value: Tensor | ShardedPiece) -> Held:
-    """What is held. Raises ``TypeError`` or ``ValueError`` for tensors that have no plain bytes."""
+    """Describe the part of ``value`` that this rank holds.
+
+    Raises ``TypeError`` or ``ValueError`` for tensors that have no plain bytes.
+    """
     if type(name) is not str:
         raise TypeError(f"expected names that are strings, found {name!r}")
     tensor = value.tensor if isinstance(value, ShardedPiece) else value
@@ -166,7 +169,7 @@ def held_from_json(value: JSON) -> Held:
 
 
 def assign(held: Sequence[Sequence[Held]]) -> tuple[dict[str, Held], list[list[Assignment]]]:
-    """Who writes what: all tensors by name, and the boxes that each rank writes.
+    """Assign writers: all tensors by name, and the boxes that each rank writes.
 
     The largest boxes are given away first, each to its holder with the fewest bytes so far, the
     lowest rank among equals. Raises ``ValueError`` where ranks disagree about dtype or shape.

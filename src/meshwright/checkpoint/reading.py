@@ -43,7 +43,7 @@ _ADVICE = "restore it from a copy, or use another checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """What was loaded: whole tensors on the CPU, by name."""
+    """A loaded checkpoint: whole tensors on the CPU, by name."""
 
     step: int
     metadata: Mapping[str, JSON]

@@ -32,7 +32,10 @@ _TORSO = re.compile(r"\.step_[0-9]{8,16}\.(tmp|old)-[0-9a-f]{8}")
 
 
 def step_directory(folder: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint of ``step`` lies. Raises ``ValueError`` for a step out of range."""
+    """Name the folder of the checkpoint of ``step``.
+
+    Raises ``ValueError`` for a step out of range.
+    """
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise ValueError(f"step must be an integer from 0 to {MAX_STEP}, found {step!r}")
     return Path(folder) / f"step_{step:08d}"
@@ -104,7 +107,7 @@ def remove_torsos(folder: Path, storage: Storage) -> None:
 
 
 def _incomplete(step: int, path: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, as far as names and sizes show."""
+    """Find the reason not to resume from a checkpoint, as far as names and sizes show."""
     try:
         with Reader(path) as reader:
             found = reader.manifest.step

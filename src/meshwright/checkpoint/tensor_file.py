@@ -63,7 +63,7 @@ def file_name(rank: int) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a manifest may name this file: no folder, no other characters, bounded length."""
+    """Check that a manifest may name this file: no folder, no other characters, bounded length."""
     return _FILE_NAME.fullmatch(name) is not None
 
 
@@ -83,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileMap:
-    """Where everything lies in one file; spans are absolute byte positions, in file order."""
+    """The places of all that lies in one file; spans are absolute byte positions, in file order."""
 
     header: bytes
     spans: Mapping[str, tuple[int, int]]

@@ -68,7 +68,7 @@ _T = TypeVar("_T")
 
 
 class Communicator(Protocol):
-    """What a save needs of the ranks: their number and an exchange of small payloads."""
+    """The ranks as a save needs them: their number and an exchange of small payloads."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,6 @@
-"""Where compiled graphs end, and why: as torch says while it compiles, with the user's lines."""
+"""The ends of compiled graphs, with reasons: as torch says while it compiles, with the user's
+lines.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class GraphBreaks(logging.Filter):
 
 
 def _read(text: str) -> GraphBreak | None:
-    """What ``text`` tells of; None when that was told before, and comes without a line."""
+    """Read the break that ``text`` tells of; None when that was told before, and comes without a
+    line.
+    """
     place, frames = _PLACE.search(text.partition("\n")[0]), _FRAME.findall(text)
     if place is None or not frames:
         return None

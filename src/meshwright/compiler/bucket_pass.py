@@ -100,7 +100,7 @@ class _Writer:
         return node
 
     def bucket(self, plan: BucketPlan) -> _Emitted:
-        """What reduces ``plan``."""
+        """Emit the nodes that reduce ``plan``."""
         emitted = _Emitted(plan)
         if plan.marks[0].mode == "concat":
             self._concat(emitted)
@@ -197,7 +197,9 @@ def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted])
 
 
 def _with_dependents(old: Iterable[fx.Node], means: set[fx.Node]) -> set[fx.Node]:
-    """What must come after ``means``, and the write-backs into the graph's inputs."""
+    """Collect the nodes that must come after ``means``, and the write-backs into the graph's
+    inputs.
+    """
     found: set[fx.Node] = set()
     for node in old:
         writes_back = node.target is _ATEN.copy_.default and _is_input(node.args[0])

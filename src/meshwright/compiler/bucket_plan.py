@@ -1,4 +1,4 @@
-"""Which marked gradients of a graph are reduced together: fixed by parameter index.
+"""Buckets of the marked gradients of a graph: fixed by parameter index.
 
 Nothing here depends on the order of a graph's nodes, so ranks whose graphs are ordered differently
 have the same buckets, in the same order. The sizes are those of eager mode (`plan_buckets`).

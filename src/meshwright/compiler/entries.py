@@ -1,4 +1,4 @@
-"""How to compile: scoped settings, a compiled backward, and a backend without code generation."""
+"""Ways to compile: scoped settings, a compiled backward, and a backend without code generation."""
 
 from __future__ import annotations
 

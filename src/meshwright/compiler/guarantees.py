@@ -1,4 +1,4 @@
-"""What a pass must not have changed: checked on every graph after it ran."""
+"""Properties that a pass must not change: checked on every graph after it ran."""
 
 from __future__ import annotations
 

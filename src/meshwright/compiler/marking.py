@@ -1,4 +1,4 @@
-"""What `torch.compile` does with marked gradients: the pass, its settings, where marks go."""
+"""Marked gradients under `torch.compile`: the pass, its settings, the routes of marks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class _Marking:
         self._warned: set[str] = set()
 
     def route(self, module: nn.Module | None) -> tuple[str, str]:
-        """Where the marks of ``module`` go, and how buckets are sent, as torch's settings say."""
+        """Choose the route of the marks of ``module``, and the way buckets are sent, as torch's
+        settings say.
+        """
         if not self._depth and module not in self.scoped:
             self._install()
         if dynamo_config.optimize_ddp not in _IN_HOOKS:

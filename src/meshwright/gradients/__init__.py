@@ -1,4 +1,4 @@
-"""What happens to gradients over all axes: the loss they are of, their norm, clipping, the stop.
+"""Gradients over all axes: the loss they are of, their norm, clipping, the stop.
 
 Bottom-up: `loss` (a mean or (sum, count), over microbatches and ranks), `finite` (all ranks skip
 or stop together), `norm` (one norm over all axes, and clipping), `optimizers` (those that would

@@ -1,4 +1,4 @@
-"""What happens when a loss or a gradient is not finite: all ranks skip or stop together."""
+"""Losses and gradients that are not finite: all ranks skip or stop together."""
 
 from __future__ import annotations
 

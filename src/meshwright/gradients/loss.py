@@ -49,7 +49,10 @@ class LocalLoss:
 
 
 def read_loss(value: object) -> LocalLoss:
-    """What a loss function returned, as one form. Raises TypeError when it keeps no contract."""
+    """Bring the result of a loss function into one form.
+
+    Raises TypeError when it keeps no contract.
+    """
     found = type(value).__name__
     if any(map(is_dtensor, value if isinstance(value, tuple) else (value,))):
         raise TypeError(
@@ -176,17 +179,17 @@ class LossWindow:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more microbatches may be added."""
+        """True when no more microbatches may be added."""
         return self._pending is not None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been added."""
+        """True when nothing has been added."""
         return not self._sizes
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's own losses are finite, whatever those of other ranks are."""
+        """True when this rank's own losses are finite, whatever those of other ranks are."""
         return self._own is None or math.isfinite(self._own[0].item())
 
     def add(self, loss: LocalLoss, size: int) -> None:
@@ -207,7 +210,7 @@ class LossWindow:
         self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
 
     def factor(self) -> float:
-        """What the summed gradients are multiplied by: one over the global count.
+        """The factor of the summed gradients: one over the global count.
 
         Raises ValueError when nothing was counted on any rank.
         """

@@ -187,7 +187,7 @@ def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
 
 
 def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
-    """Whether this rank is among those that hold all of ``group`` once: those with the first."""
+    """Check that this rank is among those that hold all of ``group`` once: those with the first."""
     if not group.communicators:
         return over.rank == 0
     return over.ranks[0] in union(group.communicators).ranks

@@ -104,7 +104,9 @@ def _fill(
 
 
 def _recorded(module: nn.Module, name: str, init: Step | None) -> dict[str, list[_Call]]:
-    """What the initialisation of ``module`` does to each of its own tensors, by their names."""
+    """Record the calls of the initialisation of ``module`` on each of its own tensors, by their
+    names.
+    """
     kept = dict(module._parameters), dict(module._buffers)
     twins: dict[str, torch.Tensor] = {}
     for where in (module._parameters, module._buffers):

@@ -1,4 +1,4 @@
-"""What dropout is told of a training step, so that its masks do not depend on the layout.
+"""The place of dropout in a training step, so that its masks do not depend on the layout.
 
 A mask is a function of seed, step, site, the sample's number in the global batch, and the place of
 the element in the sample. A site is a module's name and how often it has been called before in the
@@ -26,7 +26,7 @@ __all__ = ["DimPart", "Draws"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimPart:
-    """Which part of one dim of an activation this rank holds, along an axis that shards it.
+    """The part of one dim of an activation that this rank holds, along an axis that shards it.
 
     ``DimPart(dim=1, index=rank, parts=4)`` is a quarter of the sequence, ``dim=-1`` one of the
     hidden dim. ``whole`` is the size of the whole dim where its parts may differ, by torch's rule.
@@ -39,7 +39,7 @@ class DimPart:
     whole: int | None = None
 
     def place(self, size: int, site: str) -> tuple[int, int]:
-        """Where this rank's ``size`` elements begin, and how many there are on all ranks."""
+        """Find the first of this rank's ``size`` elements, and the number of all ranks' together."""
         whole = size * self.parts if self.whole is None else self.whole
         start, expected = chunk(whole, self.parts, self.index)
         if size != expected:
@@ -137,7 +137,7 @@ class Draws:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether nothing is dropped."""
+        """True when nothing is dropped."""
         return self._is_rehearsal
 
     def state_dict(self) -> dict[str, int]:

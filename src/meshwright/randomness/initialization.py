@@ -145,7 +145,7 @@ def materialise(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cell:
-    """Where one tensor of a module lies, what it is at rest, and what it is while it is drawn."""
+    """The place of one tensor in a module, the tensor at rest, and the tensor while it is drawn."""
 
     where: dict[str, torch.Tensor | None]
     key: str
@@ -225,7 +225,7 @@ def _mark(tensor: torch.Tensor | None) -> None:
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:
-    """Whether an element still is what `_mark` has put there."""
+    """Check that an element still is the one that `_mark` has put there."""
     marker = _marker(tensor)
     if isinstance(marker, float):
         return bool(tensor.isnan().any())
@@ -242,7 +242,9 @@ def _marker(tensor: torch.Tensor) -> float | int | bool:
 
 
 def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
-    """What draws the own tensors of ``module``; None when it has none, or nobody does."""
+    """Find the step that draws the own tensors of ``module``; None when it has none, or nobody
+    does.
+    """
     if init is not None:
         return init
     # torch's attention has its own under a private name.
@@ -310,7 +312,7 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 def _cells(
     module: nn.Module, recurse: bool
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
-    """Where each tensor lies: a dictionary of a module, and its key."""
+    """Iterate over the places of tensors: a dictionary of a module, and its key."""
     for part in module.modules() if recurse else (module,):
         for where in (part._parameters, part._buffers):
             for key in where:

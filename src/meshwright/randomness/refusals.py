@@ -39,7 +39,7 @@ def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
 
 
 def random_modules(module: nn.Module) -> str | None:
-    """Why ``module`` draws random numbers of its own in training; None when it does not."""
+    """Find the reason for which ``module`` draws random numbers of its own in training, or None."""
     kind = type(module).__name__
     match module:
         case nn.MultiheadAttention() if module.dropout > 0:

@@ -63,7 +63,9 @@ def _digest(flat: Tensor, places: Tensor) -> Sums:
 def _places(
     box: Box, shape: tuple[int, ...], start: int, stop: int, device: torch.device
 ) -> Tensor:
-    """Where the elements ``start`` to ``stop`` of ``box`` lie in the flattened whole tensor."""
+    """Number the elements ``start`` to ``stop`` of ``box`` as they lie in the flattened whole
+    tensor.
+    """
     left = torch.arange(start, stop, device=device)
     places = torch.zeros_like(left)
     for dim in reversed(range(len(shape))):

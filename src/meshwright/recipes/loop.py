@@ -52,7 +52,7 @@ Write = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended; the same on all ranks but for the speed."""
+    """The end of a run; the same on all ranks but for the speed."""
 
     step: int
     steps: int
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps have been taken; otherwise the run was stopped on request."""
+        """True when all steps have been taken; otherwise the run was stopped on request."""
         return self.step >= self.steps
 
 
@@ -221,7 +221,7 @@ class _Training:
         return MetricsFile(path / "metrics.jsonl", step=self._step)
 
     def _trace_tensors(self, run: dict[str, object], progress: ProgressDisplay) -> MetricsFile:
-        """Let each step write its tensors until the file is full."""
+        """Make each step write its tensors until the file is full."""
         options = self._config.run
         header = Header(
             rank=self._world.rank,

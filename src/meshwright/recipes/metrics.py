@@ -1,4 +1,4 @@
-"""What a run reports: a metrics file with one JSON object a step, and a progress line."""
+"""Reports of a run: a metrics file with one JSON object a step, and a progress line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MetricsFile:
 
     @property
     def is_closed(self) -> bool:
-        """Whether further objects are dropped."""
+        """True when further objects are dropped."""
         return self._file.closed
 
     def write(self, record: Mapping[str, object]) -> str:

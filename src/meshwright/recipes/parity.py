@@ -37,7 +37,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What the comparison found; the same on all ranks."""
+    """The finding of the comparison; the same on all ranks."""
 
     layout: str
     error: float

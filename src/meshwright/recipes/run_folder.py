@@ -1,4 +1,4 @@
-"""Where a run writes, where it resumes from, and whether what it resumes from belongs to it.
+"""The folder of a run: where it writes, where it resumes from, and whether that belongs to it.
 
 ::
 
@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are saved."""
+        """The folder in which checkpoints are saved."""
         return self.path / CHECKPOINTS
 
 
@@ -78,7 +78,9 @@ def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
 
 
 def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
-    """What decides a run's numbers, as JSON: its configuration and a fingerprint of its text."""
+    """Describe the causes of a run's numbers, as JSON: its configuration and a fingerprint of its
+    text.
+    """
     return {
         "config": plain(config),
         "text": {

@@ -47,7 +47,7 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this rank has been asked to stop."""
+        """True when this rank has been asked to stop."""
         return self._first is not None
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class StopRequest:
         self._pending = self._communicator.all_reduce(flag, reduction="max", label="stop request")
 
     def is_agreed(self) -> bool:
-        """Whether any rank had been asked to stop at the last ``begin``; the same on all ranks."""
+        """True when any rank had been asked to stop at the last ``begin``; the same on all ranks."""
         if self._pending is None:
             return False
         flag, self._pending = self._pending.wait(), None

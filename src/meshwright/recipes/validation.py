@@ -47,6 +47,6 @@ def _window_means(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
 
 
 def _speaks_for_its_share(trainable: Trainable, rank: int) -> bool:
-    """Whether this rank is the first of those that read the same share of the data."""
+    """Check that this rank is the first of those that read the same share of the data."""
     coordinate = trainable.plan.axes.coordinate(rank)
     return not any(coordinate[axis] for axis in coordinate if axis not in DATA_AXES)

@@ -1,4 +1,4 @@
-"""What a run did, for readers: timelines as files that viewers open, and two runs compared.
+"""Runs shown to readers: timelines as files that viewers open, and two runs compared.
 
 - ``chrome_trace``: a ``Timeline`` as a Chrome trace, which Perfetto shows, and back.
 - ``drawing``: a ``Timeline`` as an SVG picture.

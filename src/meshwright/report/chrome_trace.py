@@ -108,7 +108,10 @@ def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
 
 
 def _fits(span: _Span, stack: list[_Span], nests: bool) -> bool:
-    """Whether a row, as the spans still open on it, can take the span. Closes those that ended."""
+    """Check that a row, as the spans still open on it, can take the span.
+
+    Closes those that ended.
+    """
     while stack and stack[-1].end <= span.start:
         stack.pop()
     return not stack or (nests and span.end <= stack[-1].end)

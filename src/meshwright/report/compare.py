@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(slots=True)
 class RunComparison:
-    """What `compare_runs` found."""
+    """The findings of `compare_runs`."""
 
     steps: list[int] = field(default_factory=list)
     """The steps that were compared."""
@@ -299,7 +299,9 @@ def _by_tensor(step: Step) -> dict[_Key, _Rows]:
 
 
 def _is_spread(rows: _Rows) -> bool:
-    """Whether ranks of axis tensor have other values of an output: each is compared by itself."""
+    """Check for outputs of which ranks of axis tensor have other values: each is compared by
+    itself.
+    """
     first: dict[object, int] = {}
     return any(
         first.setdefault((row.samples, row.part), row.sums.hash) != row.sums.hash
@@ -309,7 +311,7 @@ def _is_spread(rows: _Rows) -> bool:
 
 
 def _order(row: TensorRow) -> tuple[int, int, int]:
-    """Where a step makes the tensor: gradients from the last parameter to the first."""
+    """Order tensors as a step makes them: gradients from the last parameter to the first."""
     stage, number = row.place
     sign = -1 if row.kind == "gradient" else 1
     return KINDS.index(row.kind), sign * stage, sign * number
@@ -362,7 +364,7 @@ def _where(rows: _Rows, run: str) -> str:
 
 
 def _notes(runs: tuple[RunTrace, RunTrace]) -> Iterator[str]:
-    """Who the runs are. Raises ValueError when their models differ."""
+    """Describe the two runs. Raises ValueError when their models differ."""
     for run, letter in zip(runs, "AB", strict=True):
         yield f"{letter}: {run.folder}, {', then '.join(run.layouts)}"
     a, b = (dict(_leaves(run.header.run)) for run in runs)

@@ -1,4 +1,4 @@
-"""What a run with ``--trace-tensors`` wrote of its tensors: rows, and the files they are in.
+"""Rows that a run with ``--trace-tensors`` wrote of its tensors, and the files they are in.
 
 ::
 
@@ -31,7 +31,7 @@ SKETCH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What is known of some elements of a tensor; that of several parts is the sum of theirs.
+    """Sums over some elements of a tensor; those of several parts add up.
 
     Signed sums, with signs drawn from the place of each element in the whole tensor, differ between
     two tensors by as much, in the mean square, as their elements do (Alon, Matias and Szegedy, The
@@ -146,7 +146,7 @@ _ROW = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the rows below it are of."""
+    """The subject of the rows below it."""
 
     rank: int
     ranks: int

@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Operation(Enum):
-    """What an action does. The value is its text; torch's long names are aliases."""
+    """The kind of an action. The value is its text; torch's long names are aliases."""
 
     F = "F"
     I = "I"  # noqa: E741

@@ -44,7 +44,7 @@ Edges = Iterable[tuple[int, int]] | None
 
 
 class Builder(Protocol):
-    """What every builder of this module is."""
+    """A function that builds a schedule, as all of this module."""
 
     def __call__(
         self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
@@ -178,7 +178,7 @@ def zb1p(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) ->
 
 
 def _group(ranks: int, microbatches: int, chunks: int, name: str) -> int:
-    """How many microbatches visit one chunk before the next."""
+    """Choose the number of microbatches that visit one chunk before the next."""
     _check_sizes(ranks, microbatches, chunks)
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:

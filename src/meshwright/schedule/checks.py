@@ -1,4 +1,4 @@
-"""What must hold of a schedule before it runs. Every error draws the schedule and marks the place.
+"""Checks of a schedule before it runs. Every error draws the schedule and marks the place.
 
 ``check`` looks at compute actions: all there, each where its stage is, forwards before backwards.
 ``check_lowered`` runs the very rows that will run, with sends that complete only with their
@@ -86,7 +86,7 @@ def _check_row(schedule: Schedule, rank: int) -> None:
 
 
 def _problem(schedule: Schedule, rank: int, part: Action, seen: set[Action]) -> str:
-    """What is wrong with ``part`` after ``seen`` on its rank; empty when nothing is."""
+    """Find the fault of ``part`` after ``seen`` on its rank; empty when there is none."""
     stage, operation, k, _ = part
     if not 0 <= stage < schedule.stages:
         return f"there is no stage {stage}, only {schedule.stages}"
@@ -273,7 +273,7 @@ class _Rendezvous:
         return dependencies(action, self._schedule)
 
     def _is_missing(self, number: int, need: Action) -> bool:
-        """Whether a compute action of rank ``number`` has to wait for ``need``.
+        """Check for a ``need`` that a compute action of rank ``number`` has to wait for.
 
         Raises for what no waiting brings: parameters that were not gathered, a receive that was
         never posted.
@@ -306,7 +306,7 @@ class _Rendezvous:
             )
 
     def _cycle(self, stuck: dict[int, int]) -> str:
-        """Who waits for whom, from one stuck rank until a rank comes again."""
+        """Describe the circle of ranks that wait, from one stuck rank until a rank comes again."""
         number = min(stuck)
         seen: list[int] = []
         texts: list[str] = []

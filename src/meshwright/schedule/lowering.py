@@ -142,7 +142,7 @@ def _add_residency(
 
 @dataclass(slots=True)
 class _Place:
-    """How far a rank has come: the next compute action, and what it must send before that."""
+    """The progress of a rank: its next compute action, and what it must send before that."""
 
     index: int = 0
     unsent: deque[Message] = field(default_factory=deque)

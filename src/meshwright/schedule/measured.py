@@ -1,4 +1,4 @@
-"""What a measured timeline says of a schedule: its order, its costs, its bubble.
+"""Measured timelines of a schedule: its order, its costs, its bubble.
 
 A timeline of pipelined steps names its events after their actions, so the schedule that ran can be
 read off it, and simulated with the costs that were measured: where the two differ, time goes into
@@ -124,7 +124,7 @@ def schedule_of(timeline: Timeline, edges: Edges | None = None) -> Schedule | No
 
 
 def costs_of(timeline: Timeline, schedule: Schedule) -> Costs:
-    """What each stage's actions took, in seconds.
+    """Measure the costs of each stage's actions, in seconds.
 
     Medians, but of transfers the shortest: in the others a receiver that computed came late.
     """

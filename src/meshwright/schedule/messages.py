@@ -1,4 +1,4 @@
-"""What crosses ranks: the messages that a SEND sends and a RECV receives.
+"""Messages between ranks, which a SEND sends and a RECV receives.
 
 An output goes once to each rank that reads it, whatever the number of stages that do; a gradient
 goes from each reader to the stage that made the value, which sums them in the order of stages.

@@ -1,4 +1,4 @@
-"""How long a schedule takes, and what it holds, when each action has a given cost.
+"""Simulated duration and memory of a schedule, when each action has a given cost.
 
 Every rank has four lanes. ``compute`` follows the row, one action after another. Sends, gathers and
 reductions start when the row comes to them, in a lane of their own, one after another, and hold up
@@ -74,7 +74,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of it. Ranks count as in the schedule; times are in the unit of the costs."""
+    """The result of a simulation.
+
+    Ranks count as in the schedule; times are in the unit of the costs.
+    """
 
     makespan: float
     """From the start to the end of the last action."""
@@ -113,7 +116,7 @@ _UNKNOWN = -1.0
 
 
 class _Lane:
-    """When a lane is free, by rank."""
+    """The times at which a lane is free, by rank."""
 
     __slots__ = ("free",)
 
@@ -219,7 +222,7 @@ class _Machine:
         return woken
 
     def _start(self, rank: int, part: Action, free: float) -> float:
-        """When ``part`` can start; negative when a result is not known yet, then it is awaited."""
+        """Find the start of ``part``; negative when a result is not known yet, then it is awaited."""
         stage, operation, k, _ = part
         needs = self._needs.get((stage, operation))
         if needs is None:
@@ -236,7 +239,9 @@ class _Machine:
         return start
 
     def _columns(self, part: Action) -> Iterator[int]:
-        """Where the results that ``part`` needs are noted; what the schedule lacks is left out."""
+        """Iterate over the places of the results that ``part`` needs; those that the schedule lacks
+        are left out.
+        """
         for need in dependencies(part, self._schedule):
             if need.operation in (RECV_F, RECV_B):
                 if self._has_transfers:
@@ -263,7 +268,7 @@ class _Machine:
             self._events.append(self._event(rank, part, "compute", start, end))
 
     def _post(self, rank: int, action: Action, now: float, woken: list[int]) -> None:
-        """What does not hold up the row."""
+        """Start an action that does not hold up the row."""
         stage, operation, k, _ = action
         if operation is RESHARD:
             self._hold(rank, -_at(self._costs.parameters, stage))

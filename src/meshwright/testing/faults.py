@@ -27,12 +27,12 @@ EXIT_CODE = 17
 
 
 class InjectedError(RuntimeError):
-    """What a fault of the kind ``raise`` raises."""
+    """The error that a fault of the kind ``raise`` raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to one rank, where and when."""
+    """A misfortune of one rank, with its place and time."""
 
     place: FaultPlace
     rank: int
@@ -71,7 +71,7 @@ class Fault:
         return f"{self.place}:rank={self.rank}:step={self.step}:{self.kind}"
 
     def strike(self) -> None:
-        """Let it happen to this process, now."""
+        """Strike this process, now."""
         match self.kind:
             case "raise":
                 raise InjectedError(f"injected fault {self}")
@@ -109,7 +109,7 @@ def arm(
     module: nn.Module | None = None,
     optimizer: Optimizer | None = None,
 ) -> Callable[[], None]:
-    """Let ``fault`` wait for this process, if ``rank`` is its rank.
+    """Arm this process with ``fault``, if ``rank`` is its rank.
 
     It strikes before the forward pass of ``module``, when the gradient of its first parameter is
     known, or before a step of ``optimizer``. For the place ``save`` the test calls what is

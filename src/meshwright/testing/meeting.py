@@ -1,4 +1,5 @@
-"""Where the fake ranks of one process exchange their tensors, and how each collective computes.
+"""The meeting of the fake ranks of one process: their exchange of tensors, and the arithmetic of
+collectives.
 
 Sums run in rank order, so results do not depend on which thread comes first. Sends wait for their
 receives. When every rank that is left waits for something that cannot come, all are told at once.
@@ -60,7 +61,7 @@ class Call:
         return self.ranks[self.rank]
 
     def form(self) -> tuple[object, ...]:
-        """What has to be equal on all ranks."""
+        """The part of a call that has to be equal on all ranks."""
         c = self.collective
         size = None if c.kind in {"all_to_all", "barrier"} else self.tensor.numel()
         dtype = None if c.kind == "barrier" else c.dtype
@@ -74,7 +75,7 @@ class Call:
 
 
 class FakeWork:
-    """What a fake rank waits on."""
+    """The handle that a fake rank waits on."""
 
     def __init__(self, world: World, call: Call) -> None:
         self.call = call
@@ -83,7 +84,7 @@ class FakeWork:
         self._world = world
 
     def is_completed(self) -> bool:
-        """Whether the other ranks have come, or cannot come any more."""
+        """Check that the other ranks have come, or cannot come any more."""
         return self.is_done
 
     def wait(self, timeout: timedelta | None = None) -> None:

@@ -48,7 +48,7 @@ def preloadable() -> list[str]:
 
 
 def install(files: Mapping[str, str]) -> None:
-    """Let this process import the test modules ``files`` under pytest's names."""
+    """Make this process import the test modules ``files`` under pytest's names."""
     if files:
         sys.meta_path.insert(0, _TestModules(files))
         sys.meta_path.append(_Packages(files))
@@ -105,7 +105,7 @@ class _RewritingLoader(SourceFileLoader):
 
 
 def _cached(rewriter: ModuleType, path: str) -> CodeType | None:
-    """What pytest has kept of its own rewriting; anything but a hit means to rewrite again."""
+    """Read what pytest has kept of its own rewriting; anything but a hit means to rewrite again."""
     source = pathlib.Path(path)
     try:
         kept = rewriter.get_cache_dir(source) / (source.stem + rewriter.PYC_TAIL)

@@ -1,4 +1,4 @@
-"""How each rank of a call ended, and the error that tells it."""
+"""The ends of the ranks of a call, and the error that tells them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     ending: Ending
@@ -59,12 +59,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank did anything but return and end well."""
+        """True when this rank did anything but return and end well."""
         return self.ending != Ending.RETURNED
 
     @property
     def waited_for_others(self) -> bool:
-        """Whether this failure can come of another rank's: it was done, or had time left."""
+        """True when this failure can come of another rank's: it was done, or had time left."""
         return self.ending == Ending.ENDED or (self.ending == Ending.TEARDOWN and self.killed)
 
     @property

@@ -43,7 +43,7 @@ _NOT_FOR_SERVER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STAC
 
 
 class Ranks(Protocol):
-    """What the fixture ``ranks`` is: `ranks`."""
+    """The type of the fixture ``ranks``: that of `ranks`."""
 
     def __call__(
         self,
@@ -174,7 +174,7 @@ class _Server:
         socket.send_fds(self._control, [wire.pack(fresh)], [call.fileno()])
 
     def said(self) -> str:
-        """What the server has written, for errors."""
+        """Read the output of the server, for errors."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 

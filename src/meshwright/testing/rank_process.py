@@ -1,4 +1,4 @@
-"""What one rank does between its fork and its end."""
+"""The life of one rank between its fork and its end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Post:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when ``parent`` ends, however that ends."""
+    """Ask the kernel to kill this process when ``parent`` ends, however that ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

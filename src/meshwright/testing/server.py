@@ -77,7 +77,7 @@ def _load(names: Iterable[str]) -> None:
 
 
 def _freeze() -> None:
-    """Let what is loaded stay as it is: whatever a rank touches of it, it has to copy."""
+    """Keep all that is loaded as it is: whatever a rank touches of it, it has to copy."""
     for finalizer in list(weakref.finalize._registry):  # pyrefly: ignore[missing-attribute]
         finalizer.atexit = False  # torch would take its libraries apart, in 30 ms a rank
     gc.collect()

@@ -39,7 +39,7 @@ class LaidOut(Trainee, Protocol):
 
     @property
     def data_rank(self) -> int:
-        """Which share this rank reads."""
+        """The share that this rank reads."""
         ...
 
     @property
@@ -55,7 +55,7 @@ def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is trained, wherever it is."""
+    """The training of a model, wherever it is."""
 
     loss: Callable[..., torch.Tensor]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum
@@ -231,7 +231,7 @@ class _Wrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What a step of an own loop gives back."""
+    """The result of a step of an own loop."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""What pool, server, supervisor and ranks send each other, and how it becomes bytes.
+"""Messages between pool, server, supervisor and ranks, and their bytes.
 
 Every message is a pickle behind its length. Both ends are the same user's processes, started by one
 another over a private socket, so pickle is safe here.
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What a rank says at the end of its body."""
+    """The word of a rank at the end of its body."""
 
     kind: str
     """``returned``, ``raised`` or ``skipped``."""
