@@ -445,7 +445,7 @@ def _outcomes(ranks: Ranks, backend: str, size: int) -> list[dict[str, str]]:
     return ranks(size, _run, backend, connected=False)
 
 
-SLOW = {("all_reduce_sums", 3), *((name, 4) for name in CASES)}
+SLOW = {("all_reduce_sums", 3), ("all_reduce_reductions", 3), *((name, 4) for name in CASES)}
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def patterns(length: int) -> list[tuple[bool, ...]]:
     return [p for n in range(1, length + 1) for p in itertools.product((True, False), repeat=n)]
 
 
+@pytest.mark.slow
 def test_accumulation_reduces_what_was_kept(ranks: Ranks) -> None:
     ranks(2, accumulate, [(False, True), (True, False, False, True)], in_hooks=False)
 

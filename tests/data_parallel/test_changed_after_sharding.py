@@ -610,6 +610,31 @@ def body_of_losses_that_read() -> None:
         assert p.grad.placements == p.placements
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
+    # So they are to the gradient of flat views, of which a pass that is not reduced is one, too.
+    model = copy.deepcopy(one)
+    fully_shard(model[0])
+    run, other = Run(fully_shard(model), communicator().rank, 4), Run(one, 0, 1)
+    run.optimizer = torch.optim.AdamW(flat_groups(model), lr=0.1)
+    other.optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+    other.optimizer.zero_grad()
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        for each in (run, other):
+            weight = each.model[0].weight
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            (each.loss(step) + whole.square().sum()).backward()
+            if step % 2:
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+    torch.testing.assert_close(weights(model), weights(one))
+    # Hooks would run for that term, and again for the mean.
+    first = model[0].weight
+    for register in (first.register_hook, first.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        with pytest.raises(RuntimeError, match="gradient in two parts"):
+            (run.loss(0) + first.full_tensor().square().sum()).backward()
+        handle.remove()
+
 
 def body_of_writes() -> None:
     """A write to whole parameters is noticed where these are kept until the backward, too."""

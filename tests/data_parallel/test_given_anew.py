@@ -668,6 +668,7 @@ def body_compiled_and_lent() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_compiled_replicas_follow(ranks: Ranks) -> None:
     ranks(2, body_compiled, is_assigned)
 

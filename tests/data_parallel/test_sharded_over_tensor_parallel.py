@@ -75,17 +75,19 @@ def even(width: int = 8) -> nn.Module:
 def body_training(steps: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for sequence, optimizer, options in [
-        (True, adamw, {}),
-        (False, sgd, {"reshard_after_forward": False}),
+        (True, sgd, {"reshard_after_forward": False}),
+        (False, partial(torch.optim.AdamW, lr=0.01, foreach=True), {}),
     ]:
         one = even()
         model = samples.cut(one, mesh["tensor"], sequence=sequence)
         names = [name for name, _ in model.named_parameters()]
         sharded(model, mesh["shard"], **options)
-        clip = torchs_clip if sequence else partial(clip_grad_norm_, max_norm=0.5)
+        clip = partial(clip_grad_norm_, max_norm=0.5) if sequence else torchs_clip
         samples.train(model, one, optimizer, place(mesh), steps=steps, clip=clip)
         assert [name for name, _ in model.named_parameters()] == names
         assert str(model.words.weight.placements) == STRIDED
+        # Also what no style has named, so that torch's functions of lists take them all.
+        assert {parameter.device_mesh for parameter in model.parameters()} == {mesh}
         assert model.idle.weight.grad is None
 
 
@@ -174,7 +176,7 @@ def test_accumulation_precision_and_what_travels(ranks: Ranks) -> None:
 def body_hybrid(shape: tuple[int, int, int]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
     one = samples.net()
-    model = samples.cut(one, mesh["tensor"])
+    model = samples.cut(one, mesh["tensor"], sequence=False)
     for tied in (model.words, model.head):  # the root takes what both use
         fully_shard(tied, mesh=mesh["replicate", "shard"])
     sharded(model, mesh["replicate", "shard"])

@@ -73,6 +73,7 @@ def test_pairwise_rows_hold_every_pair() -> None:
     assert rows == pairwise(columns, lambda row: row[:2] != ("c", 2))
 
 
+@pytest.mark.slow
 def test_pairs(ranks: Ranks) -> None:
     rows = pairwise((*COLUMNS, tuple(OPTIMIZERS)), lambda row: is_legal(row[:-1]))
     by_optimizer = ((kind, [row[:-1] for row in rows if row[-1] == kind]) for kind in OPTIMIZERS)

@@ -23,6 +23,7 @@ from meshwright.fsdp import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    fully_shard,
 )
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
@@ -148,6 +149,42 @@ def body_training(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_facade_trains_cut_modules_as_one_process(ranks: Ranks, use_orig_params: bool) -> None:
     ranks(4, body_training, use_orig_params)
+
+
+# ------------------------------------------------------------- reading weights in a forward
+
+
+class Penalised(samples.Net):
+    """A net whose forward reads weights beside the layers that hold them."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        sizes = [samples.whole(parameter).norm() for parameter in self.parameters()]
+        return super().forward(ids) * (1 + 0.1 * torch.stack(sizes).sum())
+
+
+def penalised() -> Penalised:
+    model = samples.net()
+    model.__class__ = Penalised
+    return model  # pyrefly: ignore
+
+
+def body_read_in_forward() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    for use_orig_params in (False, True):
+        one = penalised()
+        cut = samples.cut(one, mesh["tensor"])
+        model = FullyShardedDataParallel(
+            cut, device_mesh=mesh["shard"], use_orig_params=use_orig_params
+        )
+        steps(model, one, (adam(model), adam(one)), place(mesh), 2)
+    one = penalised()
+    sharded = fully_shard(samples.cut(one, mesh["tensor"]), mesh=mesh["shard"])
+    samples.train(sharded, one, torch.optim.AdamW, place(mesh), steps=2)
+
+
+def test_a_forward_that_reads_cut_weights_trains_as_one_process(ranks: Ranks) -> None:
+    ranks(4, body_read_in_forward)
 
 
 # ------------------------------------------------------------------------------- the rest

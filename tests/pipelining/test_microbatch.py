@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import microbatch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from meshwright.errors import PipeliningShapeError
@@ -52,6 +53,15 @@ def test_specs() -> None:
     assert torch.equal(merged, mask)
 
 
+@given(st.integers(1, 4), st.lists(st.integers(2, 5), min_size=2, max_size=4))
+def test_arguments_of_other_lengths_are_cut_each_by_its_own(chunks: int, rows: list[int]) -> None:
+    first, *others = (torch.arange(each * chunks) for each in rows)
+    args, named = (first, {"pairs": others}), {"y": others[-1].view(-1, 1)}
+    assert str(split_args_kwargs_into_chunks(args, named, chunks)) == str(
+        microbatch.split_args_kwargs_into_chunks(args, named, chunks)
+    )
+
+
 def test_uneven_batches_weigh_their_rows() -> None:
     (chunks, _) = split_args_kwargs_into_chunks((torch.arange(10),), {}, 4)
     assert [c[0].tolist() for c in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
@@ -75,14 +85,21 @@ def test_gradients_of_leaves_are_kept_on_their_chunks() -> None:
             {},
             (None, None),
             PipeliningShapeError,
-            "shape mismatch.*8 rows in argument 0 and 7 in argument 1",
+            "shape mismatch.*8 rows in argument 0 and 7 rows in argument 1, of which 7 does not",
+        ),
+        (
+            (torch.ones(8, 4), torch.ones(4)),
+            {},
+            (None, None),
+            PipeliningShapeError,
+            "8 rows in argument 0 and 4 rows in argument 1, of which 4 is one row a chunk",
         ),
         (
             (torch.ones(8),),
             {"y": torch.ones(5)},
             (None, None),
             PipeliningShapeError,
-            "5 in argument 'y'",
+            "5 rows in argument 'y'",
         ),
         ((torch.ones(8),), {}, ((None, None), None), ValueError, "2 entries for 1 positional"),
         (

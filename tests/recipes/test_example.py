@@ -33,13 +33,8 @@ def train_briefly(folder: Path, layout: str) -> Outcome:
     return train(read_config(EXAMPLE, overrides), connect(), lambda line: None)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=[] if name == "replicate=4" else pytest.mark.slow)
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_example_trains_on_four_ranks_and_checks_parity(
     ranks: Ranks, tmp_path: Path, layout: str
 ) -> None:

@@ -34,7 +34,8 @@ def test_pure_tests_load_no_torch_and_start_no_server(outside: pytest.Pytester) 
     outside.runpytest_subprocess().assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("mode", ["prepend", pytest.param("importlib", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_reports_and_outcomes(outside: pytest.Pytester, mode: str) -> None:
     outside.makepyfile(
         helper_of_tests="LIMIT = 3\n",

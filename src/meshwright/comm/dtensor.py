@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -49,6 +50,7 @@ __all__ = [
     "mesh_communicators",
     "mesh_over",
     "our_placement",
+    "put_on_mesh",
     "savable",
     "torch_placements",
 ]
@@ -156,6 +158,16 @@ def _around(local: torch.Tensor, like: DTensor) -> DTensor:
     found = DTensor(begins, like._spec, requires_grad=False)
     found._local_tensor = local
     return found
+
+
+def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[AnyPlacement]) -> None:
+    """Say that a DTensor lies on ``mesh``, where this rank has the part of it that it had before.
+
+    It stays the object that optimizers know; what was made of it before lies where that did.
+    """
+    found = cast("DTensor", tensor)
+    known = found._spec
+    found._spec = DTensorSpec(mesh, torch_placements(placements), tensor_meta=known.tensor_meta)
 
 
 def at_rest(tensor: DTensor) -> AtRest:

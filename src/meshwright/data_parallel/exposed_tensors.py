@@ -6,6 +6,7 @@ what the next gather sends. Modules hold plain tensors from the gather on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,23 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.after_hooks import run_after_hooks
-from meshwright.comm.dtensor import dtensor_at_rest, dtensor_like, is_dtensor, local_of, savable
+from meshwright.comm.dtensor import (
+    dtensor_at_rest,
+    dtensor_like,
+    is_dtensor,
+    local_of,
+    put_on_mesh,
+    savable,
+)
 from meshwright.comm.gradient_part import gradient_part, plain
 from meshwright.comm.spread import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
-from meshwright.data_parallel.parameter_hooks import carry_hooks, change_by_hooks, has_hooks
+from meshwright.data_parallel.parameter_hooks import (
+    carry_hooks,
+    change_by_hooks,
+    has_hooks,
+    refuse_past_hooks,
+)
 from meshwright.data_parallel.replaced_parameters import (
     check_given,
     data_assigned,
@@ -40,7 +53,9 @@ class _Entry:
     """One parameter as it looks at rest."""
 
     __slots__ = (
+        "__weakref__",
         "cells",
+        "direct",
         "exposed",
         "local",
         "shape",
@@ -88,12 +103,28 @@ class _Entry:
         self.cells = [(module._parameters, name) for module, name in self.slot.places]
         self.shown = None
 
+    @torch.no_grad()
+    def follow_place(self) -> None:
+        """Lie on the mesh that the slot's place has now: this rank's part is the same there."""
+        place, gradient = self.slot.place, self.exposed.grad
+        if place is None or place.mesh is self.wrap[0]:
+            return
+        self.wrap = (place.mesh, place.placements, *self.wrap[2:])
+        put_on_mesh(self.exposed, place.mesh, place.placements)
+        if gradient is not None:
+            self.exposed.grad = None
+            self.exposed.grad = dtensor_like(local_of(gradient), self.exposed)
+
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
             self.slot.extension.part = self.exposed._local_tensor
         self.local = self.exposed._local_tensor
         self.storage = self.exposed.untyped_storage()
+        me = weakref.ref(self)
+        self.direct = refuse_past_hooks(
+            self.exposed, self.slot.name, lambda: None if (it := me()) is None else it.exposed
+        )
 
     def follow_training(self) -> None:
         """Let the one parameter require grad as the other, that the user has changed, does now."""
@@ -110,6 +141,8 @@ class ExposedTensors:
     def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
+        self._delivered: set[ParameterGroup] = set()
+        """Of which flat gradients have been set that nobody is known to have zeroed."""
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
         """The parameters of ``group`` as they look at rest; made when asked for the first time."""
@@ -158,6 +191,13 @@ class ExposedTensors:
             (e.exposed, dtensor_at_rest(line[e.start : e.stop].view(e.shape), *e.wrap))
             for e in self.entries(group)
         ]
+
+    def follow_places(self) -> None:
+        """The places of slots have become those on a larger mesh."""
+        for group, entries in self._entries.items():
+            group.kept.forget()
+            for entry in entries:
+                entry.follow_place()
 
     def forget_places(self) -> None:
         """The slots are used in other places now."""
@@ -219,8 +259,10 @@ class ExposedTensors:
         for group, flat in self._flat.items():
             entries = self.entries(group)
             if flat.grad is None:
-                for entry in entries:
+                # What a loss has left that read the DTensors since waits for the next mean.
+                for entry in entries if group in self._delivered else ():
                     entry.exposed.grad = None
+                self._delivered.discard(group)
             elif all(entry.exposed.grad is None for entry in entries):
                 flat.grad = None
 
@@ -302,6 +344,7 @@ class ExposedTensors:
         flat = self._flat.get(group)
         if flat is not None:
             entries = self.entries(group)
+            self._delivered.add(group)
             if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
                 flat.grad.add_(reduced)  # the parameters' gradients are views of it
                 for e, is_used in zip(entries, used, strict=True):
@@ -309,6 +352,10 @@ class ExposedTensors:
                         part = plain(flat.grad)[e.start : e.stop].view(e.shape)
                         e.exposed.grad = dtensor_like(part.detach(), e.exposed)
                 return
+            for entry in self.entries(group):
+                if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
+                    own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
+                    plain(reduced)[entry.start : entry.stop].view(entry.shape).add_(local_of(own))
             is_part = is_marked_spread(flat)
             flat.grad = (
                 gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced

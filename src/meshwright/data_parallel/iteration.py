@@ -286,8 +286,12 @@ class Iteration:
 
     def _reaches_parameters(self) -> bool:
         """Tell whether the backward pass that runs now gives any parameter a gradient."""
-        fulls = (slot.full for unit in self._units for slot in unit.slots)
-        return any(_gets_gradient(full) for full in fulls if full.requires_grad)
+        slots = (slot for unit in self._units for slot in unit.slots)
+        return any(
+            _gets_gradient(slot.leaf) or (slot.full is not slot.leaf and _gets_gradient(slot.full))
+            for slot in slots
+            if slot.leaf.requires_grad
+        )
 
     def _check_kept(self) -> None:
         freed = [unit.name for unit in self._units if not unit.settings.keep_full_after_forward]
@@ -361,8 +365,8 @@ class Iteration:
         self.is_in_backward = self.makes_graph = False
         for unit in self._units:
             for slot in unit.slots:
-                if slot.full.grad is not None and slot.full.grad.requires_grad:
-                    slot.full.grad = None
+                if slot.leaf.grad is not None and slot.leaf.grad.requires_grad:
+                    slot.leaf.grad = None
                     raise RuntimeError(
                         f"the gradient of sharded parameter {slot.name!r} has a graph, which a sum "
                         "over the ranks ends: take gradients of inputs with torch.autograd.grad("

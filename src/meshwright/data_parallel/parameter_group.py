@@ -13,9 +13,11 @@ from operator import attrgetter
 from typing import Literal
 
 import torch
+from torch import nn
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor, local_gradient, local_of
+from meshwright.comm.leaves import take_over
 from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
 from meshwright.data_parallel.gradient_lines import GradientLine
@@ -100,7 +102,7 @@ class ParameterGroup:
         self.buffer.fill(
             [None if s.local is not None else values_of(local_of(s.original)) for s in slots]
         )
-        self._has_outer = any(slot.outer and not slot.computes.is_local for slot in slots)
+        self._has_outer = any(slot.outer for slot in slots)
         self.partial_sums = [
             (index, add)
             for index, slot in enumerate(slots)
@@ -209,7 +211,7 @@ class ParameterGroup:
             for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
                 if slot.full is not whole:
                     whole.requires_grad_(slot.full.requires_grad)
-                    slot.full = whole
+                    slot.full = slot.leaf = whole
 
     def _empty_shard(
         self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
@@ -227,14 +229,19 @@ class ParameterGroup:
         self._addresses: tuple[int, list[int]] = (-1, [])
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
             outer = slot.outer
-            if outer is not None and not slot.computes.is_local:
-                view = dtensor_at_rest(
+            if outer is None:
+                slot.full = slot.leaf = whole_parameter(view, slot.original)
+            else:
+                # What reads it beside layers that tensor parallelism has cut gets the DTensor: a
+                # plain part would be taken for the whole.
+                whole = dtensor_at_rest(
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
-            slot.full = whole_parameter(view, slot.original)
-            if slot.extension is None and not is_dtensor(view):
+                slot.full = nn.Parameter(whole, requires_grad=slot.original.requires_grad)
+                slot.leaf = take_over(slot.full) if slot.computes.is_local else slot.full
+            if slot.extension is None and not is_dtensor(slot.leaf):
                 self._in_line.append((slot, view))
-                self._wholes.append(slot.full)
+                self._wholes.append(slot.leaf)
 
     def moved(self) -> list[tuple[Slot, torch.Tensor]]:
         """Parameters whose whole tensors were given other memory, and their places in the line."""
@@ -259,17 +266,17 @@ class ParameterGroup:
     @property
     def has_new_gradient(self) -> bool:
         """Whether autograd has left gradients on the whole parameters."""
-        return any(slot.full.grad is not None for slot in self.slots)
+        return any(slot.leaf.grad is not None for slot in self.slots) or any(
+            slot.full.grad is not None for slot in self.slots if slot.full is not slot.leaf
+        )
 
     def accumulate(self) -> None:
         """Move the gradients that autograd has left on the parameters to the buffer."""
-        gradients = [slot.full.grad for slot in self.slots]
+        gradients = self._new_gradients()
         if all(gradient is None for gradient in gradients):
             return
         if self._extensions:
             gradients = [None if g is None else values_of(g) for g in gradients]
-        if self._has_outer:
-            gradients = [_local(s, g) for s, g in zip(self.slots, gradients, strict=True)]
         try:
             self.buffer.take(gradients)
         except RuntimeError as error:
@@ -279,7 +286,13 @@ class ParameterGroup:
         for index, slot in enumerate(self.slots):
             if gradients[index] is not None:
                 used[index] = True
-                slot.full.grad = None
+                slot.leaf.grad = None
+
+    def _new_gradients(self) -> list[torch.Tensor | None]:
+        """List what autograd has left, this rank's parts where that is a DTensor."""
+        if self._has_outer:
+            return [*map(_gathered, self.slots)]
+        return [slot.leaf.grad for slot in self.slots]
 
     def _refuse_sparse(self, gradients: Iterable[torch.Tensor | None], error: RuntimeError) -> None:
         for slot, gradient in zip(self.slots, gradients, strict=True):
@@ -428,7 +441,7 @@ class ParameterGroup:
     def waiting(self) -> list[torch.Tensor | None]:
         """List whole gradients of this rank that wait for a reduction, on their own memory."""
         if not self.buffer.has_gradient:
-            return [None if (g := slot.full.grad) is None else local_of(g) for slot in self.slots]
+            return self._new_gradients()
         self.accumulate()
         parts = (part for line in self.buffer.gradients for (part,) in line.parts())
         return [part if used else None for part, used in zip(parts, self.used, strict=True)]
@@ -437,7 +450,7 @@ class ParameterGroup:
         """Give up what waits for these parameters."""
         for index in indices:
             slot, self.used[index] = self.slots[index], False
-            slot.full.grad = None
+            slot.full.grad = slot.leaf.grad = None
             if self.buffer.has_gradient:
                 for line in self.buffer.gradients:
                     for part in line.parts()[index]:
@@ -466,10 +479,20 @@ class ParameterGroup:
         self.buffer.release_gradients()
         self.used = [False] * len(self.slots)
         for slot in self.slots:
-            slot.full.grad = None
+            slot.full.grad = slot.leaf.grad = None
 
 
-def _local(slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if slot.outer is None:
-        return gradient
-    return local_gradient(gradient, slot.outer, () if slot.place is None else slot.place.kept)
+@torch.no_grad()
+def _gathered(slot: Slot) -> torch.Tensor | None:
+    """This rank's gradient of a parameter, with what was computed with a DTensor itself."""
+    given, leaf, add = slot.full.grad, slot.leaf, slot.computes.partial
+    if given is None or slot.outer is None:
+        return leaf.grad
+    mine = local_gradient(given, slot.outer, () if slot.place is None else slot.place.kept)
+    if leaf is slot.full:
+        return mine
+    slot.full.grad = None
+    if mine is not None and add is not None and add.communicator.rank:
+        mine = torch.zeros_like(mine)  # it is whole, and counts once in the sum
+    leaf.grad = mine if leaf.grad is None or mine is None else leaf.grad.add_(mine)
+    return leaf.grad

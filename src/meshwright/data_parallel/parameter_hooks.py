@@ -8,13 +8,16 @@ gradient of its own rank alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.after_hooks import carry_after_hooks, has_after_hooks
 from meshwright.comm.dtensor import local_of
 
-__all__ = ["carry_hooks", "change_by_hooks", "has_hooks"]
+__all__ = ["carry_hooks", "change_by_hooks", "has_hooks", "refuse_past_hooks"]
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
@@ -27,6 +30,34 @@ def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     carry_after_hooks(source, target, name)
+
+
+@torch.enable_grad()
+def refuse_past_hooks(
+    parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
+) -> object:
+    """Let no backward give ``parameter``, at rest, a gradient itself while it has hooks.
+
+    A loss that has read it does: the hooks would run for that term, and again for the mean.
+    ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which
+    torch would not swap its tensor. Return what keeps this in force. It costs no step anything.
+    """
+    trains = parameter.requires_grad
+    node = get_gradient_edge(parameter.requires_grad_()).node
+    parameter.requires_grad_(trains)
+
+    def check(gradients: object) -> None:
+        found = find()
+        if found is not None and has_hooks(found):
+            raise RuntimeError(
+                f"the loss has read parameter {name!r}, which is sharded, beside its module, and "
+                "the parameter has hooks, or an optimizer in the backward: these would be given "
+                "the gradient in two parts. Compute that term inside of the forward of the module "
+                "that uses the parameter, or step and change gradients after the backward"
+            )
+
+    node.register_prehook(check)
+    return node
 
 
 def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:

@@ -49,7 +49,7 @@ def check_given(
 ) -> None:
     """Raise RuntimeError unless ``found`` computes in the place of ``slot``, for this call."""
     is_plain = isinstance(found, torch.Tensor) and not is_dtensor(found)
-    shape = slot.full.shape
+    shape = slot.leaf.shape
     if not is_plain or found.shape != shape or not is_given_for_call():
         raise replaced(slot.name, module, found, shape, communicators)
 

@@ -167,17 +167,15 @@ class ShardedResidency:
                 f"needs one dtype, but it is kept in {types.master}, computes in {types.compute} "
                 f"and is reduced in {types.reduce}: leave its unit out of mixed precision"
             )
-        return group.slots[index].full
+        return group.slots[index].leaf
 
     def written(self, module: nn.Module, name: str) -> None:
         """Put a whole parameter that has been written into the shards."""
         found = self._find(module, name)
         if found is not None:
             group, index = found
-            whole, group.slots[index].version = (
-                group.slots[index].full,
-                group.slots[index].full._version,
-            )
+            slot = group.slots[index]
+            whole, slot.version = slot.leaf, slot.leaf._version
             group.buffer.fill([whole if n == index else None for n in range(len(group.slots))])
 
     def _find(self, module: nn.Module, name: str) -> tuple[ParameterGroup, int] | None:

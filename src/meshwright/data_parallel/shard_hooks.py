@@ -98,6 +98,6 @@ def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
         found = [(piece.index, piece.offset, (piece.numel,)) for piece in layout.owned(rank)]
     start = rank * layout.shard_size
     return [
-        BucketPart(parameter=slots[index].full, offset=start + offset, shape=shape)
+        BucketPart(parameter=slots[index].leaf, offset=start + offset, shape=shape)
         for index, offset, shape in found
     ]

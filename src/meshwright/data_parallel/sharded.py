@@ -27,7 +27,7 @@ from meshwright.data_parallel.policies import (
     OffloadPolicy,
 )
 from meshwright.data_parallel.sharded_module import FSDPModule, rebuild
-from meshwright.data_parallel.sharding import ShardOptions, build_unit, own_modules
+from meshwright.data_parallel.sharding import ShardOptions, build_unit, on_one_mesh, own_modules
 from meshwright.data_parallel.shared_parameters import check_settled, remember
 from meshwright.data_parallel.starting_state import starting_buffers
 from meshwright.data_parallel.unit import Unit
@@ -116,7 +116,8 @@ class FullyShard:
         Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
         compute as local tensors in modules of this library, elsewhere as they are. They lie on
         other axes than ``mesh``, or, with ``dp_mesh_dims``, on
-        all axes of ``mesh``, of which that names those for data.
+        all axes of ``mesh``, of which that names those for data. Parameters below ``module`` that
+        tensor parallelism has left whole are replicated over its axes, on the same mesh.
 
         A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
         ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
@@ -172,6 +173,7 @@ class FullyShard:
         driver.stops_on_non_finite = stop_on_non_finite
         for part in modules:
             _install(part, driver, options)
+        on_one_mesh(modules)
         return module
 
     def state(self, module: nn.Module) -> ShardedState:

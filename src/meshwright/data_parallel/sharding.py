@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from meshwright.comm.dtensor import local_of
 from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import ALONE, DataAxes
 from meshwright.data_parallel.distributed_parameters import local_parameters
+from meshwright.data_parallel.driver import driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.module_tree import STATES
 from meshwright.data_parallel.placement import Place, PlacementChoice, Target, place
@@ -35,9 +36,10 @@ from meshwright.data_parallel.unit import (
     collect_slots,
     group_slots,
 )
-from meshwright.layout import FlatLayout
+from meshwright.layout import FlatLayout, Replicate
+from meshwright.mesh import DeviceMesh
 
-__all__ = ["ShardOptions", "build_unit", "is_taken", "own_modules"]
+__all__ = ["ShardOptions", "build_unit", "is_taken", "on_one_mesh", "own_modules"]
 
 MUCH_PADDING = 0.10
 """Elements of padding for each element, from which a unit's shape is worth a warning."""
@@ -93,6 +95,32 @@ def build_unit(
     )
     name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
     return Unit(name, groups, ExposedTensors(), settings)
+
+
+def on_one_mesh(modules: Iterable[nn.Module]) -> None:
+    """Let parameters that tensor parallelism has left whole lie on the mesh of those it has cut.
+
+    They are replicated there. torch's functions of lists of DTensors, as clipping and optimizers
+    with ``foreach``, take one mesh only. Where the units below ``modules`` know several meshes
+    beside the same data axes, nobody knows which it would be.
+    """
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    drivers = dict.fromkeys(driver for part in parts if (driver := driver_of(part)) is not None)
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    placed = [(slot, slot.place) for unit in units for slot in unit.slots if slot.place is not None]
+    meshes: dict[DataAxes, set[DeviceMesh]] = {}
+    for slot, at in placed:
+        if slot.outer is not None:
+            meshes.setdefault(at.axes, set()).add(at.mesh)
+    for slot, at in placed:
+        known = meshes.get(at.axes, ())
+        if slot.outer is None and len(known) == 1:
+            (mesh,) = known
+            others = [Replicate()] * (mesh.ndim - at.mesh.ndim)
+            slot.place = replace(at, mesh=mesh, placements=(*at.placements, *others))
+    for unit in units:
+        if isinstance(unit.exposure, ExposedTensors):
+            unit.exposure.follow_places()
 
 
 def _synchronise(

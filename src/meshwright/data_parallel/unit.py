@@ -199,7 +199,7 @@ class Unit:
         self.shows_all = self.exposure.show_full(self)
         for group in self.groups:
             for slot in group.slots:
-                slot.version = slot.full._version
+                slot.version = slot.leaf._version
                 slot.trains = slot.full.requires_grad
         self.find_trainable()
 
@@ -237,11 +237,11 @@ class Unit:
         lost = ""
         for group in self.groups:
             for slot in group.slots:
-                if slot.full._version != slot.version:
-                    slot.version = slot.full._version
+                if slot.leaf._version != slot.version:
+                    slot.version = slot.leaf._version
                     lost = lost or (slot.name if group.buffer.is_copy else "")
             for slot, view in group.moved():
-                slot.full.data = view
+                slot.leaf.data = view
                 lost = lost or slot.name
         return lost
 

@@ -29,7 +29,10 @@ class Slot:
     original: nn.Parameter
     """The parameter that the module held when it was taken over; its storage is given up then."""
     full: nn.Parameter = field(init=False)
-    """The parameter that computes: the same object for good, with memory while gathered."""
+    """What modules hold while it is gathered: the same object for good, with memory then."""
+    leaf: nn.Parameter = field(init=False)
+    """The plain parameter that computes; ``full`` itself unless that is a DTensor whose modules
+    take the leaf over its local tensor."""
     local: torch.Tensor | None = None
     """This rank's chunk where it is not cut from ``original``; taken by the next group."""
     place: Place | None = None
@@ -43,7 +46,7 @@ class Slot:
     given: weakref.ref[nn.Parameter] | None = None
     """The parameter object that the user had, as long as somebody holds it."""
     version: int = 0
-    """That of ``full`` when modules were shown it."""
+    """That of ``leaf`` when modules were shown it."""
     trains: bool = True
     """True where ``full`` required grad then."""
 

@@ -306,7 +306,7 @@ class FlatExposure:
             part = line[start:stop].view(layout.shapes[index])
             if gradient is not None:
                 part.copy_(gradient)
-            slot.full.grad = part
+            slot.leaf.grad = part
             self._joined.append(part)
 
     def take_waiting(self, unit: Unit) -> bool:

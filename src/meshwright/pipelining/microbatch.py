@@ -101,8 +101,8 @@ def split_args_kwargs_into_chunks(
 
     A spec is one for each argument: a `TensorChunkSpec`, `Replicated`, or a tree of them as the
     argument is. Raises ``ValueError`` for a spec of another length or kind, and for a batch with
-    fewer rows than microbatches; `PipeliningShapeError` for tensors whose dim 0 differs where no
-    spec says how they are cut.
+    fewer rows than microbatches. Tensors whose dim 0 differs are each cut into equal chunks;
+    `PipeliningShapeError` where no spec says how and they do not divide, or have one row a chunk.
     """
     if (
         not kwargs
@@ -213,12 +213,16 @@ def _check_sizes(leaves: Sequence[_Leaf], chunks: int) -> None:
     for leaf in tensors:
         if not leaf.is_declared:
             sizes.setdefault(leaf.value.shape[0], leaf.name)
-    if len(sizes) > 1:
-        (first, name), (second, other) = list(sizes.items())[:2]
+    # Equal chunks are of the same samples. A chunk of one row would be spread over those of others.
+    odd = [size for size in sizes if size % chunks or size == chunks]
+    if len(sizes) > 1 and odd:
+        listed = " and ".join(f"{size} rows in {name}" for size, name in sizes.items())
+        found = "is one row a chunk" if odd[0] == chunks else "does not divide"
         raise PipeliningShapeError(
-            "the arguments have a shape mismatch: expected the batch along dim 0 of every tensor, "
-            f"found {first} rows in {name} and {second} in {other}; say by args_chunk_spec or "
-            "kwargs_chunk_spec how they are cut (TensorChunkSpec) or that they are not (Replicated)"
+            f"the arguments have a shape mismatch: expected the batch along dim 0 of every tensor, "
+            f"or equal chunks of several rows for {chunks} microbatches, found {listed}, of which "
+            f"{odd[0]} {found}; say by args_chunk_spec or kwargs_chunk_spec how they are cut "
+            "(TensorChunkSpec) or that they are not (Replicated)"
         )
 
 
