@@ -149,7 +149,7 @@ def _one_of(
         for name, part in cast("list[tuple[str, torch.Tensor]]", parts):
             local_of(part).copy_(local_of(values[name]))
         return line
-    other = [name for name in names if bool(values[name] != first)]
+    other = [name for name in names if not _are_equal(values[name], first)]
     if other:
         raise CheckpointMismatchError(
             f"the saved optimizer has {key!r} = {first} for {names[0]!r} and {values[other[0]]} "
@@ -157,6 +157,12 @@ def _one_of(
             "[train]"
         )
     return first
+
+
+def _are_equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)
 
 
 def _whole(value: object) -> object:
