@@ -462,6 +462,128 @@ def test_what_is_changed_later_holds_beside_other_axes(ranks: Ranks, other: str)
     ranks(4, body_changed_later, plan_of("1f1b", pipeline=2, **{other: 2}))
 
 
+# ------------------------------------------------- writes to tied parameters, between steps
+
+
+class TiedTwice(TiedGraph):
+    """One weight in three stages and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].weight = self.layers[3].weight = self.first.weight
+
+
+def listed(model: Any, trainable: Any) -> list[nn.Parameter]:
+    named = (model if trainable is None else trainable).named_parameters()
+    return [*dict(named).values()]
+
+
+def decays(model: Any, trainable: Any) -> None:
+    for parameter in listed(model, trainable):
+        parameter.mul_(0.75)
+
+
+def decays_data(model: Any, trainable: Any) -> None:
+    for parameter in listed(model, trainable):
+        parameter.data.mul_(0.75)
+
+
+def by_the_first_name(model: Any, trainable: Any) -> None:
+    if not isinstance(model.first.weight, HeldElsewhere):
+        model.first.weight.data.add_(0.1)
+
+
+def by_the_last_name(model: Any, trainable: Any) -> None:
+    if not isinstance(model.head.weight, HeldElsewhere):
+        model.head.weight.data.add_(0.1)
+
+
+def freezes(model: Any, trainable: Any) -> None:
+    for parameter in listed(model, trainable):
+        parameter.requires_grad_(parameter.dim() == 1)
+
+
+WRITES = (decays, decays_data, by_the_first_name, by_the_last_name, freezes)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def body_written(plan: Plan, kinds: tuple[type[nn.Module], ...]) -> None:
+    whole = plan.axes.size("shard") == plan.axes.size("tensor") == 1
+    for kind in kinds:
+        for write in WRITES if whole and not plan.train.flat else WRITES[:1]:
+            one, model = built(kind), built(kind)
+            optimizer = adam(one.parameters())
+            trainable = laid_out(model, plan, F.mse_loss, adam)
+            for number in range(4):
+                if number in (1, 3):
+                    with torch.no_grad():
+                        write(one, None)
+                        write(model, trainable)
+                x, y = data()
+                loss = F.mse_loss(one(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                case = (kind.__name__, write.__name__, plan.pipeline.schedule)
+                assert step(trainable) == pytest.approx(loss.item(), rel=1e-10), case
+                if number == 2:  # a state goes on as if nothing had been
+                    state = trainable.state_dict()
+                    trainable.load_state_dict(state)
+            found = trainable.weights()
+            for name, value in one.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=f"{case}")
+            assert {*trainable.named_parameters()} <= {*dict(one.named_parameters())}
+
+
+KINDS = (Tied, TiedGraph, TiedTwice)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("1f1b", "zbv")), "interleaved1f1b"],
+)
+def test_writes_to_tied_parameters_take_effect(ranks: Ranks, schedule: str) -> None:
+    ranks(2, body_written, plan_of(schedule, pipeline=2), KINDS)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["shard", *(pytest.param(each, marks=pytest.mark.slow) for each in ("replicate", "tensor"))],
+)
+def test_writes_to_tied_parameters_beside_other_axes(ranks: Ranks, other: str) -> None:
+    ranks(4, body_written, plan_of("zbv", pipeline=2, **{other: 2}), (TiedTwice,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["replicate", "shard"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_writes_to_tied_parameters_everywhere(ranks: Ranks, schedule: str, other: str) -> None:
+    for train in (TrainPlan(accumulate=2), TrainPlan(flat=True)):
+        plan = plan_of(schedule, train, pipeline=2, **{other: 2})
+        ranks(4, body_written, plan, KINDS)
+
+
+def body_written_apart(plan: Plan) -> None:
+    """Rank 0 alone writes what stages on both ranks hold: all ranks say so, before they step."""
+    for kind, factor in ((Tied, 1.001), (TiedGraph, 0.5)):
+        model = built(kind)
+        trainable = laid_out(model, plan, F.mse_loss)
+        step(trainable)
+        if communicator().rank == 0:
+            model.first.weight.data.mul_(factor)
+        with pytest.raises(
+            LayoutError, match=r"'first.weight' is held by .*ranks \[0, 1\].*differ"
+        ):
+            step(trainable)
+
+
+def test_a_write_to_one_of_several_copies_is_refused_by_name(ranks: Ranks) -> None:
+    ranks(2, body_written_apart, plan_of("1f1b", pipeline=2))
+
+
 # ------------------------------------------------------------------------------- losses, refused
 
 

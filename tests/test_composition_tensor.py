@@ -131,6 +131,11 @@ def body_flat(axes: dict[str, int]) -> None:
     states[1]["optimizer"]["state"][name]["step"] += 1
     with pytest.raises(CheckpointMismatchError, match=r"has 'step' = .* one flat parameter here"):
         flat.load_state_dict(states[1])
+    # What has another shape than the parameter is one for all parts, too.
+    for number, values in enumerate(states[0]["optimizer"]["state"].values()):
+        values["row"] = torch.full((3,), float(number > 0))
+    with pytest.raises(CheckpointMismatchError, match=r"has 'row' = .* one flat parameter here"):
+        flat.load_state_dict(states[0])
 
 
 def alike(found: dict[str, Any], expected: dict[str, Any]) -> None:

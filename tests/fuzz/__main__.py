@@ -31,7 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     left = range(seed, seed + options.cases)
     while left and (options.minutes is None or time.monotonic() - begun < 60 * options.minutes):
         now, left = left[:200], left[200:]
-        cases = [case for number in now if (case := draw_case(number)).world in options.ranks]
+        cases = [
+            case
+            for case in map(draw_case, now)
+            if case.world in options.ranks and any(word in case.layout for word in options.layouts)
+        ]
         report.verdicts += check(cases, _say).verdicts
     print(f"\n{report}\n{time.monotonic() - begun:.0f} s", flush=True)
     return 1 if report.findings else 0
@@ -43,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="of the first case; a random one by default")
     parser.add_argument("--minutes", type=float, help="draw no more cases after that")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--layouts", nargs="+", default=[""], help="words, one of which they have")
     parser.add_argument("--case", type=int, help="run this one alone")
     parser.add_argument("--without", nargs="+", default=[], help="what to leave out of it")
     parser.add_argument("--shrink", action="store_true", help="find out what can be left out")

@@ -6,7 +6,6 @@ users have set on them goes on to those, and an optimizer that was built before 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,14 +71,12 @@ class GivenParameters:
         make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
         module: nn.Module,
         plan: Plan,
-        copies: Iterable[tuple[nn.Parameter, nn.Parameter]] = (),
     ) -> Optimizer | None:
         """Call ``make`` with what this rank trains; it may return an optimizer that was there.
 
-        From that the parameters of other stages are taken out, and where it has the first of a pair
-        of ``copies``, it gets the second. Raises PlanError for one of parameters that others have
-        replaced, whose steps would change nothing, TypeError for one that may not have what this
-        rank trains.
+        From that the parameters of other stages are taken out. Raises PlanError for one of
+        parameters that others have replaced, whose steps would change nothing, TypeError for one
+        that may not have what this rank trains.
         """
         if make is None:
             return None
@@ -109,24 +106,8 @@ class GivenParameters:
                 if _is_elsewhere(parameter, nothing):
                     optimizer.state.pop(cast("torch.Tensor", parameter), None)
             group["params"] = [p for p in group["params"] if not _is_elsewhere(p, nothing)]
-        _add(optimizer, groups, copies)
         return optimizer
 
 
 def _is_elsewhere(parameter: object, nothing: nn.Parameter) -> bool:
     return parameter is nothing or isinstance(parameter, HeldElsewhere)
-
-
-def _add(
-    optimizer: Optimizer,
-    groups: Iterable[dict[str, Any]],
-    copies: Iterable[tuple[nn.Parameter, nn.Parameter]],
-) -> None:
-    """Have ``optimizer`` step copies as it steps their originals."""
-    listed = {id(parameter) for group in groups for parameter in group["params"]}
-    for owner, copied in copies:
-        for group in groups:
-            if id(copied) not in listed and any(p is owner for p in group["params"]):
-                group["params"].append(copied)
-                if owner in optimizer.state:
-                    optimizer.state[copied] = copy.deepcopy(optimizer.state[owner])

@@ -83,14 +83,18 @@ def _names(module: nn.Module, flat: nn.Parameter, known: Mapping[int, str]) -> l
 def _cut(
     module: nn.Module, flat: nn.Parameter, value: object, known: Mapping[int, str]
 ) -> list[tuple[str, object]]:
-    """What each parameter of ``flat`` has of ``value``: a part, or all that is one for them all."""
+    """What each parameter of ``flat`` has of ``value``: a part, or all that is one for them all.
+
+    Parameters that are not ``known`` are copies of others in a step, and have nothing of their own.
+    """
     found = parts_of_flat(module, flat, flat.detach())
     if found is None:
         return [(known[id(flat)], value)] if id(flat) in known else []
     if isinstance(value, torch.Tensor) and value.shape == flat.shape:
         found = parts_of_flat(module, flat, value) or found
-        return [(known[id(parameter)], part) for parameter, part in found]
-    return [(known[id(parameter)], value) for parameter, _ in found]
+    else:
+        found = [(parameter, value) for parameter, _ in found]
+    return [(known[id(parameter)], part) for parameter, part in found if id(parameter) in known]
 
 
 def _joined(
@@ -145,7 +149,7 @@ def _one_of(
         for name, part in cast("list[tuple[str, torch.Tensor]]", parts):
             local_of(part).copy_(local_of(values[name]))
         return line
-    other = [name for name in names if bool(values[name] != first)]
+    other = [name for name in names if not _are_equal(values[name], first)]
     if other:
         raise CheckpointMismatchError(
             f"the saved optimizer has {key!r} = {first} for {names[0]!r} and {values[other[0]]} "
@@ -153,6 +157,12 @@ def _one_of(
             "[train]"
         )
     return first
+
+
+def _are_equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)
 
 
 def _whole(value: object) -> object:

@@ -36,6 +36,7 @@ from meshwright.composition.taken_apart import LossScope, guard
 from meshwright.composition.tensor_check import WholeRun
 from meshwright.composition.tensor_rules import ModelCut
 from meshwright.composition.tensor_traffic import TensorTraffic
+from meshwright.composition.tied_values import TiedValues
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import synchronise_batch_norm
 from meshwright.errors import PlanError
@@ -75,23 +76,21 @@ def pipelined(
     model.zero_grad()  # what it has from before is of no step
     with resting(model.parameters()):  # what replaces a parameter gets its hooks below
         layouts, stages = _lay_out(found, mine, plan, cut, peers)
+    ranks = [pipeline.ranks[rank] for rank in holders]
+    modules, copies = StageModules(own), frozenset(map(id, _copies(found, mine)))
+    hooks = _step_hooks(modules, plan)
+    tied = TiedValues(dict(zip(mine, own, strict=True)), found.ties, ranks, peers.data.size)
     for module in own:
         given.carry(module)
     show(model, own)
-    ranks = [pipeline.ranks[rank] for rank in holders]
     _let_others_go(model, found, mine, ranks)
     guard(model, found, mine, ranks, scope := LossScope())
-    modules = StageModules(own)
-    copies = frozenset(map(id, _copies(found, mine)))
-    mirrored = _mirrored(found, mine)
     layout = PipelinedLayout(
         layouts,
         own,
         peers,
         lambda parameter: id(parameter) not in copies,
-        dtype=functools.reduce(
-            torch.promote_types, (p.dtype for p in model.parameters()), torch.float32
-        ),
+        dtype=_widest(model),
     )
     return PipelinedTrainable(
         modules,
@@ -101,13 +100,19 @@ def pipelined(
         stages=stages,
         names=names,
         copies=_other_names(found),
-        hooks=_step_hooks(modules, plan, mirrored),
+        hooks=hooks,
+        tied=tied,
         scope=scope,
-        optimizer=given.optimizer(optimizer, modules, plan, mirrored),
+        optimizer=given.optimizer(optimizer, modules, plan),
         loss=loss,
         draws=draws,
         traffic=None if traffic is None else traffic.inside(_names_in(modules)),
     )
+
+
+def _widest(model: nn.Module) -> torch.dtype:
+    dtypes = (parameter.dtype for parameter in model.parameters())
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _lay_out(
@@ -128,12 +133,10 @@ def _lay_out(
     return layouts, stages
 
 
-def _step_hooks(
-    modules: StageModules, plan: Plan, mirrored: Sequence[tuple[nn.Parameter, nn.Parameter]]
-) -> StepHooks:
+def _step_hooks(modules: StageModules, plan: Plan) -> StepHooks:
     # Units of shards put parameters into modules and back.
     fixed = () if plan.axes.size("shard") > 1 else (modules,)
-    return StepHooks(dict(modules.named_parameters()), mirrored, fixed)
+    return StepHooks(dict(modules.named_parameters()), fixed)
 
 
 def _let_others_go(
@@ -231,13 +234,6 @@ def _copies(found: CutModel, mine: Collection[int]) -> list[nn.Parameter]:
         for stage, name in tie.names
         if stage in mine and stage != tie.owner
     ]
-
-
-def _mirrored(found: CutModel, mine: Collection[int]) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Pairs of a parameter and its copy in another stage of this rank."""
-    ties = [[(s, name) for s, name in tie.names if s in mine] for tie in found.ties]
-    held = [[found.modules[s].get_parameter(name) for s, name in tie] for tie in ties]
-    return [(tie[0], copied) for tie in held for copied in tie[1:]]
 
 
 def _check_traced(plan: Plan, found: CutModel) -> None:

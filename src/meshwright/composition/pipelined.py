@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm import phase
 from meshwright.comm.whole import part_like
+from meshwright.composition.description import Description
 from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.named_optimizer import named_state
 from meshwright.composition.peers import Peers
@@ -34,6 +35,7 @@ from meshwright.composition.pipelined_layout import (
 from meshwright.composition.step_hooks import StepHooks
 from meshwright.composition.taken_apart import LossScope
 from meshwright.composition.tensor_traffic import TensorTraffic
+from meshwright.composition.tied_values import TiedValues
 from meshwright.composition.trainable import (
     EvalResult,
     Loss,
@@ -115,6 +117,7 @@ class PipelinedTrainable(Trainable):
         names: Sequence[str],
         copies: Mapping[str, str],
         hooks: StepHooks,
+        tied: TiedValues,
         scope: LossScope,
         optimizer: Optimizer | None,
         loss: Loss,
@@ -140,6 +143,7 @@ class PipelinedTrainable(Trainable):
         self._names = tuple(names)
         self._copies = dict(copies)
         self._hooks = hooks
+        self._tied = tied
         self._scope = scope
         numbered = {stage.stage_index: stage.submod for stage in stages}
         last = numbered.pop(stages[0].num_stages - 1, module)
@@ -192,7 +196,9 @@ class PipelinedTrainable(Trainable):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank holds of each parameter, by original name; a tied one once."""
-        return {n: p for n, p in super().named_parameters().items() if n not in self._copies}
+        named = super().named_parameters()
+        first = {self._copies.get(name, name): p for name, p in reversed(named.items())}
+        return dict(reversed(first.items()))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Each gradient by original name, as one process would hold it; all ranks call it."""
@@ -208,7 +214,7 @@ class PipelinedTrainable(Trainable):
         is_whole = rows < self.plan.pipeline.microbatches
         schedule = self._undivided if is_whole else self.schedule
         try:
-            with self._autocast():
+            with self._tied.inside(), self._autocast():
                 found = schedule.eval(*args, **kwargs)
                 output = output_of(self._last, found, self._pipeline)
                 loss = self._loss_of_last(found, target)
@@ -245,7 +251,8 @@ class PipelinedTrainable(Trainable):
         )
         if "optimizer" in state:
             saved = state["optimizer"]
-            copies = {n: first for n, first in self._copies.items() if n in held}
+            mine = super().named_parameters()
+            copies = {n: first for n, first in self._copies.items() if n in mine}
             values = {n: value for n, value in saved["state"].items() if n not in elsewhere}
             for name, first in copies.items():
                 if first in saved["state"]:
@@ -257,6 +264,11 @@ class PipelinedTrainable(Trainable):
                 groups.append({**group, "params": listed})
             own["optimizer"] = {"state": values, "param_groups": groups}
         super().load_state_dict(own)
+
+    def describe(self) -> Description:
+        """See `Trainable`."""
+        with self._tied.inside():
+            return super().describe()
 
     # --------------------------------------------------------------------------- internals
 
@@ -275,6 +287,7 @@ class PipelinedTrainable(Trainable):
             numbers, count = torch.arange(first, first + size), self.plan.pipeline.microbatches
             cut, _ = split_args_kwargs_into_chunks((numbers,), None, count)
             self._samples = [each for (each,) in cut]
+        self._tied.enter()
         self._layout.reduce_next(is_last)
         self._has_target = target is not None
         args, kwargs = _call(batch)
@@ -285,10 +298,15 @@ class PipelinedTrainable(Trainable):
         self._samples = []
         if is_last:
             window, scale = self._window, self._loss_scale
-            window.close()
+            window.close(self._tied.numbers())
             self._layout.scale_by(lambda: window.factor() / scale)
+            self._tied.check(window.beside())
             if self._hooks.run():
                 follow_gradients(self.module)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._tied.leave()
 
     def _scale_to(
         self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]

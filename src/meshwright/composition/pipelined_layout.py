@@ -37,8 +37,12 @@ class StageModules(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model."""
-        listed = (s.named_parameters(prefix, recurse, remove_duplicate) for s in self.stages)
-        return itertools.chain.from_iterable(listed)
+        seen: set[nn.Parameter] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if not remove_duplicate or parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
         """As of the model."""

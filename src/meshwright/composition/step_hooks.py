@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -73,18 +73,11 @@ class StepHooks:
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        copies: Sequence[tuple[nn.Parameter, nn.Parameter]],
         fixed: Iterable[nn.Module] = (),
     ) -> None:
-        """``copies`` are pairs of a parameter and its copy in another stage of this rank.
-
-        Hooks of either run on both, once. ``fixed`` are modules whose parameters stay those that
-        they are now.
-        """
+        """``fixed`` are modules whose parameters stay those that they are now."""
         self._parameters = tuple(named.values())
         self._names = {id(parameter): name for name, parameter in named.items()}
-        self._owners = {id(copied): parameter for parameter, copied in copies}
-        self._copies = tuple(copies)
         self._places: list[tuple[Mapping[str, object], str, nn.Parameter]] = [
             (part._parameters, key, parameter)
             for module in fixed
@@ -120,16 +113,7 @@ class StepHooks:
         another kind or shape.
         """
         rested, self._rested = self._rested, list[Rested]()
-        owned: dict[nn.Parameter, Rested] = {}
-        for found in reversed(rested):
-            owner = self._owners.get(id(found.parameter), found.parameter)
-            before = owned.get(owner, Rested(owner, {}, {}))
-            changing, following = (
-                before.changing | found.changing,
-                before.following | found.following,
-            )
-            owned[owner] = Rested(owner, changing, following)
-        for parameter, changing, following in owned.values():
+        for parameter, changing, following in reversed(rested):
             if parameter.grad is None:
                 continue
             try:
@@ -143,10 +127,7 @@ class StepHooks:
                     "it runs once a step, on the gradient of the global batch."
                 )
                 raise
-            for owner, copied in self._copies:
-                if owner is parameter:
-                    _follow(owner, copied)
-        return bool(owned)
+        return bool(rested)
 
 
 def _hooks(found: Hooks | None) -> Hooks:
@@ -171,12 +152,3 @@ def _write(gradient: torch.Tensor, changed: torch.Tensor | None) -> None:
             f"{tuple(changed.shape)}"
         )
     local_of(gradient).copy_(local_of(changed))
-
-
-def _follow(owner: nn.Parameter, copied: nn.Parameter) -> None:
-    """Give the copy of a parameter what hooks have made of its gradient, and of itself."""
-    if owner.grad is None:
-        copied.grad = None
-        local_of(copied).copy_(local_of(owner))
-    elif copied.grad is not None:
-        local_of(copied.grad).copy_(local_of(owner.grad))

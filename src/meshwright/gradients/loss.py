@@ -175,6 +175,7 @@ class LossWindow:
         self._sizes: list[int] = []
         self._own: torch.Tensor | None = None
         self._pending: Pending | None = None
+        self._beside: list[float] = []
         self._totals: list[float] | None = None
 
     @property
@@ -204,9 +205,13 @@ class LossWindow:
         row[1] = loss.count
         self._sums += row
 
-    def close(self) -> None:
-        """Start summing over the ranks; this rank's last microbatch is in."""
-        self._own = self._sums.clone()
+    def close(self, beside: Sequence[torch.Tensor] = ()) -> None:
+        """Start summing over the ranks; this rank's last microbatch is in.
+
+        ``beside`` are numbers of another thing that are summed together with it, as many on all.
+        """
+        self._own = self._sums
+        self._sums = torch.cat([self._own, *(n.reshape(1).to(self._own) for n in beside)])
         self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
 
     def factor(self) -> float:
@@ -226,6 +231,11 @@ class LossWindow:
         """The global mean of the loss, on the CPU, in float64."""
         total, count = self._global()[:2]
         return torch.tensor(total / count if count else math.nan, dtype=torch.float64)
+
+    def beside(self) -> list[float]:
+        """The sums over the ranks of what was given to `close`."""
+        self._global()
+        return self._beside
 
     def check_sizes(self) -> None:
         """Raise ValueError, on every rank, when means of batches of unequal size were averaged."""
@@ -250,5 +260,6 @@ class LossWindow:
             if self._pending is None:
                 raise InternalError("the window of losses was read before it was closed")
             self._pending.wait()
-            self._totals = self._sums.tolist()
+            sums = self._sums.tolist()
+            self._totals, self._beside = sums[: self.WIDTH], sums[self.WIDTH :]
         return self._totals
