@@ -479,13 +479,22 @@ def body_losses() -> None:
     """Ranks whose losses differ take the same steps of LBFGS: those of one process."""
     world = communicator()
     inputs = batch(0) * torch.arange(1.0, 9.0).double().square().unsqueeze(1)
-    for layout in ("replicate", "class", "fully_shard"):
+    whole_class = partial(in_class, sharding_strategy=ShardingStrategy.NO_SHARD)
+    wraps: dict[str, Any] = {
+        **{name: WHOLE[name] for name in ("replicate", "fully_shard")},
+        "flat": WHOLE["replicate"],
+        "class": mw.DistributedDataParallel,
+        "one flat": whole_class,
+        "original": partial(whole_class, use_orig_params=True),
+    }
+    for layout, wrap in wraps.items():
         one = net(4)
-        wrap: Any = mw.DistributedDataParallel if layout == "class" else WHOLE[layout]
         model = wrap(net(4))  # torch does not flatten DTensors with uneven rows
         for module, part in ((one, inputs), (model, inputs.chunk(world.size)[world.rank])):
             kind = OwnSearch if layout == "class" else torch.optim.LBFGS
-            optimizer = kind(module.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+            is_flat = layout == "flat" and module is model
+            held = mw.flat_groups(module) if is_flat else module.parameters()
+            optimizer = kind(held, max_iter=8, line_search_fn="strong_wolfe")
             calls = 0
 
             def closure(module: Any = module, part: Any = part, optimizer: Any = optimizer) -> Any:
@@ -502,7 +511,9 @@ def body_losses() -> None:
                 expected = losses
         torch.testing.assert_close(losses, [loss.detach() for loss in expected])
         whole = model.module if layout == "class" else model
-        with torch.no_grad():
+        is_fsdp = isinstance(model, FSDP)
+        shown = model.summon_full_params(model) if is_fsdp else contextlib.nullcontext()
+        with torch.no_grad(), shown:
             for (name, q), p in zip(one.named_parameters(), whole.parameters(), strict=True):
                 found = p.full_tensor() if hasattr(p, "full_tensor") else p
                 torch.testing.assert_close(found, q, rtol=1e-6, atol=1e-8, msg=f"{layout} {name}")

@@ -217,6 +217,10 @@ def body_sharded() -> None:
             RuntimeError, match=r"dense gradient of sharded .* '(table|bag).weight'"
         ):
             ours(share).square().mean().backward()
+    for use_orig_params in (False, True):
+        waits = FSDP(Words(), use_orig_params=use_orig_params)
+        with waits.no_sync(), pytest.raises(RuntimeError, match="dense gradient of sharded"):
+            waits(share).square().mean().backward()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.data_parallel import fully_shard
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import MixedPrecision, ShardingStrategy
+from meshwright.gradients import clip_grad_norm_
 from meshwright.testing import Ranks
 
 KINDS = [
@@ -170,6 +171,9 @@ def body_between_forward_and_backward() -> None:
             model(numbers()).backward()
         with pytest.raises(RuntimeError, match="wait for their reduction"):
             model.clip_grad_norm_(1.0)
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            with pytest.raises(RuntimeError, match="asked of .* wait for their reduction"):
+                clip(model.parameters(), 1.0)
         with pytest.raises(RuntimeError, match="wait for their reduction"):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 

@@ -14,7 +14,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-__all__ = ["GradientPart", "gradient_part", "plain", "plain_gradient"]
+__all__ = [
+    "GradientPart",
+    "gradient_part",
+    "plain",
+    "plain_gradient",
+    "refuse_waiting",
+    "waiting_gradient",
+]
 
 _NAMES = """
     argmax argmin argsort amax amin aminmax corrcoef count_nonzero cov cummax cummin cumprod cumsum
@@ -67,6 +74,8 @@ class GradientPart(torch.Tensor):
     is_sparse = False  # asked of each gradient by each step of an optimizer
     _meshwright_name: str
     """Of the parameter."""
+    _meshwright_waits: bool = False
+    """Whether it is what this rank alone has, whole, until it is reduced."""
 
     @classmethod
     def __torch_function__(
@@ -108,6 +117,27 @@ def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
     found = torch.Tensor._make_subclass(GradientPart, gradient)
     found._meshwright_name = name
     return found
+
+
+def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
+    """A gradient for ``like`` of what this rank has and waits for its reduction; its data is new.
+
+    It computes as a part does: a norm of it is that of one rank.
+    """
+    found: Any = gradient_part(torch.empty_like(like), name)
+    found._meshwright_waits = True
+    return found
+
+
+def refuse_waiting(gradient: torch.Tensor) -> None:
+    """Raise RuntimeError for a gradient that is this rank's own and waits for its reduction."""
+    if type(gradient) is GradientPart and gradient._meshwright_waits:
+        raise RuntimeError(
+            f"a norm or a sum was asked of gradients of {gradient._meshwright_name!r} that wait "
+            "for their reduction: it would be of this rank's own. Run the last backward pass of a step "
+            "outside of no_sync, then clip; to look at this rank's own, take "
+            ".grad.as_subclass(torch.Tensor)"
+        )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,6 +198,8 @@ def _is_pair(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
 
 def _refusal(func: Callable[..., object], args: tuple[object, ...]) -> RuntimeError:
     part = _first_part(args)
+    if part is not None:
+        refuse_waiting(part)
     held = "" if part is None else f" of {part._meshwright_name!r}: {part.numel()} elements here"
     return RuntimeError(
         f"{getattr(func, '__name__', func)} of a gradient of which each rank holds a part{held}. "

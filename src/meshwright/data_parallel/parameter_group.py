@@ -294,7 +294,9 @@ class ParameterGroup:
             return [*map(_gathered, self.slots)]
         return [slot.leaf.grad for slot in self.slots]
 
-    def _refuse_sparse(self, gradients: Iterable[torch.Tensor | None], error: RuntimeError) -> None:
+    def _refuse_sparse(
+        self, gradients: Iterable[torch.Tensor | None], error: RuntimeError | None = None
+    ) -> None:
         for slot, gradient in zip(self.slots, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise RuntimeError(
@@ -441,7 +443,9 @@ class ParameterGroup:
     def waiting(self) -> list[torch.Tensor | None]:
         """List whole gradients of this rank that wait for a reduction, on their own memory."""
         if not self.buffer.has_gradient:
-            return self._new_gradients()
+            gradients = self._new_gradients()
+            self._refuse_sparse(gradients)
+            return gradients
         self.accumulate()
         parts = (part for line in self.buffer.gradients for (part,) in line.parts())
         return [part if used else None for part, used in zip(parts, self.used, strict=True)]

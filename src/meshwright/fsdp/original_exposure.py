@@ -154,7 +154,7 @@ class OriginalExposure:
     def show_waiting(self, unit: Unit) -> bool:
         """See `Exposure`."""
         gradients = [gradient for group in unit.groups for gradient in group.waiting()]
-        return self._waiting.show(self.parameters(unit), gradients)
+        return self._waiting.show(unit.name, self.parameters(unit), gradients)
 
     def take_waiting(self, unit: Unit) -> bool:
         """See `Exposure`."""

@@ -17,6 +17,7 @@ from meshwright.data_parallel.distributed_parameters import cut_axes, mark_sprea
 from meshwright.data_parallel.parameter_hooks import change_by_hooks
 from meshwright.data_parallel.unit import ParameterGroup, Slot
 from meshwright.errors import InternalError
+from meshwright.gradients import mark_mean
 from meshwright.layout import FlatLayout, Piece
 
 __all__ = [
@@ -53,7 +54,11 @@ def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communica
 def mark_pieces(
     parameter: nn.Parameter, group: ParameterGroup, slots: Sequence[Slot], *, is_line: bool
 ) -> None:
-    """Tell sums over all parameters which ranks hold the rest of those in ``parameter``."""
+    """Tell sums over all parameters which ranks hold the rest of those in ``parameter``.
+
+    And tell optimizers over which its gradient is a mean.
+    """
+    mark_mean([parameter], group.axes.communicators)
     outers, name = [slot.outer for slot in slots], slots[0].name
     mark_spread(parameter, outers, group.axes.shard, name, is_line=is_line)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright.comm.gradient_part import waiting_gradient
+
 __all__ = ["WaitingGradients"]
 
 
@@ -32,11 +34,14 @@ class WaitingGradients:
         self._shown: list[_Shown | None] = []
 
     def show(
-        self, holders: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
+        self, name: str, holders: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
     ) -> bool:
-        """Give each holder its gradient as ``.grad``; True if there is any."""
+        """Give each holder, of the unit ``name``, its gradient as ``.grad``; True if any has one.
+
+        A norm of these is refused: it would be that of this rank.
+        """
         self._shown = [
-            None if gradient is None else _show(holder, gradient)
+            None if gradient is None else _show(name, holder, gradient)
             for holder, gradient in zip(holders, gradients, strict=True)
         ]
         return any(self._shown)
@@ -48,9 +53,9 @@ class WaitingGradients:
         return taken
 
 
-def _show(holder: nn.Parameter, gradient: torch.Tensor) -> _Shown:
+def _show(name: str, holder: nn.Parameter, gradient: torch.Tensor) -> _Shown:
     before = holder.grad
-    holder.grad = shell = torch.empty_like(holder)
+    holder.grad = shell = waiting_gradient(holder, name)
     shell.data = gradient
     return _Shown(holder=holder, shell=shell, before=before, version=shell._version)
 

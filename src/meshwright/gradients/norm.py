@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, union
+from meshwright.comm.gradient_part import refuse_waiting
 from meshwright.comm.spread import check_meshes, is_distributed, local_part, spread_of
 from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
 
@@ -132,6 +133,7 @@ def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]
             parameter.grad = gradient.coalesce()
             group.append(parameter.grad.values())
         elif gradient is not None:
+            refuse_waiting(gradient)
             group.append(local_part(gradient))
         known = dtypes.get(communicators, torch.float32)
         dtypes[communicators] = torch.promote_types(known, parameter.dtype.to_real())

@@ -27,7 +27,13 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
-from meshwright.comm.spread import is_distributed, is_line, is_marked_spread, local_part
+from meshwright.comm.spread import (
+    is_distributed,
+    is_line,
+    is_marked_spread,
+    local_part,
+    singles_of,
+)
 
 __all__ = [
     "check_optimizer",
@@ -189,6 +195,7 @@ def _with_mean_loss(
         loss = torch.as_tensor(closure(), dtype=torch.float64).detach()
         # Known now: replicas are set up in their first forward pass.
         held = (p for group in optimizer.param_groups for p in group["params"])
+        held = (single for parameter in held for single in singles_of(parameter))
         for axis in _marked(held, _MEAN):
             loss = loss.to(axis.device) / axis.size
             axis.all_reduce(loss, label="loss of a closure").wait()
