@@ -29,7 +29,7 @@ from meshwright.pipelining import (
 )
 from meshwright.pipelining.transfers import Transfers
 from meshwright.schedule.builders import stage_ranks
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 
 CPU = torch.device("cpu")
 TESTS = Path(__file__).resolve().parent.parent
@@ -182,6 +182,55 @@ def body_too_small() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_batch_that_is_too_small_is_one_error_everywhere(ranks: Ranks, size: int) -> None:
     ranks(size, body_too_small, timeout=20)
+
+
+class Adding(nn.Module):
+    """Takes one argument more, with a default."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: torch.Tensor, more: Any = 0) -> torch.Tensor:
+        return self.first(x) + more
+
+
+def body_counts() -> None:
+    """Ends with a refusal that all ranks hear, in the step or before they come to it."""
+    world = communicator()
+    schedule, mine = made("GPipe", [*map(Adding, linear(world.size))], 2, loss_fn=nn.MSELoss())
+    x = torch.ones(4, 4, dtype=torch.float64)
+    is_first, is_last = 0 in mine, world.size - 1 in mine
+    for args in ((x,), (x, x)):
+        schedule.step(*(args if is_first else ()), **({"more": 2} if is_last else {}), target=x)
+    wrong: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
+        ((), {}, r"\(x, more\) of Adding, .*0 positional arguments: missing.*'x'"),
+        ((x, x, x), {}, "got 3 positional arguments: too many"),
+        ((x,), {"other": x}, r"1 positional arguments and the keywords \['other'\]: .*'other'"),
+        ((x, x), {"more": x}, "got 2 positional .* multiple values for argument 'more'"),
+    )
+    for args, kwargs, text in wrong if is_first else ():
+        with pytest.raises(ValueError, match=text):
+            schedule.step(*args, target=x, **kwargs)
+        with pytest.raises(ValueError, match=text):
+            schedule.step_microbatches([args] * 2, [kwargs] * 2, [x[:2], x[2:]])
+    if is_last:
+        with pytest.raises(ValueError, match=r"Stage \d.*this step got the keywords \['other'\]"):
+            schedule.step(target=x, other=x)
+        with pytest.raises(
+            RuntimeError, match="needs a target .* 1 positional .*: name it target="
+        ):
+            schedule.step(x)
+    world.barrier()
+    schedule.step(*((x, x, x) if is_first else ()), target=x)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_wrong_arguments_are_one_error_everywhere(ranks: Ranks, size: int) -> None:
+    with pytest.raises(RanksFailed, match=f"^{size} of {size} ranks failed; rank 0") as failed:
+        ranks(size, body_counts, timeout=60)
+    for outcome in failed.value.outcomes:
+        assert "[Stage 0] expects the arguments (x, more) of Adding" in str(outcome.exception)
 
 
 class Noted(nn.Module):

@@ -22,6 +22,7 @@ from torch import nn
 from meshwright import comm
 from meshwright.errors import PipeliningShapeError
 from meshwright.gradients import mark_stage
+from meshwright.pipelining.arguments import CallCheck
 from meshwright.pipelining.backward import (
     Junction,
     stage_backward,
@@ -140,6 +141,7 @@ class PipelineStage:
         """By microbatch, what its outputs must be, where that is known."""
         self.inbox = Inbox()
         """What has come from other stages."""
+        self._calls = CallCheck()
         self._starts: dict[int, Start] = {}
         self._values: dict[int, Values] = {}
         self._halves = Halves()
@@ -180,7 +182,9 @@ class PipelineStage:
     def check_microbatches(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Raise for arguments of the batch that this stage cannot take, before anything runs."""
+        """Raise ``ValueError`` for arguments with which this stage cannot be called."""
+        if self.takes_any_keyword:
+            self._calls.look(self.submod, self.name, args, kwargs, takes_args=self.is_first)
 
     # -------------------------------------------------------------------------- inbox
 

@@ -266,9 +266,10 @@ class PipelineSchedule:
             if not self.computes_losses and (batch.targets is not None or losses is not None):
                 raise RuntimeError("Forward-only schedule does not support loss computation")
             if training and last is not None and batch.targets is None:
+                given = len(batch.args[0])
                 raise RuntimeError(
                     "step() with a loss_fn needs a target on the rank of the last stage, but got "
-                    "none"
+                    f"none{f' and {given} positional arguments: name it target=' if given else ''}"
                 )
         except Exception as error:
             self._runtime.refused(error)
