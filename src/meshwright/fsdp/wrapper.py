@@ -234,9 +234,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         self._state_dict_settings = StateDictSettings()
         self._hook: object = None
         setattr(self, WRAPPED, module)
-        tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
-        for wrapper in wrappers_in(self) if tensor is not None else ():
-            wrapper._groups = replace(wrapper._groups, tensor=tensor)
+        _note_tensor_mesh(self)
         check_reached(self)
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
@@ -453,6 +451,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
 FROM_ABOVE = "_meshwright_from_above"
 """On a module that is to be wrapped by a policy: what its unit leaves to others, and to nobody."""
+
+
+def _note_tensor_mesh(root: FullyShardedDataParallel) -> None:
+    """Tell all wrappers below on which mesh those parameters lay that were DTensors."""
+    mesh = tensor_mesh(slot for unit in fsdp_units(root) for slot in unit.slots)
+    for wrapper in wrappers_in(root) if mesh is not None else ():
+        wrapper._groups = replace(wrapper._groups, tensor=mesh)
 
 
 def _move(
