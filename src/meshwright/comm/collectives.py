@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwright.comm import gloo, lookup, shared_memory
 from meshwright.comm.lookup import Transfer
-from meshwright.comm.pending import Pending, TransferWaiter, Work
+from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
+from meshwright.comm.ranges import in_ranges
 from meshwright.comm.registry import PROCESS, PhaseRecord
 from meshwright.comm.streams import Clock
 from meshwright.errors import CommunicationError
@@ -29,8 +30,6 @@ __all__ = ["Communicator", "Issued"]
 
 REMEMBERED = 16
 """How many of the last operations a rank can name in a hang report."""
-
-Launched = tuple[Sequence[Work], Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +429,8 @@ class Communicator:
             )
             PROCESS.tell_issued(collective)
             pending.observed(collective, self.clock.mark())
+        if torch.autograd._profiler_enabled():
+            launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
         if not self._is_labelled:
             pending.launched(*launch(group))
             return pending

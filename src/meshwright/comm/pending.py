@@ -62,6 +62,10 @@ class _WaiterThread(threading.Thread):
                 return
 
 
+Launched = tuple[Sequence[Work], Callable[[], None] | None]
+"""What was started, and what runs once after the last of it."""
+
+
 class TransferWaiter:
     """Waits for one point-to-point work in a thread of its own.
 

@@ -298,9 +298,10 @@ class PipelinedTrainable(Trainable):
         self._samples = []
         if is_last:
             window, scale = self._window, self._loss_scale
-            window.close(self._tied.numbers())
+            window.close(numbers := self._tied.numbers())
             self._layout.scale_by(lambda: window.factor() / scale)
-            self._tied.check(window.beside())
+            if numbers:
+                self._tied.check(window.beside())
             if self._hooks.run():
                 follow_gradients(self.module)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.buffers import (
@@ -402,8 +403,10 @@ class SharedMemoryGroup(ProcessGroup):
         self, call: Call, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
     ) -> SharedWork:
         run_now = not getattr(opts, "asyncOp", True)
-        work = self._queue.submit(call, body, outputs, held, run_now=run_now)
-        return self._note(work)
+        if torch.autograd._profiler_enabled():
+            with record_function(f"meshwright:{call.kind}"):
+                return self._note(self._queue.submit(call, body, outputs, held, run_now=run_now))
+        return self._note(self._queue.submit(call, body, outputs, held, run_now=run_now))
 
     # ------------------------------------------------------------------ what c10d asks
 
