@@ -172,10 +172,13 @@ def _of_two_rows(example: Inputs) -> Inputs:
     tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     if any(tensor.dim() and len(tensor) != 1 for tensor in tensors):
         return example
-    return tree_map_only(torch.Tensor, lambda t: _twice(t.detach()) if t.dim() else t, example)
+    return tree_map_only(torch.Tensor, _twice, example)
 
 
 def _twice(row: torch.Tensor) -> torch.Tensor:
+    if not row.dim():
+        return row
+    row = row.detach()
     step, *steps = row.stride()
     within = sum((size - 1) * s for size, s in zip(row.shape[1:], steps, strict=True))
     if step <= within or 0 in steps:

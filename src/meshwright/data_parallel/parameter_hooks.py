@@ -45,9 +45,10 @@ def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
     A DTensor without elements, which torch's own `get_gradient_edge` views, is taken, too.
     """
     alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
-    if alias.grad_fn is None:
+    node = None if alias.grad_fn is None else alias.grad_fn.next_functions[0][0]
+    if node is None:
         raise InternalError(f"a leaf of shape {tuple(leaf.shape)} has no graph")
-    return alias.grad_fn.next_functions[0][0]
+    return node
 
 
 def refuse_past_hooks(

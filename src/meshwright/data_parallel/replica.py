@@ -203,7 +203,8 @@ class Replica:
 
     def _send_own_buffers(self) -> None:
         """Give the module's own buffers the values that rank 0 has of them at the start."""
-        names, self._unsent = self._unsent, []
+        names = tuple(self._unsent)
+        self._unsent.clear()
         own = self.buffers.follow()
         if self._options.init_sync:
             found = [own[name] for name in names if name in own]

@@ -39,7 +39,7 @@ class DimPart:
     whole: int | None = None
 
     def place(self, size: int, site: str) -> tuple[int, int]:
-        """Find the first of this rank's ``size`` elements, and the number of all ranks' together."""
+        """Find the first of this rank's ``size`` elements, and the number of all ranks'."""
         whole = size * self.parts if self.whole is None else self.whole
         start, expected = chunk(whole, self.parts, self.index)
         if size != expected:

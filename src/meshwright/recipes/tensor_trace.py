@@ -139,7 +139,7 @@ class TensorTrace:
             now.calls[full] += 1
 
     def _is_traced(self, stage: int) -> bool:
-        """Check that a step's own forward pass runs: no evaluation, nothing that is computed again."""
+        """Check that a step's own forward pass runs: no evaluation, no recomputation."""
         return stage in self._passes and torch._C._current_graph_task_id() == -1
 
     def _put_samples(

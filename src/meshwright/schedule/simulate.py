@@ -222,7 +222,7 @@ class _Machine:
         return woken
 
     def _start(self, rank: int, part: Action, free: float) -> float:
-        """Find the start of ``part``; negative when a result is not known yet, then it is awaited."""
+        """Find the start of ``part``; negative while a result is not known, then it is awaited."""
         stage, operation, k, _ = part
         needs = self._needs.get((stage, operation))
         if needs is None:
