@@ -1,7 +1,8 @@
-"""Trains a small Llama of Hugging Face, from random weights, over the axes of a plan.
+r"""Trains a small Llama of Hugging Face, from random weights, over the axes of a plan.
 
 torchrun --nproc-per-node 4 examples/llama.py examples/llama.toml
-torchrun --nproc-per-node 4 examples/llama.py examples/llama.toml axes.shard=1 axes.pipeline=2
+torchrun --nproc-per-node 4 examples/llama.py examples/llama.toml axes.shard=1 axes.pipeline=2 \
+    pipeline.microbatches=4
 """
 
 from __future__ import annotations

@@ -123,6 +123,7 @@ class T5(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.shared = kind, nn.Embedding(WORDS, WIDTH)
+        self.register_buffer("unread", torch.ones(1), persistent=False)
         self.encoder = Stack(self.shared, crosses=False)
         self.decoder = Stack(self.shared, crosses=True)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)

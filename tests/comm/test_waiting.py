@@ -6,6 +6,7 @@ The bounds of the rule are shortened on the ranks, to seconds.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
@@ -104,6 +105,28 @@ def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
         for line in lines:
             assert says.search(line), line
             assert "test_waiting.py" in line or "its process is at work" in line
+
+
+def test_a_rank_that_works_alone_is_waited_for_in_silence(ranks: Ranks) -> None:
+    def body() -> list[list[str]]:
+        shorten(1.0)
+        world = comm.connect(hang_after=0.5)
+        found = []
+        acts = ((sleep, math.inf), (loop, math.inf), (sleep, 60.0))
+        for act, limit in acts:
+            lines = logged()
+            if world.rank == 1:
+                with comm.phase("alone", limit=limit):
+                    act(2.0)
+            all_reduce("ours")
+            found.append(lines)
+            logging.getLogger("meshwright").handlers.clear()
+        comm.disconnect()
+        return found
+
+    *silent, named = ranks(3, body, connected=False)[0]
+    assert silent == [[], []]
+    assert any("rank 1 has not issued it: it is in alone at" in line for line in named)
 
 
 @ON_BOTH

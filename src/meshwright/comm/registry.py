@@ -162,8 +162,9 @@ class phase:  # noqa: N801 - it is used as a function: `with phase("forward", st
 
     Waits for a rank that does something without the others, and may do so for long, are bounded by
     ``limit`` (seconds) of its phase where that is longer than their own bound: slow storage is no
-    dead rank. A rank that does not answer at all is lost in any case. A phase that ``computes`` is
-    a span on the compute lane of observers that measure (`SpanObserver`).
+    dead rank. A rank that does not answer at all is lost in any case. One that works alone says so
+    by ``math.inf``, and is waited for without a line about it. A phase that ``computes`` is a span
+    on the compute lane of observers that measure (`SpanObserver`).
     """
 
     __slots__ = ("_computes", "_limit", "_record", "_spans")

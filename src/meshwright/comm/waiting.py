@@ -13,7 +13,8 @@ Every wait of Meshwright is watched by a `Watch`, and ends in the same way, what
     the user's limit has passed                  give up
 
 A rank that answers and is busy, wherever, is waited for. After ``hang_after`` seconds the missing
-ranks are named on every rank, and then every `LINE_EVERY` seconds on one.
+ranks are named on every rank, and then every `LINE_EVERY` seconds on one; none is named while all
+of them work alone, as they have said by an endless limit of their phase.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class Watch:
         self._has_excused = False
         """True where the limit was last put off for a rank that may take its time."""
         self._silent: dict[int, _Silence] = {}
+        self._alone: set[int] = set()
+        """Ranks that worked alone when they answered last."""
         self._serials: Mapping[int, object] = {}
         self._serials_since = 0.0
 
@@ -212,6 +215,8 @@ class Watch:
         for rank in self._awaited.ranks:
             if rank in answers:
                 self._silent.pop(rank, None)
+                is_alone = answers[rank]["alone"] and not answers[rank]["waiting"]
+                (self._alone.add if is_alone else self._alone.discard)(rank)
             else:
                 look = self._monitor.ranks.look_at(rank)
                 told = [answer["seen"].get(str(rank)) for answer in answers.values()]
@@ -267,6 +272,8 @@ class Watch:
             self._is_complete = True
             self._report_at = self._waited + self._monitor.hang_after
             return
+        if self._works_alone([*missing, *(r for r in self._awaited.ranks if r not in answers)]):
+            return
         self._report_at = self._waited + LINE_EVERY
         self._reports += 1
         if self._reports > 1 and missing and all(answers[r]["waiting"] for r in missing):
@@ -276,6 +283,12 @@ class Watch:
         self._monitor.report(topic, text, everywhere=self._reports == 1)
 
     # ---------------------------------------------------------------- who is missing
+
+    def _works_alone(self, ranks: Sequence[int]) -> bool:
+        """Tell whether all of ``ranks``, who are missing, work at something of their own."""
+        silences = [self._silent[rank] for rank in ranks if rank in self._silent]
+        at_work = all(silence.is_at_work for silence in silences)
+        return bool(ranks) and self._alone.issuperset(ranks) and at_work
 
     def _lost(self, answers: Answers) -> list[int]:
         """Ranks whose processes have ended or stand still, or that nobody has seen for long."""

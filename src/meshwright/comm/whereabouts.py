@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -60,6 +61,7 @@ def own_state() -> dict[str, Any]:
         "line": line_of(frame),
         "compiling": _is_compiling(frame),
         "excused": any(record.excused_until > now for record in list(PROCESS.phases)),
+        "alone": any(record.excused_until == math.inf for record in list(PROCESS.phases)),
         "groups": groups,
     }
 
@@ -69,6 +71,7 @@ _OF_AN_ANSWER = {
     "line": str,
     "compiling": bool,
     "excused": bool,
+    "alone": bool,
     "leaving": bool,
     "waiting": dict,
     "groups": dict,

@@ -103,12 +103,13 @@ def _refuse(values: list[object]) -> NoReturn:
 def let_go(model: nn.Module, held: Container[int], where: Mapping[str, str]) -> None:
     """Give back the memory of all of ``model`` whose identity is not ``held`` on this rank.
 
-    ``where`` says by name which stage and rank have it.
+    ``where`` says by name which stage and rank have it. What no stage has, as a buffer that no
+    forward reads, is left as it is.
     """
     classes: dict[type, type] = {}
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if id(tensor) not in held:
+            if id(tensor) not in held and name in where:
                 _empty(tensor, f"{kind} {name!r} {where[name]}", classes)
 
 

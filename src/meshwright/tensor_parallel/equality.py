@@ -7,6 +7,7 @@ where digests of it differ, the values of the axis' first rank decide.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -67,20 +68,23 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
             if axis.size > 1 and local.device.type != "meta":
                 by_axis.setdefault(axis, []).append((name, local))
     for axis, named in by_axis.items():
-        _verify(axis, named, "Seed all ranks alike, or parallelise with src_data_rank=0")
+        hint = "Seed all ranks alike, or parallelise with src_data_rank=0"
+        _verify(axis, named, hint, functools.partial(_gathered, axis))
 
 
 @torch.no_grad()
-def verify_plain(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def verify_plain(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], exchange: Exchange
+) -> None:
     """Check that parameters without a style are equal on the ranks of ``axis``, bit by bit.
 
-    All ranks call it together; one exchange of digests. Raises `LayoutError` on all of them.
+    All ranks call it together; digests go through ``exchange``. Raises `LayoutError` on all.
     """
     hint = (
         "it has no style, so each rank keeps its own. Seed all ranks alike, or load the same state "
         "on all; where ranks are to differ, give its module a ParallelStyle of your own"
     )
-    _verify(axis, named, hint)
+    _verify(axis, named, hint, exchange)
 
 
 @torch.no_grad()
@@ -238,9 +242,18 @@ def _replicated(
             yield axis, rest.local.detach()
 
 
-def _verify(axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], hint: str) -> None:
-    label = "digest of what ranks hold whole"
-    if are_equal(named, lambda said: _text(axis.gather_bytes(said.encode(), label=label))):
+def _gathered(axis: Communicator, said: str) -> list[str]:
+    rows = axis.gather_bytes(said.encode(), label="digest of what ranks hold whole")
+    return [row.decode() for row in rows]
+
+
+def _verify(
+    axis: Communicator,
+    named: Sequence[tuple[str, torch.Tensor]],
+    hint: str,
+    exchange: Exchange,
+) -> None:
+    if are_equal(named, exchange):
         return
     lists = _everyones(axis, named)
     for position in range(min(map(len, lists))):
@@ -265,10 +278,6 @@ def _everyones(
     """Each rank's names, kinds and digests."""
     rows = axis.gather_bytes(_digests(named), label="what ranks hold whole, and differs")
     return [json.loads(row) for row in rows]
-
-
-def _text(rows: Sequence[bytes]) -> list[str]:
-    return [row.decode() for row in rows]
 
 
 def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:

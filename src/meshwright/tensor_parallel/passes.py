@@ -163,7 +163,8 @@ class _Begin:
         passes.begin(self._root)
         if not self._is_verified:
             held = [(n, p) for n, p in self.plain_of(module) if not is_dtensor(p)]
-            verify_plain(passes.axis, held)
+            exchange = passes.exchange(f"the parameters without a style of {self._root}")
+            verify_plain(passes.axis, held, exchange)
             self._is_verified = True
         if is_due(self._number) and not self._is_layer:
             self._compare_inputs((inputs, options))
