@@ -134,8 +134,8 @@ def refuse_waiting(gradient: torch.Tensor) -> None:
     if type(gradient) is GradientPart and gradient._meshwright_waits:
         raise RuntimeError(
             f"a norm or a sum was asked of gradients of {gradient._meshwright_name!r} that wait "
-            "for their reduction: it would be of this rank's own. Run the last backward pass of a step "
-            "outside of no_sync, then clip; to look at this rank's own, take "
+            "for their reduction: it would be of this rank's own. Run the last backward pass of a "
+            "step outside of no_sync, then clip; to look at this rank's own, take "
             ".grad.as_subclass(torch.Tensor)"
         )
 
