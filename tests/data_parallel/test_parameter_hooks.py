@@ -119,6 +119,30 @@ def body_flat_view() -> None:
         assert_equal(one, many)
 
 
+def body_flat_in_backward() -> None:
+    """An optimizer that steps the flat view rests where only inputs are asked for gradients."""
+    one = Net()
+    many = shard(copy.deepcopy(one))
+    for held in (list(one.parameters()), list(flat_groups(many))):
+        for each in held:
+            optimizer = torch.optim.AdamW([each], lr=0.1)
+
+            def step(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                p.grad = None
+
+            each.register_post_accumulate_grad_hook(step)
+    world = communicator()
+    for number in range(3):
+        x = batch(number)
+        for net, part in ((one, x), (many, x.chunk(world.size)[world.rank])):
+            given = part.clone().requires_grad_()
+            loss = net(given).square().mean()
+            torch.autograd.grad(loss, given, retain_graph=True)
+            loss.backward()
+        assert_equal(one, many)
+
+
 def body_hooks_while_sharding() -> None:
     """What was put on a parameter whose unit was sharded alone, and lost a shared weight later."""
     net = Net()
@@ -136,6 +160,7 @@ def test_hooks_on_gradients_get_the_mean(ranks: Ranks) -> None:
     ranks(2, body_gradient_hooks)
     ranks(2, body_hooks_while_sharding)
     ranks(2, body_flat_view)
+    ranks(2, body_flat_in_backward)
 
 
 STRATEGIES: dict[str, Any] = {

@@ -293,7 +293,12 @@ class ExposedTensors:
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
-        """Set ``.grad`` to a view of ``reduced``, or add to it; hooks of parameters run."""
+        """Set ``.grad`` to a view of ``reduced``, or add to it; hooks of parameters run.
+
+        Where no rank has a gradient, as when only inputs were asked for theirs, nothing happens.
+        """
+        if not any(used) and not self._has_direct(group):
+            return
         fresh = self._on(group, reduced)
         hooked: list[nn.Parameter] = []
         for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
@@ -307,6 +312,13 @@ class ExposedTensors:
             self.follow_gradients(group)
         if group in self._flat:
             _run_hooks_of_flat(self._flat[group], group)
+
+    def _has_direct(self, group: ParameterGroup) -> bool:
+        """Tell whether a loss has left gradients that the flat one does not have."""
+        flat = self._flat.get(group)
+        if flat is None or flat.grad is not None:
+            return False
+        return any(entry.exposed.grad is not None for entry in self.entries(group))
 
     @torch.no_grad()
     def follow_gradients(self, group: ParameterGroup) -> None:
