@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from meshwright.comm import Recorder, communicator, observe, subgroup
-from meshwright.data_parallel import DistributedDataParallel, keep_batch_norm_local, replicate
+from meshwright.data_parallel import (
+    DistributedDataParallel,
+    fully_shard,
+    keep_batch_norm_local,
+    replicate,
+)
 from meshwright.data_parallel.comm_hooks import allreduce_hook
+from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
@@ -155,6 +162,27 @@ def test_steps_in_the_backward(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks(2, body_steps_in_the_backward, options)
 
 
-@pytest.mark.parametrize("body", [body_average, body_goes_on, body_not_copied, body_device_ids])
+def body_parts_and_files() -> None:
+    """Slices are containers of the class before; what belongs to this process is not pickled."""
+    one = net().eval()
+    mesh = init_device_mesh("cpu", (2,))
+    for wrap in (replicate, fully_shard, FullyShardedDataParallel):
+        model = net().eval()
+        for part in range(3) if wrap is fully_shard else ():
+            wrap(model[part], mesh=mesh)
+        model = wrap(model)
+        torch.testing.assert_close(model(share(0)), one(share(0)))
+        if wrap is not FullyShardedDataParallel:
+            assert type(model[0:2]) is nn.Sequential
+            torch.testing.assert_close(model[0:2](share(0)), one[0:2](share(0)))
+        for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(TypeError, match="cannot pickle a .*Save its state_dict"):
+                save(model)
+        torch.testing.assert_close(copy.copy(model)(share(0)), one(share(0)))
+
+
+@pytest.mark.parametrize(
+    "body", [body_parts_and_files, body_average, body_goes_on, body_not_copied, body_device_ids]
+)
 def test_copies(ranks: Ranks, body: Any) -> None:
     ranks(2, body)

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as theirs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
+from meshwright.data_parallel import (
+    DistributedDataParallel,
+    comm_hooks,
+    fully_shard,
+    replicate,
+)
 from meshwright.data_parallel.alignment import NOTES
-from meshwright.data_parallel.comm_hooks import allreduce_hook
+from meshwright.data_parallel.gradient_bucket import GradBucket
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.gradients import clip_grad_norm_
@@ -204,9 +211,71 @@ def body_refusals() -> None:
     world = communicator()
     hooked = DistributedDataParallel(Words())
     with pytest.raises(RuntimeError, match=r"bag.weight, table.weight have sparse gradients"):
-        hooked.register_comm_hook(None, allreduce_hook)
+        hooked.register_comm_hook(None, comm_hooks.quantization_pertensor_hook)
     with pytest.raises(CollectiveMismatchError, match="sparse gradient"):
         DistributedDataParallel(Words(is_sparse=world.rank == 0))
+
+
+def body_hooks() -> None:
+    """What a hook makes of sparse gradients is what it makes of dense ones."""
+    world = communicator()
+
+    def own(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """A hook of a user, by c10d."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        for gradient in bucket.gradients():
+            dist.all_reduce(gradient)
+            gradient.div_(world.size)
+        future.set_result(bucket.buffer())
+        return future
+
+    for hook, tolerance, is_tied in [
+        (comm_hooks.allreduce_hook, 1e-12, False),
+        (comm_hooks.allreduce_hook, 1e-12, True),
+        (theirs.allreduce_hook, 1e-12, False),
+        (own, 1e-12, False),
+        (comm_hooks.bf16_compress_hook, 0.02, False),
+        (theirs.bf16_compress_hook, 0.02, False),
+        (comm_hooks.bf16_compress_wrapper(comm_hooks.allreduce_hook), 0.02, False),
+    ]:
+        one = Words(is_tied, is_sparse=False)
+        ours = DistributedDataParallel(Words(is_tied), find_unused_parameters=True)
+        ours.register_comm_hook(None, hook)
+        for step in range(2):
+            whole, share = batch(step)
+            # In the second pass one rank looks nothing up in the table.
+            uses = [step == 0 or rank == 0 for rank in range(world.size)]
+            rows = zip(whole.chunk(world.size), uses, strict=True)
+            (
+                sum(one(part, True, use).square().mean() for part, use in rows) / world.size
+            ).backward()
+            ours(share, True, uses[world.rank]).square().mean().backward()
+            for (name, a), b in zip(ours.module.named_parameters(), one.parameters(), strict=True):
+                assert a.grad.is_sparse is (name in ours_sparse(is_tied)), name
+                torch.testing.assert_close(
+                    a.grad.to_dense(), b.grad, rtol=tolerance, atol=tolerance, msg=name
+                )
+            for model in (ours, one):
+                model.zero_grad()
+        # Nobody uses it: it stays None.
+        ours(share, True, False).square().mean().backward()
+        assert (ours.module.table.weight.grad is None) is not is_tied
+    local = DistributedDataParallel(Words())
+    local.register_comm_hook(None, comm_hooks.noop_hook)
+    alone = Words()
+    for model in (local, alone):
+        model(share).square().mean().backward()
+    for a, b in zip(local.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())
+
+
+def ours_sparse(is_tied: bool) -> set[str]:
+    return {"bag.weight"} if is_tied else {"bag.weight", "table.weight"}
+
+
+@pytest.mark.parametrize("backend", ["meshwright", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_hooks_reduce_sparse_gradients(ranks: Ranks, backend: str) -> None:
+    ranks(2, body_hooks, backend=backend)
 
 
 def body_sharded() -> None:

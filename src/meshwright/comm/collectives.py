@@ -129,7 +129,7 @@ class Communicator:
         label: str = "",
         async_op: bool = True,
     ) -> Pending:
-        """Reduce ``tensor`` over all ranks, in place."""
+        """Reduce ``tensor``, dense or sparse, over all ranks, in place."""
         op = lookup.reduction(reduction)
         self._check(tensor)
 
@@ -473,7 +473,7 @@ class Communicator:
                     f"axis {self.axis}: expected a plain tensor, found a DTensor of shape "
                     f"{tuple(tensor.shape)}: pass its local tensor, or redistribute it"
                 )
-            if not tensor.is_contiguous():
+            if not tensor.is_sparse and not tensor.is_contiguous():
                 raise ValueError(
                     f"axis {self.axis}: expected a contiguous tensor, found shape "
                     f"{tuple(tensor.shape)} with strides {tensor.stride()}: call .contiguous()"

@@ -120,6 +120,15 @@ def quantization_perchannel_hook(
     return _quantised(reduction_axis(state, bucket), bucket, rows.view(-1, bucket_size))
 
 
+for _hook in (
+    batched_powerSGD_hook,
+    powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+):
+    _hook.__dict__["is_for_dense"] = True
+
+
 def _compressed(state: object, bucket: GradBucket, dtype: torch.dtype) -> Future:
     axis = reduction_axis(state, bucket)
     buffer = bucket.buffer()
@@ -128,7 +137,7 @@ def _compressed(state: object, bucket: GradBucket, dtype: torch.dtype) -> Future
 
     def finish() -> torch.Tensor:
         pending.wait()
-        return buffer.copy_(narrow)
+        return narrow.to(buffer.dtype) if narrow.is_sparse else buffer.copy_(narrow)
 
     return Deferred(finish)
 
@@ -140,9 +149,9 @@ def _narrowed(hook: CommunicationHook, dtype: torch.dtype) -> CommunicationHook:
         future = hook(state, bucket)
 
         def finish() -> torch.Tensor:
-            buffer.copy_(tensor_of(future).view(-1))
+            found = tensor_of(future)
             bucket.set_buffer(buffer)
-            return buffer
+            return found.to(buffer.dtype) if found.is_sparse else buffer.copy_(found.view(-1))
 
         return Deferred(finish)
 

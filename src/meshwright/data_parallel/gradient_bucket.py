@@ -104,7 +104,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, 1-D."""
+        """All gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -113,6 +113,8 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients one by one: contiguous views of the buffer in the parameters' shapes."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
         return [
             self._buffer[part.offset : part.offset + math.prod(part.shape)].view(part.shape)
             for part in self._parts

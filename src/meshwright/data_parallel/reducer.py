@@ -114,7 +114,6 @@ class GradientReducer:
         self._static = self._notes.static
         self._unused: frozenset[int] | None = None
         """Parameters that no rank used in the first reduction, when they are to be skipped."""
-        self._refuse_unseen(self.registered_hook is not None)
         self._arrange()
 
     @property
@@ -155,17 +154,14 @@ class GradientReducer:
             )
         if self.phase is not ReductionPhase.IDLE:
             raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
-        self._refuse_unseen(True)
-        self.registered_hook = RegisteredHook(hook=hook, state=state)
-        self._arrange()
-
-    def _refuse_unseen(self, is_hooked: bool) -> None:
-        if is_hooked and self.settings.sparse:
+        if self.settings.sparse and getattr(hook, "is_for_dense", False):
             raise RuntimeError(
                 f"parameters {', '.join(sorted(self.settings.sparse))} have sparse gradients, "
-                "which a communication hook does not see in a bucket's buffer: build their "
-                "embeddings with sparse=False, or leave the hook out"
+                "which this communication hook cannot send: build their embeddings with "
+                "sparse=False, or take allreduce_hook or a hook for half precision"
             )
+        self.registered_hook = RegisteredHook(hook=hook, state=state)
+        self._arrange()
 
     def begin_forward(self) -> None:
         """Get ready for the gradients of a forward pass that has just begun."""
@@ -241,7 +237,7 @@ class GradientReducer:
             while self._next < len(self.buckets):
                 self.buckets[self._next].fill_void()
                 self._launch()
-            for bucket in self.buckets:
+            for bucket in self._by_end():
                 bucket.drop()
             self._share_notes()
         last = self.buckets[-1] if self.buckets else None
@@ -264,7 +260,7 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.fill_absent()
             self._launch()
-        for bucket in self.buckets:
+        for bucket in self._by_end():
             bucket.drop()
         self._share_notes()
         self._next = 0
@@ -391,7 +387,10 @@ class GradientReducer:
         """Start the next reduction, whose bucket has been filled."""
         bucket = self.buckets[self._next]
         registered = self.registered_hook
-        if registered is None or not isinstance(bucket, Bucket):
+        if registered is not None and isinstance(bucket, SparseGradient):
+            if not self._is_local:
+                bucket.launch(self.communicator, registered.call)
+        elif registered is None or not isinstance(bucket, Bucket):
             bucket.launch(self.communicator)
         elif bucket.parameters:
             before = self.buckets[self._next - 1] if self._next else None
@@ -418,10 +417,13 @@ class GradientReducer:
                 bucket.finish()
         else:
             held = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
-            for bucket in held:
-                bucket.await_hook()
-                if self._notes.reduced is not None:
-                    bucket.look(self._notes.reduced)
+            for bucket in self._by_end():
+                if isinstance(bucket, Bucket):
+                    bucket.await_hook()
+                    if self._notes.reduced is not None:
+                        bucket.look(self._notes.reduced)
+                elif not self._is_local:
+                    bucket.finish()
             if held and len(held[-1].extra):
                 self._notes.add_reduced(held[-1].extra)
             self._share_notes()
@@ -436,6 +438,12 @@ class GradientReducer:
         self._skip_unused()
         if error is not None:
             raise error
+
+    def _by_end(self) -> Sequence[Reduction]:
+        """In the order in which they end: sparse ones last where a hook gets them only then."""
+        if self.registered_hook is None:
+            return self.buckets
+        return sorted(self.buckets, key=lambda bucket: isinstance(bucket, SparseGradient))
 
     def _skip_unused(self) -> None:
         """Leave what no rank has used in the first reduction out of the next ones, if asked to."""

@@ -25,6 +25,7 @@ from meshwright.data_parallel.distributed import one_device
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, check_hook
 from meshwright.data_parallel.join import UnevenInputs
 from meshwright.data_parallel.low_precision import compute_in
+from meshwright.data_parallel.of_this_process import OfThisProcess
 from meshwright.data_parallel.options import ReplicateKeywords, ReplicateOptions, resolved
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.residency import ReplicaResidency
@@ -170,8 +171,12 @@ class ReplicateState:
         return True
 
 
-class ReplicatedModule(nn.Module):
+class ReplicatedModule(OfThisProcess):
     """What the class of a replicated module has beside its own members."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Make a module of the class before: a slice of a container has no gradients to reduce."""
+        return cls.__bases__[1](*args, **kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether forward passes from now on lead to a reduction of their gradients.

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.data_parallel.buffer import CustomCollective
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import ExposedTensors
+from meshwright.data_parallel.of_this_process import OfThisProcess
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
 from meshwright.data_parallel.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
@@ -34,7 +35,7 @@ class UnshardHandle:
             unit.wait_unshard()
 
 
-class FSDPModule(JoinsUnevenInputs):
+class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     """A module whose parameters `fully_shard` has sharded.
 
     Settings take hold from the next forward or backward pass on, in this module and, where there

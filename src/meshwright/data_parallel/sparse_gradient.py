@@ -6,17 +6,20 @@ Each rank tells how many rows it has, then all gather the rows of all, padded to
     rows      indices and values of every rank, in rank order      two all-gathers at the finish
 
 Every rank adds up the same rows in the same order, so the results are equal bit by bit. When a rank
-has a dense gradient (a table that is also used densely), all ranks sum dense ones instead.
+has a dense gradient (a table that is also used densely), all ranks sum dense ones instead. A
+communication hook gets the sparse tensor, or then the dense one, at the finish.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
 
 from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.gradient_bucket import BucketPart, GradBucket, tensor_of
 from meshwright.data_parallel.slots import BucketLayout
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
@@ -58,6 +61,7 @@ class SparseGradient:
         self._numbers = torch.empty(0, dtype=torch.int64)
         self._communicator: Communicator | None = None
         self._pending: Pending | None = None
+        self._hook: Callable[[GradBucket], torch.futures.Future[torch.Tensor]] | None = None
 
     def reset(self) -> None:
         """Forget the gradient of the last backward pass."""
@@ -99,8 +103,13 @@ class SparseGradient:
         """Make the reduction visibly void: this rank gave up its backward pass."""
         self._number, self._gradient = _Instead.VOID, None
 
-    def launch(self, communicator: Communicator) -> None:
-        """Tell the others how many rows there are; `finish` sends the rows."""
+    def launch(
+        self,
+        communicator: Communicator,
+        hook: Callable[[GradBucket], torch.futures.Future[torch.Tensor]] | None = None,
+    ) -> None:
+        """Tell the others how many rows there are; `finish` sends them, by ``hook`` if given."""
+        self._hook = hook
         own = torch.tensor([self._number], device=communicator.device)
         self._numbers = own.new_empty(communicator.size)
         self._communicator = communicator
@@ -136,15 +145,33 @@ class SparseGradient:
         if pending is None or axis is None:
             raise InternalError(f"{self.layout.label} was not launched")
         pending.wait()
-        numbers = self._numbers.tolist()
+        (parameter,), numbers = self.parameters, self._numbers.tolist()
         self.is_unused = set(numbers) == {_Instead.ABSENT}
         if self.is_unused:
             return None
+        if self._hook is not None:
+            if _Instead.VOID in numbers:  # nobody calls the hook: the rank has no gradient for it
+                return torch.full_like(parameter, math.nan).to_sparse(1)
+            return self._sum_by_hook(axis, is_dense=_Instead.DENSE in numbers)
         if _Instead.DENSE in numbers:
             total = self._sum_dense(axis)
         else:
             total = self._sum_rows(axis, [max(number, 0) for number in numbers])
         return total * math.nan if _Instead.VOID in numbers else total
+
+    def _sum_by_hook(self, axis: Communicator, *, is_dense: bool) -> torch.Tensor:
+        (parameter,), gradient, layout = self.parameters, self._gradient, self.layout
+        if gradient is None:
+            gradient = torch.zeros(parameter.shape, dtype=layout.dtype, device=parameter.device)
+        buffer = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        if is_dense:
+            buffer = gradient.to_dense().reshape(-1)
+        part = BucketPart(parameter=parameter, offset=0, shape=tuple(parameter.shape))
+        bucket = GradBucket(buffer, [part], axis, index=layout.index, label=layout.label)
+        if self._hook is None:
+            raise InternalError(f"{layout.label} has no hook")
+        found = tensor_of(self._hook(bucket))
+        return found.coalesce() if found.is_sparse else found.view(parameter.shape)
 
     def _sum_dense(self, axis: Communicator) -> torch.Tensor:
         (parameter,), gradient = self.parameters, self._gradient

@@ -21,6 +21,7 @@ from meshwright.data_parallel.checkpoint_names import (
     place_of,
     rename,
 )
+from meshwright.data_parallel.of_this_process import OfThisProcess
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
@@ -63,7 +64,7 @@ __all__ = [
 ]
 
 
-class UnitWrapper(SteppedOver):
+class UnitWrapper(OfThisProcess, SteppedOver):
     """A module and the unit of those parameters below it that no wrapper further down owns."""
 
     _wrapped_as = WRAPPED

@@ -1,0 +1,25 @@
+"""Modules that belong to this process: with groups, and memory that ranks share."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Self
+
+from torch import nn
+
+__all__ = ["OfThisProcess"]
+
+
+class OfThisProcess(nn.Module):
+    """A module that no file can hold: `pickle` and `torch.save` refuse it."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - of any object
+        raise TypeError(
+            f"cannot pickle a {type(self).__name__}: it has process groups, and memory that it "
+            "shares with other ranks. Save its state_dict(), and load that into a module that was "
+            "made and wrapped anew"
+        )
+
+    def __copy__(self) -> Self:
+        found = object.__new__(type(self))
+        vars(found).update(vars(self))
+        return found
