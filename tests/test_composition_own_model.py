@@ -658,7 +658,7 @@ def with_weight(_: Any) -> Loss:
 
 def test_a_loss_on_this_ranks_part_of_a_weight_is_refused(ranks: Ranks) -> None:
     plan = no_pipeline(shard=2, tensor=2)
-    with pytest.raises(RanksFailed, match=r"of axis tensor found the losses .* Take its `full_te"):
+    with pytest.raises(RanksFailed, match=r"reads 'head.weight', of which each rank of axis"):
         ranks(4, body_steps, Chain, plan, penalty_on_part_of_head)
     ranks(4, body_as_alone, plan, [(Chain, nothing, head_in_loss)])
 

@@ -365,7 +365,7 @@ def body_amiss() -> None:
     with torch.no_grad():
         refuse([(schedule.step, RuntimeError, "step.. requires gradients to be enabled")])
         refuse([(schedule.step_microbatches, RuntimeError, "step.. requires gradients")])
-    cut = schedule.step_microbatches
+    cut, given = schedule.step_microbatches, None if rank else [(x,)] * 4
     assert gpipe._step_microbatches is gpipe.step_microbatches
     refuse(
         [
@@ -375,7 +375,7 @@ def body_amiss() -> None:
             (lambda: cut(target_mbs=[x] * 5), ValueError, "Expecting 4 target_mbs but got 5"),
             (lambda: cut([x] * 4), TypeError, "a tuple of arguments .* a Tensor for microbatch 0"),
             (lambda: cut(None, [{}, {}, (), {}]), TypeError, "a mapping .* tuple for microbatch 2"),
-            (lambda: cut(losses=()), TypeError, "losses must be a list but got a"),
+            (lambda: cut(given, losses=()), TypeError, "losses must be a list but got a"),
         ]
     )
     args, last = ((), {"target": x}) if rank else ((x,), {})
