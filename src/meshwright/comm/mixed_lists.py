@@ -24,7 +24,7 @@ _Handlers = dict[_Operator, _Operator]
 
 
 def take_lists_apart() -> None:
-    """Let mixed lists through from now on; programs without plain tensors beside DTensors pay."""
+    """Let mixed lists through from now on. Lists on one mesh pay one look at each tensor."""
     handlers = _handlers()
     stack = torch.ops.aten.stack.default
     if isinstance(handlers.get(stack), _ListOperator):
@@ -41,7 +41,7 @@ _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 
 
 class _ListOperator:
-    """Does what torch would, unless the first list holds tensors of several meshes."""
+    """What torch would do, unless the first list holds tensors of several meshes."""
 
     __slots__ = ("apart", "before")
 
