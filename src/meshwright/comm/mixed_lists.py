@@ -24,7 +24,7 @@ _Handlers = dict[_Operator, _Operator]
 
 
 def take_lists_apart() -> None:
-    """Let mixed lists through from now on; programs without plain tensors beside DTensors pay."""
+    """Let mixed lists through from now on. Lists on one mesh pay one look at each tensor."""
     handlers = _handlers()
     stack = torch.ops.aten.stack.default
     if isinstance(handlers.get(stack), _ListOperator):
@@ -41,7 +41,7 @@ _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
 
 
 class _ListOperator:
-    """Does what torch would, unless the first list holds tensors of several meshes."""
+    """A handler that does what torch would, unless its first list lies on several meshes."""
 
     __slots__ = ("apart", "before")
 
@@ -96,7 +96,7 @@ def _stacked(op: _Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors on each mesh, in order of their first."""
+    """Find the positions of tensors on each mesh, in order of their first."""
     found: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(index)
@@ -104,7 +104,7 @@ def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN401
-    """What of one argument belongs to the tensors at ``indices``."""
+    """Pick what of one argument belongs to the tensors at ``indices``."""
     is_list = isinstance(value, Sequence) and len(value) == count
     return [value[index] for index in indices] if is_list else value
 
