@@ -9,6 +9,7 @@ and outputs and gradients are compared.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,17 @@ def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _leaves(output: object) -> list[object]:
+    """The leaves of ``output``, those of dataclasses that nobody has registered included."""
+    found: list[object] = []
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            found += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            found.append(leaf)
+    return found
 
 
 @contextlib.contextmanager
@@ -159,7 +171,7 @@ class WholeRun:
             output = call_module(model, self._example)
         found = [
             leaf
-            for leaf in tree_leaves(output)
+            for leaf in _leaves(output)
             if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         ]
         return [leaf for leaf in found if leaf.requires_grad] or found
