@@ -141,10 +141,9 @@ class PipelineStage:
         """By microbatch, what its outputs must be, where that is known."""
         self.inbox = Inbox()
         """What has come from other stages."""
-        self._calls = CallCheck()
         self._starts: dict[int, Start] = {}
         self._values: dict[int, Values] = {}
-        self._halves = Halves()
+        self._calls, self._halves = CallCheck(), Halves()
 
     @property
     def is_first(self) -> bool:
