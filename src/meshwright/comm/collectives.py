@@ -34,7 +34,7 @@ REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """What a rank remembers of an operation that it has issued."""
+    """The record of an operation that a rank has issued."""
 
     sequence: int
     kind: str
@@ -442,7 +442,7 @@ class Communicator:
         return pending
 
     def number(self, what: str) -> int:
-        """How often this has been asked for ``what`` before: equal on ranks that ask alike."""
+        """Count the calls with ``what`` before this one: equal on ranks that ask alike."""
         return self._next(f"numbered {what}", -1)
 
     def _next(self, kind: str, peer: int | None) -> int:

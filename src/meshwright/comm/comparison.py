@@ -1,4 +1,4 @@
-"""Whether ranks do the same, asked the first time that this one does it."""
+"""Comparison of ranks: they do the same, asked the first time that this one does it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Comparison"]
 
 
 class Comparison:
-    """What this rank has done that was compared with the others."""
+    """The actions of this rank that were compared with the others."""
 
     def __init__(self) -> None:
         self._same: set[str] = set()

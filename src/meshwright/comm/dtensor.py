@@ -78,7 +78,7 @@ AnyPlacement = Placement | TorchPlacement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtRest:
-    """What a DTensor is made of."""
+    """The makings of a DTensor."""
 
     local: torch.Tensor
     """This rank's part; it shares the DTensor's storage."""
@@ -179,7 +179,7 @@ def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any
 
 
 def at_rest(tensor: DTensor) -> AtRest:
-    """What ``tensor`` is made of; the way back from `dtensor_at_rest`."""
+    """Take ``tensor`` apart into its makings; the way back from `dtensor_at_rest`."""
     return AtRest(
         local=local_of(tensor),
         mesh=tensor.device_mesh,
@@ -190,12 +190,12 @@ def at_rest(tensor: DTensor) -> AtRest:
 
 
 def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
-    """What ``tensor`` is made of when it is a DTensor; None for any other."""
+    """Take ``tensor`` apart into its makings when it is a DTensor; None for any other."""
     return at_rest(tensor) if isinstance(tensor, DTensor) else None
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is torch's DTensor."""
+    """Check that ``tensor`` is torch's DTensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -323,7 +323,7 @@ def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def is_replicated(placement: TorchPlacement) -> bool:
-    """Whether every rank along the dim holds the same."""
+    """Check that every rank along the dim holds the same."""
     return isinstance(placement, TorchReplicate)
 
 

@@ -26,7 +26,7 @@ _SHARED = "_meshwright_entered"
 
 
 def placement_on(tensor: torch.Tensor, mesh: DeviceMesh, name: str) -> Placement | None:
-    """How a DTensor is placed on ``mesh``, which has one dim; None for any other tensor.
+    """Find the placement of a DTensor on ``mesh``, which has one dim; None for any other tensor.
 
     Raises ValueError for a DTensor of another mesh; ``name`` says where it was found.
     """

@@ -1,4 +1,4 @@
-"""What a root does on this rank, one event after another, compared with the other ranks.
+"""Events of a root on this rank, one after another, compared with the other ranks.
 
 Forward and backward passes bring collectives with them, so that a rank which does one more, one
 less or one of another kind would pair them with those of something else. A rank knows by itself
@@ -84,7 +84,7 @@ class EventCheck:
         self._key = register("events", communicator, self)
 
     def is_new(self, event: Event) -> bool:
-        """Whether ``event`` has not followed on the two events before it so far."""
+        """Check that ``event`` has not followed on the two events before it so far."""
         return (*self._last, event) not in self._known
 
     def happens(self, event: Event, *, asks: bool = False, after: str = "") -> None:
@@ -107,7 +107,7 @@ class EventCheck:
             self._known.add(turn)
 
     def exchange(self, event: Event, said: str) -> list[str]:
-        """What each rank says at ``event``, which is next, in rank order.
+        """Exchange the words of all ranks at ``event``, which is next, in rank order.
 
         For a few words now and then. It goes through the board, beside the collectives; a
         collective where no run is watched. ``event`` is no part of what follows on what.
@@ -131,7 +131,7 @@ class EventCheck:
         return rows
 
     def describe(self) -> Mapping[str, Any]:
-        """Where this rank is, for peers that ask; called from the monitor's thread."""
+        """Describe the place of this rank, for peers that ask; called from the monitor's thread."""
         return {"tail": self._tail, "state": self._state(), "issued": self._issued()}
 
     # --------------------------------------------------------------------------- private
@@ -142,7 +142,7 @@ class EventCheck:
         self._tail = (*self._tail[1 - REMEMBERED :], here)
 
     def _issued(self) -> list[int]:
-        """How many collectives this rank has issued on each axis."""
+        """Count the collectives that this rank has issued on each axis."""
         return [axis.counts.get("", 0) for axis in self._axes]
 
     def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
@@ -177,7 +177,7 @@ class EventCheck:
         after: str,
         answers: Answers,
     ) -> bool:
-        """Whether there is nobody left to wait for. Raises when a rank does something else."""
+        """Check that there is nobody left to wait for. Raises when a rank does something else."""
         is_complete = True
         for rank in self._communicator.ranks:
             if rank == self._rank:

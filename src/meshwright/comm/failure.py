@@ -1,4 +1,4 @@
-"""Who failed first: a board on the store that every rank reads, and what a rank says of itself.
+"""The first failure: a board on the store that every rank reads, and what a rank says of itself.
 
 Ranks post notices in numbered slots of the store; a slot is won by compare-and-set, so all ranks
 see one order. The board's thread on each rank reads new slots a few times a second and answers roll
@@ -252,7 +252,7 @@ class FailureMonitor:
         self.read()
 
     def said(self) -> list[str]:
-        """What ranks have said they do otherwise than before, one phrase each."""
+        """List what ranks have said they do otherwise than before, one phrase each."""
         return [f"rank {rank} had said: {text}" for rank, text in self.deviations.items() if text]
 
     def check(self) -> None:
@@ -426,7 +426,7 @@ class FailureMonitor:
         return None
 
     def _ended_by(self, slot: int, failure: Failure) -> None:
-        """What this rank does ends here. It cannot go on after a rank that was found lost."""
+        """End this rank's work here. It cannot go on after a rank that was found lost."""
         if slot not in self._final and failure.rank != self.rank:
             self._raised.add(slot)
 

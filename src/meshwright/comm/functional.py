@@ -45,7 +45,7 @@ _OPERATORS = torch.ops._c10d_functional
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a graph is being traced through ``tensor``: then no collective may run."""
+    """Check for a graph that is traced through ``tensor``: then no collective may run."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 

@@ -28,7 +28,7 @@ FOLLOWS_BY = 60
 
 
 def is_launched() -> bool:
-    """Whether torchrun, `launch` or something like them has started this process as a rank."""
+    """Check that torchrun, `launch` or the like has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -108,7 +108,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
 
 
 def _said(failure: ProcessFailure) -> str:
-    """What the rank itself wrote about its end, in one line; empty when it wrote nothing."""
+    """Read what the rank itself wrote about its end, in one line; empty when it wrote nothing."""
     message: object = failure.error_file_data.get("message", "")
     if isinstance(message, Mapping):
         message = message.get("message", "")
@@ -117,7 +117,7 @@ def _said(failure: ProcessFailure) -> str:
 
 
 def _assignments() -> list[str]:
-    """What the ranks' environment has beside this process's own, as words for ``env``.
+    """List what the ranks' environment has beside this process's own, as words for ``env``.
 
     The agent hands its own environment on, and its own connections need the name server's answers.
     """

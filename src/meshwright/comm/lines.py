@@ -28,7 +28,7 @@ class Line(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether it has no memory now."""
+        """True when it has no memory now."""
         ...
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""Which c10d function stands on `torch.distributed` at the moment of a call.
+"""Functions of c10d as they stand on `torch.distributed` at the moment of a call.
 
 Profilers and tests replace functions of `torch.distributed` and expect to see every call. So a
 function is looked up by name when it is called, never bound at import; what stood there at import
@@ -161,7 +161,7 @@ def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:
 
 
 def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
-    """What is left to wait for of ``work``: nothing of a synchronous call."""
+    """Find what is left to wait for of ``work``: nothing of a synchronous call."""
     if async_op or work is None:
         return work
     work.wait()
@@ -169,5 +169,5 @@ def _waited(work: Any, *, async_op: bool) -> Any:  # noqa: ANN401
 
 
 def checks_in_detail() -> bool:
-    """Whether c10d's debug level is DETAIL now, which asks for checks that cost collectives."""
+    """Check that c10d's debug level is DETAIL now, which asks for checks that cost collectives."""
     return dist.get_debug_level() == dist.DebugLevel.DETAIL

@@ -46,7 +46,7 @@ class MarkedModel(Protocol):
     """A model whose gradients are marked in graphs."""
 
     def take_kept(self, index: int) -> torch.Tensor | None:
-        """What passes without a reduction have left in ``.grad`` of parameter ``index``."""
+        """Take what passes without a reduction have left in ``.grad`` of parameter ``index``."""
         ...
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class MarkedModel(Protocol):
 
 
 def announce(name: str, model: MarkedModel) -> None:
-    """Let the operators find ``model``, for as long as somebody holds it."""
+    """Announce ``model`` to the operators, for as long as somebody holds it."""
     PROCESS.marked[name] = model
 
 

@@ -1,4 +1,4 @@
-"""Who can watch the collectives of a process: the protocol, a recorder, and a timer.
+"""Observers of the collectives of a process: the protocol, a recorder, and a timer.
 
 Attach them with ``with observe(recorder):``. When nobody listens a collective pays nothing.
 """
@@ -35,7 +35,7 @@ class SpanObserver(Protocol):
     """Hears of pieces of compute, too: phases that a trainable is in."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """What runs in the block is called ``name``."""
+        """Call ``name`` what runs in the block."""
         ...
 
 
@@ -142,5 +142,5 @@ class Timer:
         self._spans.clear()
 
     def timeline(self, rank: int) -> Timeline:
-        """What was measured so far, as events of ``rank``, in seconds of the timer's clock."""
+        """Give the measurements so far, as events of ``rank``, in seconds of the timer's clock."""
         return Timeline(events=tuple(span.event(rank) for span in self._spans))

@@ -70,7 +70,7 @@ class _Kernel:
             raise MemoryError(f"{nbytes} bytes cannot be moved: {os.strerror(ctypes.get_errno())}")
 
     def seal(self, start: int, nbytes: int) -> None:
-        """Let any use of these addresses end the process, as one of freed memory should."""
+        """Make any use of these addresses end the process, as one of freed memory should."""
         self._mprotect(start, nbytes, _NOTHING)
 
     def give_back(self, start: int, nbytes: int) -> None:
@@ -117,7 +117,7 @@ class PagePool:
 
     @property
     def is_available(self) -> bool:
-        """Whether pages can be moved here: on Linux from 5.7 on."""
+        """Check that pages can be moved here: on Linux from 5.7 on."""
         if self._works is None:
             self._works = self._try()
         return self._works

@@ -32,14 +32,14 @@ IDLE_FOR = 10.0
 
 
 class Work(Protocol):
-    """What c10d returns for an asynchronous operation."""
+    """The handle that c10d returns for an asynchronous operation."""
 
     def wait(self, timeout: timedelta = ...) -> object:
         """Wait at most ``timeout``; raises RuntimeError when it has failed or not ended."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Check that it has ended, well or not."""
         ...
 
 
@@ -89,7 +89,7 @@ class TransferWaiter:
 
     @staticmethod
     def start_together(waiters: Sequence[TransferWaiter]) -> None:
-        """Let one thread wait for all of them that have not been waited for, one by one.
+        """Have one thread wait for all of them that have not been waited for, one by one.
 
         Whoever then waits for the last is woken once, and not after each.
         """
@@ -101,7 +101,7 @@ class TransferWaiter:
             waiter._start(thread)
 
     def is_completed(self) -> bool:
-        """Whether the transfer has ended; starts the waiting thread when there is none yet."""
+        """Check that the transfer has ended; starts the waiting thread when there is none yet."""
         self._start()
         return not self._running.locked()
 
@@ -193,7 +193,7 @@ class Pending:
 
     @property
     def works(self) -> Sequence[Work]:
-        """What is still to be waited for."""
+        """The works that are still to be waited for."""
         return self._works
 
     def observed(self, collective: Collective, start: Mark) -> None:
@@ -201,7 +201,7 @@ class Pending:
         self._collective, self._start = collective, start
 
     def is_completed(self) -> bool:
-        """Whether a wait would return at once."""
+        """Check that a wait would return at once."""
         return all(work.is_completed() for work in self._works)
 
     def wait(

@@ -96,7 +96,7 @@ def connect(
 
 
 def watch_run(members: Communicator) -> None:
-    """Let ranks name the first that fails, also where `connect` has not been called.
+    """Make ranks name the first that fails, also where `connect` has not been called.
 
     Every rank of ``members`` calls it. Nothing happens unless these are all the ranks of a default
     group that communicates: a rank that nobody watches would be taken for one that is lost.
@@ -144,7 +144,7 @@ def _warn_of_fake() -> None:
 
 
 def is_connected() -> bool:
-    """Whether this process has joined a run through `connect`."""
+    """Check that this process has joined a run through `connect`."""
     return PROCESS.monitor is not None and dist.is_initialized()
 
 

@@ -42,7 +42,7 @@ _log = logging.getLogger("meshwright")
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """What this rank is doing: the phase's name, and the step if there is one."""
+    """The phase in which this rank is: its name, and the step if there is one."""
 
     name: str
     step: int | None
@@ -55,7 +55,7 @@ class PhaseRecord:
 
 @dataclass(slots=True)
 class ProcessState:
-    """What this process knows about its communication. There is one, `PROCESS`."""
+    """The knowledge of this process about its communication. There is one, `PROCESS`."""
 
     communicators: MutableMapping[Any, Communicator] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -129,7 +129,7 @@ def go_on() -> None:
 
 
 def hears_actions() -> bool:
-    """Whether somebody wants to hear of the actions of a schedule."""
+    """Check that somebody wants to hear of the actions of a schedule."""
     return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
 
 
@@ -140,7 +140,7 @@ def tell_ran(name: str, lane: Lane, category: str, start: Mark, end: Mark) -> No
 
 @contextlib.contextmanager
 def observe(*observers: Observer) -> Iterator[None]:
-    """Let ``observers`` hear of every collective of this process inside the block.
+    """Tell ``observers`` of every collective of this process inside the block.
 
     An observer that raises is removed and logged; training goes on.
     """

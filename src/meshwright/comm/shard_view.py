@@ -114,7 +114,7 @@ class ShardView(torch.Tensor):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages call it by."""
         return self._name
 
     def boxes(self) -> list[tuple[Box, torch.Tensor]]:
@@ -235,7 +235,7 @@ class ShardView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Let through what moves elements; refuse what computes."""
+        """Run what moves elements; refuse what computes."""
         del types
         options = dict(kwargs or {})
         if func in _MOVES:

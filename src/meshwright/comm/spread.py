@@ -117,7 +117,7 @@ def _distributed(tensor: torch.Tensor) -> _Distributed | None:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
+    """Check that ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
     return _distributed(tensor) is not None or _view(tensor) is not None
 
 
@@ -134,7 +134,7 @@ def spread_over(
 
 
 def refuse_spread(tensor: torch.Tensor, why: str) -> None:
-    """Let `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
+    """Make `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
     vars(tensor)[_MARKER] = _Marker(refusal=why, is_line=True)
 
 

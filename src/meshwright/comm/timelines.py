@@ -1,4 +1,4 @@
-"""What every rank has measured, as one timeline."""
+"""Measurements of every rank, as one timeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["gather_timeline"]
 
 
 def gather_timeline(timer: Timer, communicator: Communicator) -> Timeline:
-    """What ``timer`` has measured on all ranks of ``communicator``, who call it together.
+    """Gather what ``timer`` has measured on all ranks of ``communicator``, who call it together.
 
     Events have the world's numbers of the ranks. Clocks of one machine agree; those of several do
     not.

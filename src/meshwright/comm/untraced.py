@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @_disable_dynamo
 def untraced(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``function`` returns. A compiled graph ends before it, and another begins behind it.
+    """Call ``function``. A compiled graph ends before it, and another begins behind it.
 
     For hooks that communicate: a graph would keep tensors that are given back after it.
     """

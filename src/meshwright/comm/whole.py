@@ -51,7 +51,8 @@ class Holding:
 
 
 def held(tensor: torch.Tensor, name: str) -> Holding:
-    """What this rank holds of a DTensor or `ShardView`; of any other tensor all. Nothing is sent.
+    """Find the part of a DTensor or `ShardView` that this rank holds; all of any other tensor.
+    Nothing is sent.
 
     Raises `LayoutError`, with ``name``, where that is a summand.
     """
@@ -184,7 +185,9 @@ class _SideBySide(_StridedShard):
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
-    """Whether ranks hold rows from several places along ``dim``, so that it is not cut again."""
+    """Check for ranks that hold rows from several places along ``dim``, so that it is not cut
+    again.
+    """
     return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 

@@ -1,4 +1,4 @@
-"""What a plan and a model contradict, before anything is laid out."""
+"""Contradictions of a plan and a model, before anything is laid out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``[train] compile`` compiles of a layout, and where it cannot.
+"""The parts of a layout that ``[train] compile`` compiles, and those that it cannot.
 
 =====================  ================================================================
 layout                 one graph, or several
@@ -35,7 +35,7 @@ def compiled(module: nn.Module, plan: Plan) -> nn.Module:
 
 
 def compile_problems(plan: Plan, chunks: int) -> Iterator[Problem]:
-    """What ``[train] compile`` cannot do in ``plan``, of ``chunks`` stages on each rank."""
+    """Find what ``[train] compile`` cannot do in ``plan``, of ``chunks`` stages on each rank."""
     pipeline, ranks = plan.pipeline, plan.axes.size("pipeline")
     if not plan.train.compile or ranks == 1:
         return

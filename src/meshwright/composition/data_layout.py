@@ -20,7 +20,7 @@ __all__ = ["DataLayout", "ReplicatedLayout", "ShardedLayout"]
 
 
 class DataLayout(Protocol):
-    """What a training step needs of the way in which parameters and gradients lie on the ranks."""
+    """The way in which parameters and gradients lie on the ranks, as a training step needs it."""
 
     communicators: Mapping[str, Communicator]
     """By the name of their axis."""
@@ -34,7 +34,7 @@ class DataLayout(Protocol):
         ...
 
     def reduce_next(self, is_wanted: bool) -> None:
-        """Whether the next forward and backward pass leads to a reduction."""
+        """Set whether the next forward and backward pass leads to a reduction."""
         ...
 
     def scale_by(self, scale: Callable[[], float]) -> None:

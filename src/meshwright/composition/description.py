@@ -1,4 +1,4 @@
-"""What a layout does, in words and numbers: parameters, collectives of one step, settings."""
+"""Descriptions of layouts, in words and numbers: parameters, collectives of one step, settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Description", "ParameterRow", "cut_of", "describe_replicated", "desc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """Where one parameter lies and how its gradient travels."""
+    """The place of one parameter and the way of its gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What `Trainable.describe` returns; ``str()`` of it is a page of text."""
+    """The description that `Trainable.describe` returns; ``str()`` of it is a page of text."""
 
     rank: int
     parameters: tuple[ParameterRow, ...]
@@ -100,7 +100,9 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
 
 
 def cut_of(parameter: torch.Tensor) -> str:
-    """How ranks of axis tensor hold ``parameter``, in words that follow those of the data axes."""
+    """Describe how ranks of axis tensor hold ``parameter``, in words that follow those of the data
+    axes.
+    """
     known = known_at_rest(parameter)
     if known is None or "tensor" not in (known.mesh.mesh_dim_names or ()):
         return ""

@@ -83,7 +83,7 @@ def _names(module: nn.Module, flat: nn.Parameter, known: Mapping[int, str]) -> l
 def _cut(
     module: nn.Module, flat: nn.Parameter, value: object, known: Mapping[int, str]
 ) -> list[tuple[str, object]]:
-    """What each parameter of ``flat`` has of ``value``: a part, or all that is one for them all.
+    """Cut ``value`` for the parameters of ``flat``: a part each, or all that is one for them all.
 
     Parameters that are not ``known`` are copies of others in a step, and have nothing of their own.
     """

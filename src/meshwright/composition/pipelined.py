@@ -97,7 +97,7 @@ class _Undivided(PipelineScheduleMulti):
 
 
 class PipelinedTrainable(Trainable):
-    """What `parallelize` returns for a plan with an axis ``pipeline``.
+    """The trainable that `parallelize` returns for a plan with an axis ``pipeline``.
 
     Every rank of a pipeline is given the same share of a batch: the first stage reads it, the last
     its target. ``module`` holds the stages of this rank. State and gradients are those of the whole
@@ -184,7 +184,7 @@ class PipelinedTrainable(Trainable):
 
     @property
     def draws(self) -> tuple[object, ...]:
-        """What names this rank's random numbers: each stage draws its own."""
+        """Name this rank's random numbers: each stage draws its own."""
         return (self.data_rank, "pipeline", self._pipeline.rank)
 
     @property
@@ -195,7 +195,7 @@ class PipelinedTrainable(Trainable):
         return tuple(zip(mine, cast(StageModules, self.module).stages, strict=True))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank holds of each parameter, by original name; a tied one once."""
+        """List what this rank holds of each parameter, by original name; a tied one once."""
         named = super().named_parameters()
         first = {self._copies.get(name, name): p for name, p in reversed(named.items())}
         return dict(reversed(first.items()))
@@ -367,7 +367,7 @@ def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _has_graph(module: nn.Module) -> bool:
-    """Whether the mode of ``module`` is written in a graph, which `train` rewrites."""
+    """Check that the mode of ``module`` is written in a graph, which `train` rewrites."""
     return isinstance(module, torch.fx.GraphModule)
 
 

@@ -41,7 +41,10 @@ class CutModel:
 
 
 def chunks_of(plan: PipelinePlan, ranks: int) -> int:
-    """How many stages each of ``ranks`` holds. Raises ``PlanError`` when ``split`` does not fit."""
+    """Count the stages that each of ``ranks`` holds.
+
+    Raises ``PlanError`` when ``split`` does not fit.
+    """
     if isinstance(plan.split, str):
         return 2 if plan.schedule in TWO_A_RANK else 1
     stages = len(plan.split) + 1
@@ -300,7 +303,8 @@ def _cost(module: nn.Module, *, by_size: bool) -> int:
 
 
 def _partition(costs: Sequence[int], count: int) -> list[int]:
-    """Where ``count`` runs of ``costs`` begin whose largest sum is as small as it can be.
+    """Find the beginnings of ``count`` runs of ``costs`` whose largest sum is as small as it can
+    be.
 
     A run without any cost counts as endless, so none is made where another cut is possible.
     """

@@ -18,7 +18,7 @@ __all__ = ["draw", "is_drawn_in_parts", "is_on_meta"]
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether ``model`` has no values yet. Raises PlanError where only some parameters have."""
+    """Check that ``model`` has no values yet. Raises PlanError where only some parameters have."""
     empty = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if any(empty.values()) and not all(empty.values()):
         first = next(name for name, is_empty in empty.items() if is_empty)
@@ -31,7 +31,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def is_drawn_in_parts(plan: Plan) -> bool:
-    """Whether no rank needs the whole model."""
+    """Check that no rank needs the whole model."""
     # What is drawn in another dtype has other values.
     is_cast = plan.precision.parameters != Plan().precision.parameters
     others = max(plan.axes.size("pipeline"), plan.axes.size("tensor"))

@@ -9,6 +9,7 @@ and outputs and gradients are compared.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,17 @@ def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
             module.training = mode
 
 
+def _leaves(output: object) -> list[object]:
+    """The leaves of ``output``, those of dataclasses that nobody has registered included."""
+    found: list[object] = []
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            found += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            found.append(leaf)
+    return found
+
+
 @contextlib.contextmanager
 def _same_numbers() -> Iterator[None]:
     """Python's random numbers are the same in each run, and leave no trace."""
@@ -57,7 +69,7 @@ def _same_numbers() -> Iterator[None]:
 
 
 class WholeRun:
-    """What the whole model gives on ``example``; made before the model is cut in place."""
+    """The results of the whole model on ``example``; made before the model is cut in place."""
 
     def __init__(
         self,
@@ -113,7 +125,8 @@ class WholeRun:
             self._agree(_gradient_problems(found, expected, parameters))
 
     def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> TensorTraffic:
-        """What ``model`` sends over the axis in a pass over the example, the forward ``computing``.
+        """Record what ``model`` sends over the axis in a pass over the example, the forward
+        ``computing``.
 
         All ranks of the axis call it together, once the model recomputes what it will.
         """
@@ -132,7 +145,7 @@ class WholeRun:
         return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
 
     def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
-        """What ``model`` returns when it trains; None where that cannot be compared."""
+        """Run ``model`` as it trains; None where its result cannot be compared."""
         try:
             with RandomOperators(model, self._draws or Draws(0)):
                 found, again = self._forward(model), self._forward(model)
@@ -159,7 +172,7 @@ class WholeRun:
             output = call_module(model, self._example)
         found = [
             leaf
-            for leaf in tree_leaves(output)
+            for leaf in _leaves(output)
             if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         ]
         return [leaf for leaf in found if leaf.requires_grad] or found

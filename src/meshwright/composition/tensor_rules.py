@@ -122,7 +122,7 @@ _HEADS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCut:
-    """What a plan's rules say of the modules of one model, by their names."""
+    """The rules of a plan for the modules of one model, by their names."""
 
     styles: Mapping[str, str]
     widths: Mapping[str, str]
@@ -131,7 +131,7 @@ class ModelCut:
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> ModelCut:
-        """How ``plan`` cuts ``model``; nothing where axis tensor has one rank."""
+        """Find the cuts of ``plan`` in ``model``; none where axis tensor has one rank."""
         rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
         if rules is None or ranks == 1:
             return cls(styles={}, widths={}, ranks=ranks)
@@ -142,7 +142,7 @@ class ModelCut:
         return cls(styles=_matched(styles, names), widths=_matched(widths, names), ranks=ranks)
 
     def set_widths(self, model: nn.Module) -> None:
-        """Let modules of ``model``, or of a stage of it, take what a rank has of the features."""
+        """Make modules of ``model``, or of a stage of it, take what a rank has of the features."""
         for name, module in model.named_modules():
             attribute = self.widths.get(name, "")
             width = vars(module).get(attribute)
@@ -155,7 +155,7 @@ def _matched(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
 
 
 def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """What of the rules does not fit the model or the number of ranks."""
+    """Find what of the rules does not fit the model or the number of ranks."""
     rules, ranks = plan.tensor.rules, plan.axes.size("tensor")
     if rules is None or ranks == 1:
         return
@@ -205,6 +205,6 @@ def _head_problems(model: nn.Module, name: str, ranks: int) -> Iterator[Problem]
 
 
 def _attends(module: nn.Module) -> bool:
-    """Whether numbers of heads say something of ``module``, and not only of its model's config."""
+    """Check that numbers of heads tell of ``module``, and not only of its model's config."""
     own = any(isinstance(getattr(module, attribute, None), int) for attribute in _HEADS)
     return own or isinstance(getattr(module, "head_dim", None), int)

@@ -1,4 +1,4 @@
-"""What a step sends over axis tensor, as one pass over the example has sent it.
+"""The traffic of a step over axis tensor, as one pass over the example has sent it.
 
 What modules send depends on styles, recomputation and autocast, so it is seen and not derived: one
 forward and one backward of the model as it will train. A step has as many of them as it has parts
@@ -28,7 +28,7 @@ PARTIAL = "partial gradients"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTraffic:
-    """What modules send over one axis in one pass, by direction, in order."""
+    """The messages of modules over one axis in one pass, by direction, in order."""
 
     axis: Communicator
     forward: tuple[Collective, ...]

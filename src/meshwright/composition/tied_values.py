@@ -32,7 +32,7 @@ _COARSE = 5e-2
 
 
 class _Place(NamedTuple):
-    """Where a module of this rank holds a copy in a step."""
+    """The place where a module of this rank holds a copy in a step."""
 
     table: dict[str, Any]
     """Of the module's parameters."""
@@ -130,7 +130,9 @@ class TiedValues:
 
     @torch.no_grad()
     def numbers(self) -> list[torch.Tensor]:
-        """What says of parameters on several ranks whether they are equal, in a sum over these."""
+        """Compute numbers that say, summed over the ranks, whether parameters on several of them
+        are equal.
+        """
         found: list[torch.Tensor] = []
         for _, held, weight in self._spread:
             if held is None:
@@ -156,7 +158,9 @@ class TiedValues:
                 )
 
     def _measure(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How far a tensor reaches along a direction that depends on its shape, and its size."""
+        """Measure how far a tensor reaches along a direction that depends on its shape, and its
+        size.
+        """
         if not local.numel():
             return torch.zeros(()), torch.zeros(())
         if local.is_complex():

@@ -57,7 +57,7 @@ Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did; equal on all ranks."""
+    """The outcome of one optimizer step; equal on all ranks."""
 
     loss: torch.Tensor
     """Mean over the global batch, 0-dim, float64, on the CPU."""
@@ -77,7 +77,7 @@ class EvalResult:
 
 
 class Trainable:
-    """What `parallelize` returns: this rank's module, its optimizer, and the step of both."""
+    """The result of `parallelize`: this rank's module, its optimizer, and the step of both."""
 
     _prefix = ""
     """What stands before names of the model in those of ``module``."""
@@ -126,7 +126,7 @@ class Trainable:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this rank reads, from 0."""
+        """The share of a global batch that this rank reads, from 0."""
         return self._peers.data.rank
 
     @property
@@ -225,7 +225,7 @@ class Trainable:
 
     @property
     def draws(self) -> tuple[object, ...]:
-        """What names this rank's random numbers: other ones where other things are computed."""
+        """Name this rank's random numbers: other ones where other things are computed."""
         return (self.data_rank,)
 
     @property
@@ -234,7 +234,7 @@ class Trainable:
         return ((0, self.module),)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank holds of each parameter, by original name; a tied one once."""
+        """List what this rank holds of each parameter, by original name; a tied one once."""
         return dict(self.module.named_parameters())
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -350,7 +350,7 @@ class Trainable:
         return [name for pattern in patterns for name in match_names(pattern, names)]
 
     def _drawing(self, first: int, size: int) -> contextlib.AbstractContextManager[None]:
-        """Let dropout know the samples from number ``first`` on of the global batch."""
+        """Tell dropout of the samples from number ``first`` on of the global batch."""
         if self._draws is None:
             return contextlib.nullcontext()
         return self._draws.microbatch(first, range(first, first + size))

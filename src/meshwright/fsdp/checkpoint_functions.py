@@ -1,4 +1,4 @@
-"""What torch's functions for state dicts of optimizers find where modules are wrapped.
+"""Wrapped modules as torch's functions for state dicts of optimizers find them.
 
 `torch.distributed.checkpoint.state_dict` looks for torch's own wrapper. With any other module it
 takes what ``optimizer.state_dict()`` returns for whole tensors, and names parameters as

@@ -1,4 +1,4 @@
-"""What a module must be to become a unit, and which of its parameters are left out."""
+"""Checks of a module that becomes a unit, and of the parameters that are left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """What a unit and those below it do not manage."""
+    """The modules and tensors that a unit and those below it do not manage."""
 
     modules: frozenset[nn.Module] = frozenset()
     """With everything below them."""
@@ -211,7 +211,7 @@ def check_devices(devices: Iterable[torch.device], device_id: torch.device | Non
 def choose_device(
     devices: Iterable[torch.device], device_id: torch.device | None, group: torch.device, rank: int
 ) -> torch.device:
-    """Where a unit computes. ``group`` is the device that its process group communicates on."""
+    """Choose the device of a unit. ``group`` is the one that its process group communicates on."""
     listed = set(devices)
     found = {device for device in listed if device.type not in ("cpu", "meta")}
     if device_id is not None:

@@ -1,4 +1,4 @@
-"""How the parameters of a unit look from outside: one flat shard, or the original parameters.
+"""The parameters of a unit seen from outside: one flat shard, or the original parameters.
 
 While a unit computes its modules have the whole parameters registered, as in one process. What they
 list at rest is put back when the unit is freed, and in any case when the backward has ended.
@@ -55,11 +55,11 @@ class Exposed(Exposure, Protocol):
     """An exposure whose tensors an optimizer may hold."""
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """What the optimizer sees of ``unit``."""
+        """List the parameters of ``unit`` that the optimizer sees."""
         ...
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:
-        """What modules hold now in the places of those."""
+        """List what modules hold now in the places of those."""
         ...
 
     def version(self, unit: Unit) -> int:
@@ -67,11 +67,13 @@ class Exposed(Exposure, Protocol):
         ...
 
     def is_stale(self, unit: Unit) -> bool:
-        """Whether a parameter was written in place after it was gathered."""
+        """Check for a parameter that was written in place after it was gathered."""
         ...
 
     def is_replaced(self, unit: Unit) -> bool:
-        """Whether a parameter has other memory than its place in the shard, or is another one."""
+        """Check for a parameter that has other memory than its place in the shard, or is another
+        one.
+        """
         ...
 
     def convert(self, unit: Unit) -> None:

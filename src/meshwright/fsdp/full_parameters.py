@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummonOptions:
-    """How whole parameters are shown."""
+    """The way in which whole parameters are shown."""
 
     writes_back: bool = True
     rank0_only: bool = False
@@ -153,7 +153,7 @@ def _shown(
     *,
     writes_back: bool,
 ) -> Iterator[None]:
-    """Let the modules hold parameters with the values of ``views``."""
+    """Have the modules hold parameters with the values of ``views``."""
     exposure = exposed_of(unit)
     if isinstance(exposure, OriginalExposure):
         with _originals_shown(unit, views, gradients, writes_back=writes_back):
@@ -185,7 +185,7 @@ def _originals_shown(
     *,
     writes_back: bool,
 ) -> Iterator[None]:
-    """Let the original parameters hold ``views``, and whole gradients if there are some."""
+    """Have the original parameters hold ``views``, and whole gradients if there are some."""
     slots = unit.slots
     before = [(slot.original.data, slot.original.grad) for slot in slots]
     held: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""Which ranks share a unit's parameters, and which hold copies: process groups of a strategy."""
+"""The ranks that share a unit's parameters, and those that hold copies: groups of a strategy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Groups:
 
     @property
     def axes(self) -> DataAxes:
-        """What the engine lays parameters on."""
+        """The axes that the engine lays parameters on."""
         if row_of(self.strategy).is_sharded:
             return DataAxes(shard=self.shard, replicate=self.replicate)
         return DataAxes(replicate=communicator(self.shard.group, REPLICATE))
 
     @property
     def process_group(self) -> Any:  # noqa: ANN401 - c10d's types stay in comm
-        """What gives these groups again as the argument ``process_group``."""
+        """The argument ``process_group`` that gives these groups again."""
         if self.replicate is None:
             return self.shard.group
         return (self.shard.group, self.replicate.group)
@@ -71,7 +71,7 @@ def hybrid_process_groups(
 
 
 def devices_per_node(world: Communicator) -> int:
-    """How many of the ranks of ``world`` share a machine: from torchrun, else by host name."""
+    """Count the ranks of ``world`` that share a machine: from torchrun, else by host name."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     if given.isdigit() and int(given) > 0:
         return int(given)

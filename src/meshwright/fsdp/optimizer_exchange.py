@@ -1,4 +1,4 @@
-"""What ranks tell each other about optimizer state, as JSON and tensors."""
+"""Messages between ranks about optimizer state, as JSON and tensors."""
 
 from __future__ import annotations
 

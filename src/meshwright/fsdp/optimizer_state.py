@@ -133,7 +133,7 @@ def _by_parameter(
 
 
 def _keys(given: Mapping[str, Any]) -> list[Any]:
-    """What stands for the parameters in a state dict of an optimizer, in order."""
+    """List what stands for the parameters in a state dict of an optimizer, in order."""
     return [key for group in given["param_groups"] for key in group["params"]]
 
 
@@ -163,7 +163,7 @@ def spread_state(
     is_full: bool,
     kind: int,
 ) -> tuple[dict[str, Any], dict[Any, dict[str, State]]]:
-    """What ``optimizer.state_dict()`` returned, each value in the shape of the whole parameter.
+    """Bring what ``optimizer.state_dict()`` returned into the shapes of the whole parameters.
 
     Whole tensors, or this rank's parts. All ranks have the same keys: those of positions stay. Of
     each flat parameter, by its position, the state of its parameters by name is beside it.
@@ -229,7 +229,7 @@ def _take_apart(
 
 
 def _held(entry: Managed, own: State | None, kind: int) -> Held:
-    """What this rank tells the others of one parameter."""
+    """Describe one parameter for the other ranks."""
     shape = entry.exposed.shape
     held = own or {}
     spread = {

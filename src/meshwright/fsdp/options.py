@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel` is told: strategies, precision, and the kinds of state dicts."""
+"""Options of `FullyShardedDataParallel`: strategies, precision, and the kinds of state dicts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What is cut over the ranks, and how long parameters stay whole."""
+    """The tensors that are cut over the ranks, and the time for which parameters stay whole."""
 
     FULL_SHARD = 1
     """Parameters, gradients and optimizer; parameters are whole only while they compute."""
@@ -77,12 +77,12 @@ HYBRID_SHARDING_STRATEGIES = tuple(s for s, row in _ROWS.items() if row.is_hybri
 
 
 def row_of(strategy: ShardingStrategy) -> StrategyRow:
-    """What ``strategy`` means for the engine."""
+    """Find the meaning of ``strategy`` for the engine."""
     return _ROWS[strategy]
 
 
 class BackwardPrefetch(Enum):
-    """When the backward gathers the parameters that it needs next."""
+    """The moment at which the backward gathers the parameters that it needs next."""
 
     BACKWARD_PRE = 1
     """Before the gradients of the current unit are computed: most overlap, most memory."""
@@ -97,7 +97,7 @@ PREFETCHES: Mapping[BackwardPrefetch | None, Literal["before", "after"] | None] 
 
 
 class TrainingState(Enum):
-    """What a unit is doing, as its ``training_state`` tells."""
+    """The state of a unit, as its ``training_state`` tells."""
 
     IDLE = 1
     FORWARD_BACKWARD = 2
@@ -125,13 +125,13 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, gradients and optimizer state live on the CPU."""
+    """The choice that shards, gradients and optimizer state live on the CPU."""
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """What ``state_dict`` returns."""
+    """The kind of dict that ``state_dict`` returns."""
 
     FULL_STATE_DICT = 1
     """Whole tensors under the names of the module before it was wrapped."""
@@ -143,7 +143,7 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """How a state dict is made; one class for each `StateDictType`."""
+    """The settings of a state dict; one class for each `StateDictType`."""
 
     offload_to_cpu: bool = False
 
@@ -171,7 +171,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """How an optimizer's state dict is made; one class for each `StateDictType`."""
+    """The settings of an optimizer's state dict; one class for each `StateDictType`."""
 
     offload_to_cpu: bool = True
 
@@ -218,7 +218,7 @@ CONFIGS = MappingProxyType(
 
 
 class OptimStateKeyType(Enum):
-    """What the keys of an optimizer's state are: names or positions of parameters."""
+    """The kind of keys of an optimizer's state: names or positions of parameters."""
 
     PARAM_NAME = 1
     PARAM_ID = 2

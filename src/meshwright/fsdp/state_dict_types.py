@@ -1,4 +1,4 @@
-"""Which kind of state dict the wrappers of a tree give: set, read, and set for a while."""
+"""The kind of state dict that the wrappers of a tree give: set, read, and set for a while."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def set_settings(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Let all wrappers in ``module`` give state dicts of ``kind``; returns what was before."""
+    """Make all wrappers in ``module`` give state dicts of ``kind``; returns what was before."""
     warnings.warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. "
         "torch.distributed.checkpoint.state_dict works with fully_shard",

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:
-    """Let the modules of ``slot`` hold a plain parameter on the part, where it is a DTensor.
+    """Have the modules of ``slot`` hold a plain parameter on the part, where it is a DTensor.
 
     Raises ValueError where no mesh was given, or one with axes that cut the parameter.
     """

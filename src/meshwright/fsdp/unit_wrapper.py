@@ -119,7 +119,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes."""
         return self._device
 
     @property
@@ -188,7 +188,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the unit is doing."""
+        """The state of the unit."""
         if self._is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         iteration = self._driver.iteration
@@ -197,7 +197,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return TrainingState.IDLE
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
+        """Check that no other wrapper is around this one."""
         return not self._is_inner
 
     # --------------------------------------------------------------------------- forward

@@ -1,4 +1,4 @@
-"""Which submodules become units: policies, and wrapping while a model is built.
+"""The choice of submodules that become units: policies, and wrapping while a model is built.
 
 A policy is an object with `targets`, or any callable ``(module, recurse, nonwrapped_numel)`` that
 answers, first, whether to look into ``module`` (``recurse=True``) and then whether to wrap it,
@@ -210,7 +210,7 @@ def enable_wrap(
     wrapper_cls: Callable[..., nn.Module],
     **wrapper_kwargs: Any,
 ) -> Iterator[None]:
-    """Let `wrap` apply ``wrapper_cls`` with ``wrapper_kwargs`` inside the block.
+    """Make `wrap` apply ``wrapper_cls`` with ``wrapper_kwargs`` inside the block.
 
     >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=0):
     ...     layer = wrap(nn.Linear(5, 5))

@@ -242,7 +242,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             inner._is_inner = True
 
     def _share_tensor_mesh(self) -> None:
-        """Let all wrappers in this one know the mesh of the DTensors that any of them has had."""
+        """Tell all wrappers in this one of the mesh of the DTensors that any of them has had."""
         tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
         for wrapper in wrappers_in(self) if tensor is not None else ():
             wrapper._groups = replace(wrapper._groups, tensor=tensor)
@@ -257,7 +257,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients gather on each rank, without a reduction, in the backwards of the block.
+        """Gather gradients on each rank, without a reduction, in the backwards of the block.
 
         The first backward after it reduces the sum. Only for the root.
         """
@@ -276,7 +276,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
                 unit.settings = settings
 
     def pipeline_residency(self) -> ShardedResidency:
-        """What a pipeline's schedule drives: all wrappers of the root."""
+        """The units that a pipeline's schedule drives: all wrappers of the root."""
         return sharded_residency(self, WrapperResidency)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         return norm.to(dtype if gradients else torch.float32)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Let ``hook`` reduce gradients: ``hook(state, whole, out)``, in place without sharding.
+        """Reduce gradients by ``hook``: ``hook(state, whole, out)``, in place without sharding.
 
         In a hybrid strategy it reduces over the shards; the copies are averaged after it. A hook
         with a parameter ``bucket`` is one of `meshwright.data_parallel.comm_hooks`: called as
@@ -376,7 +376,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is set; AssertionError when the wrappers in ``module`` differ."""
+        """Read what is set; AssertionError when the wrappers in ``module`` differ."""
         return get_settings(module)
 
     @staticmethod
@@ -420,7 +420,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         load_directly: bool = False,
         group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
+        """Make what ``optim.load_state_dict`` takes, from what `optim_state_dict` returned.
 
         With ``is_named_optimizer`` its keys are names of parameters as ``named_parameters`` gives
         them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force

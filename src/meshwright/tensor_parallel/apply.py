@@ -103,7 +103,7 @@ def apply_plan(
 
 
 def _is_for_itself(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> bool:
-    """Whether the root has a style of its own, which may take parts."""
+    """Check for a style of the root's own, which may take parts."""
     return isinstance(plan, ParallelStyle) or "" in plan
 
 
@@ -177,7 +177,7 @@ def _unmatched(module: nn.Module, pattern: str) -> str:
 
 
 def _put(root: nn.Module, name: str, before: nn.Module, after: nn.Module) -> nn.Module:
-    """Let what a style has returned stand where the module stood; returns the root."""
+    """Put what a style has returned where the module stood; returns the root."""
     if after is before:
         return root
     if not name:

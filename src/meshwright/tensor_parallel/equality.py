@@ -1,4 +1,4 @@
-"""What each rank of an axis holds whole is equal there: parameters, their gradients, and inputs.
+"""Equality of what each rank of an axis holds whole: parameters, their gradients, and inputs.
 
 Digests are compared first, in one exchange. Parameters have to be equal bit by bit. What was
 computed may differ by the rounding of operators that add in no fixed order, as some do on a GPU:
@@ -47,7 +47,7 @@ _FLOOR = 1e-3
 
 
 def is_due(number: int) -> bool:
-    """Whether what comes for the ``number``-th time is compared: the first, second, fourth, ..."""
+    """Choose the times that are compared, by their ``number``: the first, second, fourth, ..."""
     return number.bit_count() == 1
 
 
@@ -124,7 +124,7 @@ def held_whole(
 
 
 def _is_cut(tensor: torch.Tensor, axis: Communicator) -> bool:
-    """Whether the ranks of ``axis`` hold different parts of a DTensor, or summands."""
+    """Check for ranks of ``axis`` that hold different parts of a DTensor, or summands."""
     rest = known_at_rest(tensor)
     if rest is None:
         return False
@@ -142,12 +142,12 @@ class Difference:
 
 
 def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange) -> bool:
-    """Whether all ranks hold the same bits; one ``exchange``."""
+    """Check that all ranks hold the same bits; one ``exchange``."""
     return len(set(exchange(hashlib.sha256(_digests(named)).hexdigest()))) == 1
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """What ``tensor`` is and holds; "" of one number alone, or none, which says little."""
+    """Describe ``tensor`` and its values; "" of one number alone, or none, which says little."""
     if not tensor.is_sparse:
         elements = _bytes_of(tensor).view(tensor.numel(), tensor.element_size())
         if not tensor.numel() or bool((elements == elements[0]).all()):
@@ -159,7 +159,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 def first_difference(
     axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
 ) -> Difference | None:
-    """What differs between ranks by more than rounding, the same on all of them; None if nothing.
+    """Find what differs between ranks by more than rounding, the same on all of them, or None.
 
     All ranks of ``axis`` call it together, where they know that bits differ.
     """
@@ -204,7 +204,7 @@ def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) 
 
 
 def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
-    """What norm a tensor may have from rounding alone, beside others that it was computed with."""
+    """Bound the norm that a tensor may have from rounding, beside others of its computation."""
     norms = [float(local_of(t).detach().abs().float().norm()) for t in tensors]
     return _FLOOR * max(filter(math.isfinite, norms), default=0.0)
 
@@ -281,7 +281,7 @@ def _everyones(
 
 
 def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
-    """What ``tensor`` is, and a digest of its values."""
+    """Describe ``tensor``, and make a digest of its values."""
     if tensor is None:
         return "missing", ""
     parts = [tensor.detach()]
@@ -308,5 +308,5 @@ def _sides(axis: Communicator, found: Sequence[object]) -> dict[object, list[int
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether rounding is to be expected in it."""
+    """Check that rounding is to be expected in it."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -117,7 +117,7 @@ class _Following(TorchFunctionMode):
 
 
 def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
-    """Which tensors ``func`` was given that do not go together."""
+    """Name the tensors given to ``func`` that do not go together."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     sides: tuple[list[str], list[str]] = ([], [])
     for tensor in tree_leaves(given):

@@ -57,7 +57,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Why something is sent: the name of the module, and the direction of the pass."""
+    """The cause of a message: the name of the module, and the direction of the pass."""
 
     name: str
     forward: str

@@ -75,7 +75,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a style communicates: the ranks and the module. Copies of the module share it."""
+    """The ranks and the module for which a style communicates. Copies of the module share it."""
 
     mesh: DeviceMesh
     axis: Communicator

@@ -51,7 +51,7 @@ __all__ = ["ColumnLinear", "RowLinear", "Settings", "by_columns", "by_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a style says of one module. Copies of the module share it."""
+    """The settings of a style for one module. Copies of the module share it."""
 
     site: Site
     input: Placement
@@ -99,7 +99,7 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """How the whole side of a linear layer travels: ``dim`` None is an all-reduce."""
+    """The way of the whole side of a linear layer: ``dim`` None is an all-reduce."""
 
     axis: Communicator
     labels: Labels
@@ -211,7 +211,7 @@ def by_rows(
 def _leaves(
     module: nn.Module, settings: Settings, is_transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the weight, as (output features, input features), and the bias are computed with."""
+    """Find the leaves of the weight, as (output features, input features), and of the bias."""
     # As attributes: data parallelism may keep the whole ones beside the registered parameters.
     given: Any = module.weight
     bias: Any = module.bias

@@ -29,7 +29,7 @@ REDUCTIONS = ("none", "sum", "mean", "sum and count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """What is computed for each token."""
+    """The terms of a loss for each token."""
 
     axis: Communicator
     start: int
@@ -128,7 +128,7 @@ def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None
 
 
 def _counts(target: torch.Tensor, weight: torch.Tensor | None, terms: _Terms) -> torch.Tensor:
-    """How much each token counts in a mean."""
+    """Compute the weight of each token in a mean."""
     kept = target != terms.ignore_index
     return kept if weight is None else kept * _of_target(weight.detach(), target, terms)
 

@@ -1,4 +1,4 @@
-"""What optimizers hold is looked at before their steps.
+"""A look at what optimizers hold, before their steps.
 
 Of those that were built before their parameters became DTensors a step would change nothing.
 Parameters that have become DTensors say so themselves. Each optimizer is looked at in its first

@@ -1,4 +1,4 @@
-"""Whether the ranks of an axis do the same with models that are cut over it.
+"""Comparison of what the ranks of an axis do with models that are cut over it.
 
 A rank that gives a pass up, and goes on, would add what it sends next to what the others still
 wait for. Each rank knows how many collectives lie between the beginnings of two passes::

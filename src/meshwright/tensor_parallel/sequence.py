@@ -25,7 +25,7 @@ __all__ = ["Sequence", "SequencePart"]
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """What the style says of one module. Copies of the module share it."""
+    """The settings of the style for one module. Copies of the module share it."""
 
     site: Site
     dim: int | None

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ParallelStyle(ABC):
-    """How one module runs over the ranks of an axis. Derive from it for styles of your own.
+    """The way in which one module runs over the ranks of an axis. Derive from it for your own.
 
     `parallelize_module` sets ``src_data_rank`` and ``module_name`` and calls ``_apply``, which
     changes the module in place and returns it.
@@ -47,7 +47,10 @@ class ParallelStyle(ABC):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
     def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
-        """Where ``module`` communicates. Raises ValueError unless the mesh has one dim."""
+        """Find the ranks that ``module`` communicates with.
+
+        Raises ValueError unless the mesh has one dim.
+        """
         check_mesh(device_mesh)
         return Site.of(device_mesh, self.module_name or type(module).__name__)
 
@@ -69,7 +72,7 @@ class _Layered(ParallelStyle):
     def _settings(
         self, module: nn.Module, site: Site, *, sums_bias: bool = False, parts: int = 1
     ) -> Settings:
-        """What is said of ``module``; refuses parameters that have no part in it."""
+        """Make the settings of ``module``; refuses parameters that have no part in it."""
         known = {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
         found = set(module._parameters)
         if found != known:

@@ -16,7 +16,7 @@ __all__ = ["ColumnConv1D", "RowConv1D", "is_conv1d"]
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` has ``nx`` input, ``nf`` output features, and a weight of that shape."""
+    """Check for ``nx`` input, ``nf`` output features, and a weight of that shape."""
     shape = getattr(module, "nx", None), getattr(module, "nf", None)
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and tuple(weight.shape) == shape

@@ -103,7 +103,7 @@ def distribute(
 
 
 def guard_loading(module: nn.Module) -> None:
-    """Let `load_state_dict(assign=True)` refuse whole tensors for DTensors of ``module`` itself."""
+    """Refuse whole tensors for DTensors of ``module`` in `load_state_dict(assign=True)`."""
     module.register_load_state_dict_pre_hook(_refuse_whole)
 
 

@@ -37,7 +37,7 @@ LINE = 16
 
 
 def unsupported() -> str:
-    """Why this machine cannot run collectives through shared memory; empty when it can."""
+    """Find the reason not to run collectives through shared memory on this machine, or ""."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "shared memory needs Linux with memfd_create"
     if platform.machine() not in ("x86_64", "AMD64") or sys.byteorder != "little":
@@ -73,7 +73,7 @@ def _is_dumpable() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where bytes lie in a segment of a process: what a peer needs to map them."""
+    """The place of bytes in a segment of a process: what a peer needs to map them."""
 
     serial: int
     descriptor: int
@@ -178,7 +178,7 @@ class SharedTensors:
         return torch.frombuffer(memory, dtype=dtype)
 
     def locate(self, address: int) -> Location | None:
-        """Where ``address`` lies in the segments of this process, if it lies in one."""
+        """Find the place of ``address`` in the segments of this process, if it lies in one."""
         starts = self._starts
         if not starts or address < starts[0]:
             return None
@@ -262,7 +262,7 @@ def _rounded(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where everything lies in the arena of a group of ``size`` ranks.
+    """The places of everything in the arena of a group of ``size`` ranks.
 
     ::
 

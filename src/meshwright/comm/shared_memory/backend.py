@@ -26,7 +26,7 @@ _log = logging.getLogger("meshwright")
 
 
 class _Host:
-    """What the groups of this process share: the tensors in shared memory."""
+    """The tensors in shared memory, which the groups of this process share."""
 
     def __init__(self) -> None:
         self.tensors = SharedTensors()
@@ -64,7 +64,7 @@ class _Host:
 
 
 def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """What c10d makes for the backend ``gloo``."""
+    """Make the group that c10d makes for the backend ``gloo``."""
     store = dist.PrefixStore("gloo", options.store)
     transport = dist.ProcessGroupGloo(
         store, options.group_rank, options.group_size, timeout=options.timeout

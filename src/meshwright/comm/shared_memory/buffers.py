@@ -12,7 +12,7 @@ __all__ = ["contiguous", "copied_back", "cut", "name_of", "on_cpu", "writable"]
 
 
 def name_of(tensor: torch.Tensor) -> str:
-    """How messages call a tensor: its dtype and shape."""
+    """Name a tensor as messages do: by its dtype and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -27,7 +27,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory as they are, one after another."""
+    """Check that the elements lie in memory as they are, one after another."""
     if not tensor.is_cpu:
         on_cpu(tensor)
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

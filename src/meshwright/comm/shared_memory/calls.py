@@ -1,4 +1,4 @@
-"""What a rank calls, as a fingerprint that its peers compare before any data moves.
+"""Calls of ranks, as fingerprints that peers compare before any data moves.
 
 Each collective begins with a step in which every rank writes a record: a digest of operation,
 shape, dtype, reduction and root, a digest of the label, where its data lies, and the same in words
@@ -125,11 +125,11 @@ class Records:
         return self._words[first : first + len(self._first[parity])].tolist()
 
     def source(self, parity: int, rank: int) -> Location | None:
-        """Where the input of ``rank`` lies, if its peers can map it."""
+        """Find the place of the input of ``rank``, if its peers can map it."""
         return self._location(self._first[parity][rank] + SOURCE)
 
     def target(self, parity: int, rank: int) -> Location | None:
-        """Where the output of ``rank`` lies, if its peers can map it."""
+        """Find the place of the output of ``rank``, if its peers can map it."""
         return self._location(self._first[parity][rank] + TARGET)
 
     def _location(self, word: int) -> Location | None:
@@ -154,7 +154,7 @@ class Records:
         return CollectiveMismatchError(f"{reason}; {self._describe(parity)}")
 
     def _describe(self, parity: int) -> str:
-        """Who called what, ranks with the same call together."""
+        """Describe the calls, ranks with the same call together."""
         numbers = self._meeting.peers.ranks
         by_text: dict[str, list[int]] = {}
         for rank, first in enumerate(self._first[parity]):

@@ -61,7 +61,7 @@ class Message:
     dtype: int
     label: int
     words: bytes
-    """What the sender called, in words."""
+    """The sender's call in words."""
     data: bytes | None
     """The bytes of a small message that no receive has asked for yet."""
 
@@ -226,7 +226,7 @@ class Inbox:
         return message, channel.address + start + HEAD_BYTES
 
     def is_full(self) -> bool:
-        """Whether the sender may be waiting for an entry."""
+        """True when the sender may be waiting for an entry."""
         return self.channel.words[POSTED] - self.channel.count >= ENTRIES
 
     def release(self) -> None:
@@ -235,7 +235,7 @@ class Inbox:
         self.channel.words[TAKEN] = self.channel.count
 
     def grant(self, receive: Transfer, message: Message) -> None:
-        """Let the sender fill the stream with ``message``, after those granted before."""
+        """Allow the sender to fill the stream with ``message``, after those granted before."""
         receive.number = message.number
         self.granted.append(receive)
         if len(self.granted) == 1:

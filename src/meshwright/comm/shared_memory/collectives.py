@@ -218,7 +218,7 @@ class Exchange:
         _copy(slots[self.rank] + piece * (self.size - 1), own.data_ptr(), own.nbytes)
 
     def _place_in(self, rank: int) -> int:
-        """Which place this rank has among the pieces in the slot of ``rank``."""
+        """Find this rank's place among the pieces in the slot of ``rank``."""
         return self.rank if self.rank < rank else self.rank - 1
 
     # ------------------------------------------------------------------ reduce_scatter

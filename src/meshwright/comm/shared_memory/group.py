@@ -64,7 +64,7 @@ ProcessGroup: Any = dist.ProcessGroup
 
 
 class GroupOptions(Protocol):
-    """What c10d tells a backend about the group to be made."""
+    """The options that c10d gives a backend for the group to be made."""
 
     store: dist.Store
     group_rank: int
@@ -457,7 +457,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """The purpose of the group."""
         return self._description
 
     def getGroupName(self) -> str:  # noqa: N802

@@ -1,4 +1,4 @@
-"""How the ranks of a new group come to map one arena, by way of their store.
+"""The way of the ranks of a new group to one arena that they map, by their store.
 
 Each rank either writes its number into the arena or says in the store why it cannot map it. So
 either all ranks see all numbers, or all come to read a refusal: they never disagree.

@@ -46,7 +46,7 @@ URGENT_BYTES = 256 << 10
 
 
 class SharedWork(Work):
-    """What c10d gets for an operation: `wait` and a future, which raise its error."""
+    """The handle of c10d for an operation: `wait` and a future, which raise its error."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SharedWork(Work):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether there is a future to complete."""
+        """True when there is a future to complete."""
         return self._root is not None
 
     def announce(self) -> None:
@@ -95,11 +95,11 @@ class SharedWork(Work):
         return self.outputs
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, in order or with an error."""
+        """Check that the operation has ended, in order or with an error."""
         return self.done
 
     def is_success(self) -> bool:
-        """Whether the operation has ended without an error."""
+        """Check that the operation has ended without an error."""
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
@@ -160,11 +160,11 @@ class JoinedWork(SharedWork):
         return [tensor for future in futures.value() for tensor in future.value()]
 
     def is_completed(self) -> bool:
-        """Whether all operations have ended."""
+        """Check that all operations have ended."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Whether all operations have ended without an error."""
+        """Check that all operations have ended without an error."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
@@ -387,7 +387,7 @@ class OperationQueue:
             announcer.take(operation)
 
     def describe_missing(self, operation: _Operation, seconds: float) -> str:
-        """Who is missing in ``operation``."""
+        """Describe who is missing in ``operation``."""
         return self._meeting.describe_missing(operation.call, seconds)
 
     def close(self) -> None:
@@ -470,7 +470,7 @@ class OperationQueue:
         return moved
 
     def _is_troubled(self, operation: _Operation) -> bool:
-        """Whether it is time to look at the peers' lives and at the limit."""
+        """Check that it is time to look at the peers' lives and at the limit."""
         now = time.monotonic()
         if now < self._checked:
             return False

@@ -54,7 +54,7 @@ class _OwnedTransfer(Transfer):
         self.owner = owner
 
     def is_completed(self) -> bool:
-        """Whether the transfer has ended; looks for its message when it has not."""
+        """Check that the transfer has ended; looks for its message when it has not."""
         if not self.done:
             self.owner.look()
         return self.done

@@ -1,4 +1,4 @@
-"""What c10d gets when it asks a group for the backend of a device."""
+"""The backend that c10d gets when it asks a group for that of a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CpuTransport:
         return self._name
 
     def supports_tensor_alloc(self, device: object) -> bool:
-        """Whether it has an allocator of its own for plain tensors."""
+        """Check for an allocator of its own for plain tensors."""
         return False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

@@ -1,4 +1,4 @@
-"""How ranks wait for each other in shared memory: spin shortly, sleep on a futex, notice the lost.
+"""Waits of ranks for each other in shared memory: spin shortly, sleep on a futex, notice the lost.
 
 A rank numbers the steps that it takes with its group and writes the number into its own word: its
 arrival. A step is over for a rank when every word has reached that number. Only the owner writes a
@@ -69,7 +69,7 @@ class Futex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How a rank waits before it sleeps."""
+    """The wait of a rank before it sleeps."""
 
     spins: int
     """Looks at the word without giving up the core."""
@@ -126,7 +126,7 @@ class Peers:
         return set(self._lost)
 
     def name(self, rank: int) -> str:
-        """How messages call ``rank`` of the group: by its number in the world."""
+        """Name ``rank`` of the group as messages do: by its number in the world."""
         stopped = ", stopped by a signal" if is_stopped(self.pids[rank]) else ""
         return f"rank {self.ranks[rank]} (process {self.pids[rank]}{stopped})"
 
@@ -191,7 +191,7 @@ class Meeting:
             self._futex.wake(self.segment.address + 8 * self._mine)
 
     def all_arrived(self) -> bool:
-        """Whether a wait would return at once."""
+        """Check that a wait would return at once."""
         words, step = self._words, self.step
         return all(words[index] >= step for index in self._arrivals)
 
@@ -249,7 +249,7 @@ class Meeting:
         return [rank for index, rank in self._arrival_of.items() if words[index] < step]
 
     def describe_missing(self, what: object, seconds: float) -> str:
-        """Who is missing after ``seconds`` of waiting."""
+        """Describe who is missing after ``seconds`` of waiting."""
         missing = self.missing()
         names = ", ".join(self.peers.name(rank) for rank in missing) or "nobody any more"
         there = [self.peers.ranks[r] for r in range(self.layout.size) if r not in missing]
