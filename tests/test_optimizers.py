@@ -429,6 +429,10 @@ def body_dtensors(*, in_all: bool) -> None:
 
 def body_rows() -> None:
     """LBFGS joins all parameters to one row; an optimizer of a flat one has its parts already."""
+    even = nn.Linear(4, 4).double()
+    even.register_parameter("nothing", nn.Parameter(torch.zeros(0, dtype=torch.float64)))
+    with pytest.raises(TypeError, match="LBFGS makes one row of all .* that have no elements"):
+        check_optimizer(torch.optim.LBFGS(mw.fully_shard(even).parameters()))
     uneven_rows = sharded(uneven())
     with pytest.raises(TypeError, match="LBFGS makes one row of all .* uneven parts"):
         torch.optim.LBFGS(uneven_rows.parameters()).step(lambda: pytest.fail("it was called"))

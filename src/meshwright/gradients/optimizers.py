@@ -226,8 +226,8 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
     if looks is _Looks.ALL and not _make_a_row(held):
         raise TypeError(
             f"{name} makes one row of all parameters, which torch cannot of DTensors beside plain "
-            "tensors, nor of those that ranks hold uneven parts of. Use an element-wise optimizer "
-            "such as AdamW, or replicate, where parameters are whole"
+            "tensors, nor of those that ranks hold uneven parts of, or that have no elements. Use "
+            "an element-wise optimizer such as AdamW, or replicate, where parameters are whole"
         )
     found, instead = _unlike_one_process(held, looks)
     if found and looks is not _Looks.UNKNOWN:
@@ -268,6 +268,8 @@ def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
     """Tell whether torch can view each of ``held`` as a row, and join the rows."""
     if len(set(map(is_distributed, held))) > 1:
         return False
+    if any(is_distributed(parameter) and not parameter.numel() for parameter in held):
+        return False  # torch would not come back from a view of one
     try:
         for parameter in held:
             parameter.detach().view(-1)
