@@ -422,6 +422,10 @@ def body_dtensors(*, in_all: bool) -> None:
             train(one, model, optimizers, is_cut=layout == "tensor")
             assert_equal(model, one, f"{name} over {layout}")
         model = wrap(start())
+        some = (*model.parameters(), nn.Parameter(torch.ones(2)))
+        for kind in ("foreach", "fused"):
+            with pytest.raises(TypeError, match=f"AdamW.{kind}=True. .* are DTensors, .* leave"):
+                torch.optim.AdamW(some, **{kind: True}).step()
         for name, hint in (("Adafactor", "Use AdamW"), ("Rprop", r"Give it flat_groups\(model\)")):
             with pytest.raises(TypeError, match=f"{name} uses operators .* DTensors, .*{hint}"):
                 getattr(torch.optim, name)(model.parameters()).step()

@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator, Recorder, observe, phase
-from meshwright.comm.dtensor import local_of
+from meshwright.comm.dtensor import is_dtensor, local_of
 from meshwright.comm.whole import part_like
 from meshwright.composition.observing import Inputs, left_as_it_is
 from meshwright.composition.step_hooks import resting
 from meshwright.composition.tensor_traffic import PARTIAL, TensorTraffic
 from meshwright.errors import PlanError
-from meshwright.gradients import call_module
+from meshwright.gradients import call_module, leaves_of
 from meshwright.randomness import Draws, Dropout, RandomOperators
 from meshwright.tensor_parallel.equality import beyond_rounding, rounding_floor
 
@@ -114,13 +114,14 @@ class WholeRun:
             pairs = [*zip(outputs, self._outputs, strict=False)]
             # A cache of keys and values is cut as the heads are; it is nobody's loss.
             alike = [(mine, whole) for mine, whole in pairs if mine.shape == whole.shape]
+            parameters = dict(model.named_parameters())
+            self._agree(_dtensor_problems(outputs, parameters))
             self._agree(_output_problems(outputs, self._outputs, alike))
             seeds = [_seed(whole) for _, whole in alike]
             expected = self._gradients
             if len(alike) < len(self._outputs):
                 expected = _gradients([whole for _, whole in alike], seeds, self._parameters)
             self._outputs = [whole.detach() for whole in self._outputs]
-            parameters = dict(model.named_parameters())
             found = _gradients([mine for mine, _ in alike], seeds, parameters)
             self._agree(_gradient_problems(found, expected, parameters))
 
@@ -189,6 +190,20 @@ class WholeRun:
                 found.setdefault(problem, rank)
         if found:
             raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
+
+
+def _dtensor_problems(
+    outputs: Sequence[torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[str]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for output in filter(is_dtensor, outputs):
+        read = [names[id(leaf)] for leaf in leaves_of(output, ()) if id(leaf) in names]
+        yield (
+            f"cut on axis tensor the model returns a DTensor of shape {tuple(output.shape)}, which "
+            f"it computes from {', '.join(map(repr, read)) or 'parts of parameters'}; a loss of it "
+            "and of plain tensors has no backward. Take `full_tensor()` of the parameter in the "
+            "forward, or leave its module out of [tensor] rules"
+        )
 
 
 def _output_problems(

@@ -223,6 +223,8 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             f"fully_shard and parallelize_module are. {lacks}"
         )
     _refuse_twice(held, name)
+    if looks is not _Looks.UNKNOWN:
+        _refuse_mixed(optimizer)
     if looks is _Looks.ALL and not _make_a_row(held):
         raise TypeError(
             f"{name} makes one row of all parameters, which torch cannot of DTensors beside plain "
@@ -262,6 +264,21 @@ def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
                     f"of {line.numel()} elements that it is a part of, and would step it twice: "
                     "give it flat_groups(model), or the parameters of the model, and not both"
                 )
+
+
+def _refuse_mixed(optimizer: Optimizer) -> None:
+    """Raise TypeError for a group whose DTensors and plain tensors would be given to one kernel."""
+    for group in optimizer.param_groups:
+        chosen = next((key for key in ("foreach", "fused") if group.get(key)), None)
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if chosen and len(set(map(is_distributed, trained))) > 1:
+            dtensors = sum(map(is_distributed, trained))
+            raise TypeError(
+                f"{type(optimizer).__name__}({chosen}=True) steps all parameters of a group by one "
+                f"operator, and {dtensors} of {len(trained)} are DTensors, which torch's operators "
+                f"do not take beside plain tensors: leave {chosen} out, or give the DTensors a "
+                "group of their own"
+            )
 
 
 def _make_a_row(held: Sequence[torch.Tensor]) -> bool:
