@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["take_lists_apart"]
+__all__ = ["are_lists_taken_apart", "take_lists_apart"]
 
 _Operator = Callable[..., Any]
 _Handlers = dict[_Operator, _Operator]
@@ -25,16 +25,20 @@ _Handlers = dict[_Operator, _Operator]
 
 def take_lists_apart() -> None:
     """Let mixed lists through from now on. Lists on one mesh pay one look at each tensor."""
-    handlers = _handlers()
-    stack = torch.ops.aten.stack.default
-    if isinstance(handlers.get(stack), _ListOperator):
+    if are_lists_taken_apart():
         return
+    handlers, stack = _handlers(), torch.ops.aten.stack.default
     handlers[stack] = _ListOperator(handlers.get(stack), _stacked)
     for name in torch._C._dispatch_get_all_op_names():
         kind, _, overload = name.removeprefix("aten::").partition(".")
         if kind.startswith(_OF_LISTS) and "out" not in overload:
             operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
             handlers[operator] = _ListOperator(handlers.get(operator), _one_by_one)
+
+
+def are_lists_taken_apart() -> bool:
+    """Check that mixed lists are let through."""
+    return isinstance(_handlers().get(torch.ops.aten.stack.default), _ListOperator)
 
 
 _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")

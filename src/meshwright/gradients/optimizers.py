@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
+from meshwright.comm.mixed_lists import are_lists_taken_apart
 from meshwright.comm.spread import (
     is_distributed,
     is_line,
@@ -223,7 +224,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             f"fully_shard and parallelize_module are. {lacks}"
         )
     _refuse_twice(held, name)
-    if looks is not _Looks.UNKNOWN:
+    if looks is not _Looks.UNKNOWN and not are_lists_taken_apart():
         _refuse_mixed(optimizer)
     if looks is _Looks.ALL and not _make_a_row(held):
         raise TypeError(
