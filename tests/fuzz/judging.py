@@ -75,12 +75,11 @@ def _verdict(case: Case, rows: Sequence[dict[str, Any]]) -> Verdict:
 
 
 def _may_refuse_late(case: Case, step: int) -> bool:
-    if (
-        step == 1
-        and case.tensor_ranks > 1
-        and "Remembered" in {name for name, _ in case.model.blocks}
-    ):
+    names = {name for name, _ in case.model.blocks}
+    if step == 1 and case.tensor_ranks > 1 and "Remembered" in names:
         return True  # what it has made of a cut weight is read in its next pass
+    if step == 1 and "static graph" in case.options and "Alternating" in names:
+        return True  # the program says that its graph stays the same, and then changes it
     return step in (CHANGED, CHANGED + 1) and _changes(case)
 
 
