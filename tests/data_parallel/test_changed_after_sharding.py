@@ -321,6 +321,19 @@ def all_is_converted(run: Run) -> None:
     run.train_on()
 
 
+@program()
+def all_is_converted_with_a_part_frozen(run: Run) -> None:
+    run.net.a.requires_grad_(False)
+    run.model.to(torch.float32)
+    run.model.to(torch.float64)
+    run.step(0)
+    run.net.a.requires_grad_(True)
+    run.net.b.requires_grad_(False)
+    run.step(1)
+    run.model.to(torch.float64)
+    run.step(2)
+
+
 @program(all="converted, loaded or given anew between", flat=BETWEEN, original=BETWEEN)
 def converted_between_forward_and_backward(run: Run) -> None:
     loss = run.loss(0)

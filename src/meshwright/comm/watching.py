@@ -67,12 +67,16 @@ class Watcher:
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
+        self._neighbours.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
         self._neighbours.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(EVERY):
+        while True:
+            self._neighbours.wait(EVERY)
+            if self._stop.is_set():
+                return
             try:
                 self._look()
             except Exception:  # without this thread, ranks would hang in silence
@@ -175,13 +179,32 @@ class Watcher:
 
 
 class _Neighbours:
-    """Processes of other ranks on this host, by descriptors that tell when one has ended."""
+    """Processes of other ranks on this host, by descriptors that tell when one has ended.
+
+    They are waited for, not looked at now and then: a launcher ends all other ranks within a tenth
+    of a second, and who ended first would be unknown.
+    """
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
         self._known: set[int] = set()
-        self._ended: set[int] = set()
+        self._ended: dict[int, None] = {}
+        """In the order in which they were found."""
+        self._reading, self._writing = os.pipe()
+        self._poll.register(self._reading, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until one ends, `wake` is called, or ``seconds`` have gone."""
+        for descriptor, _ in self._poll.poll(1000 * seconds):
+            if descriptor in self._rank_of:
+                self._ended[self._rank_of.pop(descriptor)] = None
+                self._poll.unregister(descriptor)
+                os.close(descriptor)
+
+    def wake(self) -> None:
+        """End a `wait`, and all that follow."""
+        os.write(self._writing, b".")
 
     def ended(self, monitor: FailureMonitor) -> list[int]:
         """List those that have ended and have not said why."""
@@ -195,19 +218,21 @@ class _Neighbours:
                 descriptor = os.pidfd_open(process.pid)
             except (AttributeError, OSError):
                 descriptor = -1
-            if process.has_ended:
-                self._ended.add(rank)
-            elif descriptor >= 0:
+            if not process.has_ended and descriptor >= 0:
                 self._rank_of[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)
-        self._ended.update(self._rank_of[each] for each, _ in self._poll.poll(0))
+                continue
+            if process.has_ended:
+                self._ended[rank] = None
+            if descriptor >= 0:
+                os.close(descriptor)
         if monitor.ending is not None:
             return []
-        return sorted(self._ended - monitor.ranks.left.keys())
+        return [rank for rank in self._ended if rank not in monitor.ranks.left]
 
     def close(self) -> None:
         """Close the descriptors."""
-        for descriptor in self._rank_of:
+        for descriptor in [*self._rank_of, self._reading, self._writing]:
             os.close(descriptor)
         self._rank_of.clear()
         self._poll = select.poll()

@@ -121,6 +121,10 @@ class _Entry:
             self.slot.extension.part = self.exposed._local_tensor
         self.local = self.exposed._local_tensor
         self.storage = self.exposed.untyped_storage()
+        self.guard()
+
+    def guard(self) -> None:
+        """Refuse gradients past the hooks, where it trains."""
         me = weakref.ref(self)
         self.direct = refuse_past_hooks(
             self.exposed, self.slot.name, lambda: None if (it := me()) is None else it.exposed
@@ -133,6 +137,8 @@ class _Entry:
         self.trains = exposed.requires_grad if is_new else full.requires_grad
         full.requires_grad_(self.trains)
         exposed.requires_grad_(self.trains)
+        if self.trains is not (self.direct is not None):
+            self.guard()
 
 
 class ExposedTensors:
@@ -205,6 +211,12 @@ class ExposedTensors:
             for entry in entries:
                 entry.find_cells()
 
+    def let_go(self, unit: Unit) -> None:
+        """Let torch swap the tensors of the parameters, until `take_over`."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                entry.direct = None
+
     def refresh(self, unit: Unit) -> None:
         """See `Exposure`: parameters given anew, and other memory for those that are there."""
         for group in unit.groups:
@@ -239,6 +251,7 @@ class ExposedTensors:
                 full, shown = entry.slot.full, entry.shown
                 if full.requires_grad is not entry.exposed.requires_grad:
                     full.requires_grad_(entry.exposed.requires_grad)
+                    entry.guard()
                 entry.trains = full.requires_grad
                 for cells, name in entry.cells:
                     if cells.get(name) is shown or _is_ours(entry, cells, name):

@@ -53,16 +53,17 @@ def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
 
 def refuse_past_hooks(
     parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
-) -> object:
+) -> object | None:
     """Let no backward give ``parameter``, at rest, a gradient itself while it has hooks.
 
     A loss that has read it does: the hooks would run for that term, and again for the mean.
     ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which
-    torch would not swap its tensor. Return what keeps this in force. It costs no step anything.
+    torch would not swap its tensor. Return what keeps this in force, None for one that is frozen.
+    It costs no step anything.
     """
-    trains = parameter.requires_grad
-    node = accumulator_of(parameter.requires_grad_())
-    parameter.requires_grad_(trains)
+    if not parameter.requires_grad:
+        return None
+    node = accumulator_of(parameter)
 
     def check(gradients: object) -> None:
         found = find()

@@ -266,6 +266,8 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         units = list(_units(self, recurse=True))
         for unit in units:
             unit.reshard()
+            if isinstance(unit.exposure, ExposedTensors):
+                unit.exposure.let_go(unit)
         result = super()._apply(fn, recurse)
         for unit in units:
             rebuild(unit)
