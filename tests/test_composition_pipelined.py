@@ -78,6 +78,11 @@ def test_what_no_stage_uses_is_kept_by_the_first() -> None:
     _keep_unused(model, [first, second])
     assert [*second.state_dict()] == ["block.again.weight", "block.used.weight", "block.used.bias"]
     assert second.block.again.weight is model.block.used.weight
+    model.block.apart = nn.Linear(2, 2)
+    model.block.apart.weight = model.block.used.weight  # read by itself; its bias is not
+    _keep_unused(model, [first, second])
+    assert second.block.apart.weight is model.block.used.weight
+    assert [name for name in first.state_dict() if "apart" in name] == ["block.apart.bias"]
 
 
 class Chain(nn.Module):

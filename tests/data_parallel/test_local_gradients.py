@@ -131,6 +131,43 @@ def body_autograd_grad() -> None:
         assert kind(gradient) == "mean"
 
 
+class Turned(nn.Module):
+    """A layer of complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.turn.dtype) @ self.turn).real
+
+
+def body_complex() -> None:
+    world = communicator()
+
+    def built() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(Turned(), nn.Tanh(), nn.Linear(3, 2)).double()
+
+    one = built()
+    x = torch.cat([share(rank) for rank in range(world.size)])
+    loss(one, x).backward()
+    for wrap in (*REPLICAS, in_root, flat, original):
+        ours = wrap(built())
+        part = share(world.rank).requires_grad_()
+        loss(ours, part).backward(inputs=[part])
+        assert all(parameter.grad is None for parameter in ours.parameters()), wrap
+        loss(ours, part).backward()
+        optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+        optimizer.step()
+        with torch.no_grad():
+            stepped = torch.func.functional_call(
+                one, {name: p - p.grad for name, p in one.named_parameters()}, (x,)
+            )
+            found = ours(share(world.rank))
+        torch.testing.assert_close(found, stepped.chunk(world.size)[world.rank])
+
+
 def body_kept_sums() -> None:
     """A pass for gradients of inputs leaves sums of earlier passes alone."""
     mine = share(communicator().rank)
@@ -209,8 +246,15 @@ def body_hooks() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body_autograd_grad, body_kept_sums, body_graphs_again, body_compiled, body_hooks],
-    ids=["grad", "kept", "again", "compiled", "hooks"],
+    [
+        body_autograd_grad,
+        body_complex,
+        body_kept_sums,
+        body_graphs_again,
+        body_compiled,
+        body_hooks,
+    ],
+    ids=["grad", "complex", "kept", "again", "compiled", "hooks"],
 )
 def test_the_table_of_the_docs_is_true(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

@@ -233,6 +233,8 @@ def _sensible(case: Case) -> Case:
         loop -= {"freeze"}
     if "flat groups" in options:
         loop -= {"round trip"}  # torch's functions know no flat parameters
+    if "TwoNames" in names and "class" not in case.layout and not case.is_plan:
+        loop -= {"round trip"}  # nor whole values for a second name of a DTensor
     if names & STATEFUL:
         options -= {"recompute"}  # each pass would run twice
     # A flat gradient has zeros where one process has none.

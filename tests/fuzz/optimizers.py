@@ -42,7 +42,8 @@ def _lamb(parameters: Any) -> torch.optim.Optimizer:
     class Lamb(torch.optim.Optimizer):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
+            held = (each for group in self.param_groups for each in group["params"])
+            for parameter in held:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]

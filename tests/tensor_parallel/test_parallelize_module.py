@@ -18,7 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshwright import comm, parallelize_module, tensor_parallel
 from meshwright.comm import Recorder, observe
 from meshwright.comm.leaves import local_leaf
+from meshwright.data_parallel import fully_shard
 from meshwright.errors import LayoutError
+from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.tensor_parallel import (
     ColwiseParallel,
@@ -225,6 +227,11 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
             on(block, {"embed": rows})()  # the other side may get its style in a later call
             block(torch.ones(2, 3, dtype=torch.long))
 
+        def half_tied_in(wrap: Callable[[nn.Module], object]) -> Callable[[], object]:
+            block = Block()
+            on(block, {"embed": rows})()
+            return lambda: wrap(block)
+
         only = "Parallel currently only support nn.Linear and nn.Embedding!"
         length = "should have same length!"
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
@@ -283,6 +290,10 @@ def test_what_is_refused_when_built(ranks: Ranks) -> None:
                 on(Block(), {"embed": columns, "head": columns}),
             ),
             (ValueError, "head.weight is tied to embed.weight", half_tied),
+            *(
+                (ValueError, "head.weight is tied to embed.weight", half_tied_in(wrap))
+                for wrap in (fully_shard, FullyShardedDataParallel)
+            ),
             (ValueError, "expected a ParametrizedLinear with the parameters", on(normed, columns)),
         ]
         for error, text, build in cases:

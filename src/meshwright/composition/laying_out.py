@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Communicator
+from meshwright.comm.became import check_ties
 from meshwright.comm.dtensor import mesh_communicators
 from meshwright.comm.whole import held_boxes
 from meshwright.composition.checks import recomputed
@@ -37,7 +38,6 @@ from meshwright.errors import InternalError, PlanError
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.tensor_parallel.apply import apply_plan
-from meshwright.tensor_parallel.weights import check_ties
 
 __all__ = [
     "apply_dropout",

@@ -215,21 +215,22 @@ def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         used = [other for other in names[id(tensor)] if other in held]
+        below = {
+            other for each in owner.state_dict(keep_vars=True).values() for other in names[id(each)]
+        }
         if used:
             stage, other = next((m, n) for m in modules for n in used if n in m.state_dict())
             _made(stage, path).register_parameter(leaf, stage.get_parameter(other))
             _order_as(stage, model)
-        elif (
-            path
-            and not [*owner.children()]
-            and not held & {f"{path}.{n}" for n in owner.state_dict()}
-        ):
+        elif path and not [*owner.children()] and not held & below:
             above, _, last = path.rpartition(".")
             _made(first, above).add_module(last, owner)  # whole, so that it can be cut as others
+            held |= below
         elif isinstance(tensor, nn.Parameter):
             _made(first, path).register_parameter(leaf, tensor)
         else:
             _made(first, path).register_buffer(leaf, tensor)
+        held.add(name)
 
 
 def _order_as(stage: nn.Module, model: nn.Module) -> None:

@@ -437,7 +437,7 @@ class ParameterGroup:
         A sum is -0.0 only where all its summands are, and the first element of each part is that
         on ranks without a gradient alone. So it needs no collective of its own.
         """
-        first = mean[:1]
+        first = mean[:1].real if mean.is_complex() else mean[:1]
         return bool(((first == 0) & first.signbit()).all())
 
     def waiting(self) -> list[torch.Tensor | None]:

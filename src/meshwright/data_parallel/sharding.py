@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
+from meshwright.comm.became import check_ties
 from meshwright.comm.dtensor import local_of
 from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import ALONE, DataAxes
@@ -64,6 +65,8 @@ def build_unit(
 
     With ``synchronises`` it has the values of the first rank.
     """
+    for module in modules:
+        check_ties(module)
     ignored = options.ignored
     slots = [
         slot for slot in collect_slots(own_modules(modules)) if id(slot.original) not in ignored

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright.comm.became import check_ties
 from meshwright.data_parallel.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.starting_state import digest_of, synchronise
@@ -170,6 +171,7 @@ def build_unit(
     root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> Unit | None:
     """The unit of all parameters below ``root`` that no other unit has; None without any."""
+    check_ties(root)
     local = local_parameters(root)
     slots = list(_slots(root, ignored, deferred))
     if not slots:

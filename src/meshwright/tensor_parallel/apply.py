@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 
 from torch import nn
 
+from meshwright.comm.became import became, check_ties
 from meshwright.comm.dtensor import current_mesh, is_dtensor
 from meshwright.comm.mixed_lists import take_lists_apart
 from meshwright.mesh import DeviceMesh
@@ -18,7 +19,6 @@ from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.optimizers import watch_optimizers
 from meshwright.tensor_parallel.passes import Passes
 from meshwright.tensor_parallel.styles import ParallelStyle
-from meshwright.tensor_parallel.weights import became, check_ties
 
 __all__ = ["apply_plan", "matches", "parallelize_module"]
 

@@ -1,7 +1,4 @@
-"""Parameters of a module that become DTensors: their values and their ties.
-
-A tied parameter becomes one DTensor. Whoever still holds the plain one finds on it what it became.
-"""
+"""Parameters of a module that become DTensors: their values and their ties."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.after_hooks import has_after_hooks
+from meshwright.comm.became import Became, note_became, what_became
 from meshwright.comm.dtensor import (
     AnyPlacement,
     dtensor_at_rest,
@@ -23,35 +21,7 @@ from meshwright.comm.whole import part
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 
-__all__ = [
-    "became",
-    "check_ties",
-    "distribute",
-    "guard_loading",
-]
-
-_BECAME = "_meshwright_became"
-
-
-class _Became:
-    """The DTensor that a plain parameter has become. A copy of the plain one has become nothing."""
-
-    __slots__ = ("is_partial", "name", "parameter", "placement")
-
-    def __init__(
-        self, parameter: nn.Parameter, placement: AnyPlacement, name: str, *, is_partial: bool
-    ) -> None:
-        self.parameter = parameter
-        self.placement = placement
-        self.name = name
-        self.is_partial = is_partial
-        """Whether each rank computes a part of its gradient."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+__all__ = ["distribute", "guard_loading"]
 
 
 @torch.no_grad()
@@ -82,16 +52,16 @@ def distribute(
             f"{name} is a DTensor already, placed {list(given.placements)} on "  # pyrefly: ignore[missing-attribute]
             f"{given.device_mesh}: parallelise each module once"  # pyrefly: ignore[missing-attribute]
         )
-    became = vars(given).get(_BECAME)
+    became = what_became(given)
     if became is None:
         _check_given(given, name)
-        became = _Became(
+        became = Became(
             _distributed(given, name, placement, site, source),
             placement,
             name,
             is_partial=is_partial,
         )
-        vars(given)[_BECAME] = became
+        note_became(given, became)
     elif became.placement != placement or became.is_partial is not is_partial:
         raise ValueError(
             f"{name} and {became.name} are one tied parameter, which cannot be placed {placement} "
@@ -105,25 +75,6 @@ def distribute(
 def guard_loading(module: nn.Module) -> None:
     """Refuse whole tensors for DTensors of ``module`` in `load_state_dict(assign=True)`."""
     module.register_load_state_dict_pre_hook(_refuse_whole)
-
-
-def became(tensor: torch.Tensor) -> str:
-    """The name of the DTensor that a plain parameter has become; "" for any other tensor."""
-    found = vars(tensor).get(_BECAME)
-    return "" if found is None else found.name
-
-
-def check_ties(root: nn.Module) -> None:
-    """Raise ValueError where a module still holds a plain parameter that is a DTensor elsewhere."""
-    for path, module in root.named_modules(remove_duplicate=False):
-        for key, parameter in module._parameters.items():
-            became = None if parameter is None else vars(parameter).get(_BECAME)
-            if became is not None:
-                raise ValueError(
-                    f"{path}.{key} is tied to {became.name}, which is placed {became.placement} "
-                    f"over tensor ranks, but the plan names only one of them: add a style for "
-                    f"{path!r}, or untie them"
-                )
 
 
 def _check_given(given: nn.Parameter, name: str) -> None:
