@@ -130,6 +130,14 @@ def test_a_trace_drops_nothing_of_a_forward(act: Act, text: str) -> None:
     assert not model._forward_hooks
 
 
+@pytest.mark.parametrize("act", [register_hook, offload, own_backward])
+def test_a_trace_drops_nothing_where_a_module_has_two_names(act: Act) -> None:
+    model = Model(act)
+    model.again = model.b
+    with pytest.raises(ValueError, match=r"in the model|the backward of"):
+        traced(model)
+
+
 class Called(torch.Tensor):
     """Layers compute twice as much with it."""
 

@@ -273,6 +273,18 @@ class CountsPasses(nn.Module):
         return y / self.mean
 
 
+class Aliased(nn.Module):
+    """Has a module under two names, for which export runs others in place of all modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 class CountsWithoutGradient(nn.Module):
     """Writes to buffers in a block that has settings of its own, as spectral norms do."""
 
@@ -302,6 +314,7 @@ def test_changes_in_place() -> None:
         nn.Sequential(weight_norm(nn.Linear(4, 4)), Changing("assigned")),
         Changing("assigned"),
         nn.Sequential(nn.Sequential(Changing("assigned"), CountsPasses())),
+        nn.Sequential(Aliased(), CountsPasses()),
     ):
         alone = copied_model(model)
         pipe = pipeline(model, (x,))
@@ -348,8 +361,9 @@ def test_what_forwards_assign_and_stages_would_lose_is_refused() -> None:
         ("shape", r"0\.last had shape \(0,\) and torch\.float32, and forward gives it \(2, 4\)"),
         ("attribute", r"reads the tensor '0\.before' and gives the attribute another one"),
     ):
-        with pytest.raises(ValueError, match=text):
-            pipeline(nn.Sequential(Remembering(what), nn.Linear(4, 4)), (x,))
+        for rest in (nn.Linear(4, 4), Aliased()):
+            with pytest.raises(ValueError, match=text):
+                pipeline(nn.Sequential(Remembering(what), rest), (x,))
 
 
 class Doubled(torch.Tensor):

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
+from meshwright.pipelining.module_hooks import key_in_trace
+
 __all__ = ["assignments", "refuse_remembered"]
 
 
@@ -27,6 +29,7 @@ def assignments(model: nn.Module) -> Iterator[set[str]]:
     """
     names = {part: f"{name}." for name, part in model.named_modules() if part is not model}
     names[model] = ""
+    parts = {key_in_trace(part): part for part in names}
     held: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}
     wrong: dict[str, None] = {}
     before: dict[nn.Module, dict[str, Any]] = {}
@@ -37,9 +40,10 @@ def assignments(model: nn.Module) -> Iterator[set[str]]:
         before.update((part, dict(vars(part))) for part in names)
 
     def note(part: nn.Module, key: str, value: Any) -> None:  # noqa: ANN401
-        buffer = part._buffers.get(key)
-        if part is model or part not in names or not (buffer is not None and value is not None):
+        buffer, own = part._buffers.get(key), parts.get(key_in_trace(part))
+        if own is None or own is model or buffer is None or value is None:
             return
+        part = own
         buffer, _ = held.get((part, key), (buffer, None))
         if buffer.shape != value.shape or buffer.dtype != value.dtype:
             wrong[

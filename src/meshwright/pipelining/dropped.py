@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.comm.subclasses import has_calls
+from meshwright.pipelining.module_hooks import key_in_trace
 
 __all__ = ["HOOKING", "refuse_subclasses", "saved_tensor_hooks", "watched_forward"]
 
@@ -84,7 +85,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._names = {id(part): name for name, part in model.named_modules()}
+        self._names = {key_in_trace(part): name for name, part in model.named_modules()}
         self._before = saved_tensor_hooks()
         self.found: dict[str, None] = {}
         """In words, in order."""
@@ -151,7 +152,7 @@ class _Watch(TorchFunctionMode):
         while frame is not None:
             code = frame.f_code
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            name = self._names.get(id(owner))
+            name = self._names.get(key_in_trace(owner)) if isinstance(owner, nn.Module) else None
             if name is not None and not code.co_filename.startswith(_TORCH):
                 where = f"module {name!r}" if name else "the model"
                 return f"in {where} ({code.co_filename}:{frame.f_lineno})"

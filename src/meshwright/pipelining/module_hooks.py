@@ -12,7 +12,15 @@ from types import MappingProxyType
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
-__all__ = ["CALLED", "OF_STATE", "drop_hooks", "hooks_of", "hooks_of_all", "refuse_hooks"]
+__all__ = [
+    "CALLED",
+    "OF_STATE",
+    "drop_hooks",
+    "hooks_of",
+    "hooks_of_all",
+    "key_in_trace",
+    "refuse_hooks",
+]
 
 CALLED: Mapping[str, str] = MappingProxyType(
     {
@@ -34,6 +42,14 @@ OF_STATE: Mapping[str, str] = MappingProxyType(
 """What runs when its state is asked for or given."""
 _KEPT = ("torch.", "meshwright.pipelining.")
 """Where hooks come from that a graph has, or that only mark it."""
+
+
+def key_in_trace(module: nn.Module) -> int:
+    """Give the key of ``module``, and of what stands for it in a trace.
+
+    Where a module has two names, export runs other objects with the same attributes.
+    """
+    return id(vars(module))
 
 
 def hooks_of(module: nn.Module, kinds: Iterable[str] = (*CALLED, *OF_STATE)) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from meshwright.pipelining.assigned import assignments, refuse_remembered
 from meshwright.pipelining.dropped import refuse_subclasses, watched_forward
-from meshwright.pipelining.module_hooks import CALLED, refuse_hooks
+from meshwright.pipelining.module_hooks import CALLED, key_in_trace, refuse_hooks
 from meshwright.pipelining.splitting import Argument, Traced, expected
 
 __all__ = ["SplitPolicy", "export", "traced"]
@@ -95,13 +95,16 @@ def _exported(
 
 def _place(module: nn.Module, error: BaseException) -> str:
     """The innermost module of the model that was running, and its line."""
-    names = {id(child): name or type(child).__name__ for name, child in module.named_modules()}
+    names = {
+        key_in_trace(child): name or type(child).__name__ for name, child in module.named_modules()
+    }
     found = ""
     for frame, line in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         file = frame.f_code.co_filename
-        if id(owner) in names and "torch/nn/modules/module.py" not in file:
-            found = f"in module {names[id(owner)]!r} ({file}:{line}), "
+        name = names.get(key_in_trace(owner)) if isinstance(owner, nn.Module) else None
+        if name is not None and "torch/nn/modules/module.py" not in file:
+            found = f"in module {name!r} ({file}:{line}), "
     return found
 
 
