@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from meshwright.fsdp import OptimStateKeyType
+from meshwright.fsdp import OptimStateKeyType, StateDictType
 from meshwright.testing import Ranks
 
 
@@ -134,3 +135,61 @@ def body_all() -> None:
 
 def test_positions_and_older_functions(ranks: Ranks) -> None:
     ranks(2, body_all)
+
+
+def same_dicts(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["state"].keys() == expected["state"].keys()
+    assert found["param_groups"] == expected["param_groups"]
+    for number, own in expected["state"].items():
+        assert own.keys() == found["state"][number].keys()
+        for key, value in own.items():
+            assert type(found["state"][number][key]) is type(value)
+            torch.testing.assert_close(found["state"][number][key], value)
+
+
+def body_elsewhere() -> None:
+    """Load what was saved into a model that is wrapped in other places, or has more parameters."""
+    warnings.simplefilter("ignore", FutureWarning)
+    for use_orig_params in (False, True):
+        model = wrapped(use_orig_params=use_orig_params)
+        optimizer = stepped(model, 1)
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        # A round trip leaves an optimizer that has been loaded as one that has trained.
+        again = torch.optim.Adam(groups(model, count=1))
+        again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, full))
+        same_dicts(again.state_dict(), optimizer.state_dict())
+        # Here only the last module is wrapped: the others get whole state.
+        other = net()
+        other[2] = FSDP(other[2], use_orig_params=use_orig_params)
+        trained = stepped(other, 1)
+        fresh = torch.optim.Adam(groups(other, count=1))
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            loads = [FSDP.optim_state_dict_to_load(other, fresh, sharded)]
+        loads.append(FSDP.flatten_sharded_optim_state_dict(sharded, other, optim=fresh))
+        loads.append(FSDP.shard_full_optim_state_dict(full, other, optim=fresh))
+        for load in loads:
+            same_dicts(load, trained.state_dict())
+        with pytest.raises(ValueError, match="is a part of it that another wrapping has left"):
+            FSDP.optim_state_dict_to_load(other, fresh, sharded)
+    # A parameter that was not there is left to the user, or refused where it has to count alike.
+    outside, inside = net(), net()
+    outside.register_parameter("more", nn.Parameter(torch.zeros(2).double()))
+    inside[1].register_parameter("more", nn.Parameter(torch.zeros(2).double()))
+    for grown in (outside, inside):
+        grown[1] = FSDP(grown[1])
+        fresh = torch.optim.Adam(grown.parameters())
+        for function, state in (
+            (FSDP.shard_full_optim_state_dict, full),
+            (FSDP.flatten_sharded_optim_state_dict, sharded),
+        ):
+            if grown is inside:
+                with pytest.raises(ValueError, match="^All unflattened parameters comprising a "):
+                    function(state, grown, optim=fresh)
+                continue
+            load = function(state, grown, optim=fresh)
+            assert load["param_groups"][0]["params"] == sorted(load["state"]) == [1, 2, 3, 4, 5]
+
+
+def test_models_that_are_wrapped_elsewhere(ranks: Ranks) -> None:
+    ranks(2, body_elsewhere)

@@ -16,7 +16,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
 from meshwright.comm import Recorder, observe
 from meshwright.data_parallel.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.unit import ParameterGroup, collect_slots
-from meshwright.fsdp import CPUOffload, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from meshwright.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.layout import FlatLayout
 from meshwright.testing import Ranks
@@ -202,3 +208,110 @@ def body_gpu(size: int) -> None:
 def test_offload_on_a_gpu(ranks: Ranks) -> None:
     size = torch.cuda.device_count()
     ranks(size, body_gpu, size)
+
+
+class Ended(nn.Module):
+    """Ends in a layer that may stay in full precision, and one that takes its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5)
+        self.norm.register_buffer("seen", torch.full((2,), 1 / 3, dtype=torch.float64))
+        self.given: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        normed = self.norm(hidden)
+        out = self.last(normed)
+        self.given = [hidden.dtype, normed.dtype, out.dtype]
+        return out
+
+
+def body_classes_left_out() -> None:
+    warnings.filterwarnings("ignore", message="Both mixed precision")
+    low = torch.bfloat16
+    for kind in (nn.LayerNorm, nn.Linear):
+        options: dict[str, Any] = {"param_dtype": low, "_module_classes_to_ignore": (kind,)}
+        models = (
+            FSDP(Ended(), auto_wrap_policy=LINEARS, mixed_precision=MixedPrecision(**options)),
+            Peer(
+                Ended(),
+                auto_wrap_policy=PeerPolicy({nn.Linear}),
+                mixed_precision=PeerPrecision(**options),
+                device_id=CPU,
+            ),
+        )
+        found = []
+        for model in models:
+            inner: Any = model.module
+            out = model(batch())
+            out.float().square().sum().backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append((inner.given, out, gradients))
+        (dtypes, *ours), (expected, *theirs) = found
+        assert dtypes == expected == [low] * 3
+        torch.testing.assert_close(ours, theirs)
+
+
+def body_buffers_saved() -> None:
+    low = torch.bfloat16
+    warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+    precision = MixedPrecision(param_dtype=low, buffer_dtype=low, _module_classes_to_ignore=())
+    norms = ModuleWrapPolicy({nn.LayerNorm})
+    model = FSDP(Ended(), auto_wrap_policy=norms, mixed_precision=precision)
+    model(batch())
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(model, kind):
+            saved = model.state_dict()["norm.seen"]
+            assert saved.dtype is torch.float64
+            torch.testing.assert_close(saved, torch.full_like(saved, 1 / 3).to(low).double())
+            assert [buffer.dtype for buffer in model.buffers()] == [low]
+            model.load_state_dict({**model.state_dict(), "norm.seen": saved + 1})
+            torch.testing.assert_close(
+                model.state_dict()["norm.seen"], saved + 1, atol=0.01, rtol=0
+            )
+            model.load_state_dict({**model.state_dict(), "norm.seen": saved})
+
+
+def body_waiting_gradients() -> None:
+    for use_orig_params in (False, True):
+        precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+        models = [
+            FSDP(nn.Linear(3, 3), mixed_precision=precision, use_orig_params=use_orig_params)
+            for _ in (torch.manual_seed(0), torch.manual_seed(0))
+        ]
+        x = torch.full((2, 3), 0.1)
+        for model, factor in zip(models, (1, 4), strict=True):
+            with model.no_sync():
+                for _ in range(3):
+                    model(x).sum().backward()
+                    # As autograd gives them; what is added up is in the dtype of the reduction.
+                    assert {p.grad.dtype for p in model.parameters()} == {torch.float16}
+                for parameter in model.parameters():
+                    parameter.grad.mul_(factor)
+            model(x * 0).sum().backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            if one.grad is not None:
+                assert one.grad.dtype == other.grad.dtype == torch.float32
+        weights = []
+        for model in models:
+            with FSDP.summon_full_params(model):
+                pass
+            weights.append(
+                torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+            )
+        # Weights got nothing but from the passes before, biases 2 from the last one, too.
+        last = (weights[0] > 1).float() * 2
+        torch.testing.assert_close(weights[1] - last, 4 * (weights[0] - last), rtol=1e-2, atol=1e-2)
+
+
+def body_dtypes() -> None:
+    body_classes_left_out()
+    body_buffers_saved()
+    body_waiting_gradients()
+
+
+def test_what_is_left_out_saved_and_waits_has_the_dtypes_of_torch(ranks: Ranks) -> None:
+    ranks(2, body_dtypes)

@@ -248,10 +248,17 @@ def body_changes_that_would_be_lost() -> None:
         model = wrapped(Net(), strategy, use_orig_params)
         model(numbers()).backward()
         before = gradients_shown(model)
-        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        # What is not sharded is shown itself, as torch says: there edits stay on all ranks.
+        stays = strategy == "NO_SHARD"
+        weights = [p.detach().clone() for p in model.parameters()]
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False), torch.no_grad():
             for p in model.parameters():
-                p.grad.zero_()  # pyrefly: ignore
-        torch.testing.assert_close(gradients_shown(model), before)
+                p.grad.mul_(2)  # pyrefly: ignore
+                p.mul_(3)
+        kept = [gradient * (2 if stays else 1) for gradient in before]
+        torch.testing.assert_close(gradients_shown(model), kept)
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            torch.testing.assert_close(parameter.detach(), weight * (3 if stays else 1))
         with FSDP.summon_full_params(model, with_grads=True):
             model.zero_grad()
         assert all(p.grad is None for p in model.parameters())

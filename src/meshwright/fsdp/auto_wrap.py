@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
@@ -47,6 +49,9 @@ def choose_targets(
         stacklevel=4,
     )
     ordered: Targets = {}
+    for module in plain:
+        if module is not root:
+            _compute_in_own_dtype(module)
     for module in _post_order(root, set()):
         if module in plain:
             ordered[module] = {"mixed_precision": None}
@@ -54,6 +59,28 @@ def choose_targets(
             ordered[module] = targets[module]
     ordered.pop(root, None)
     return ordered
+
+
+def _compute_in_own_dtype(module: nn.Module) -> None:
+    """Cast what ``module`` is given to the dtype of its parameters, and its output back."""
+    parameter = next(module.parameters(), None)
+    own = torch.float32 if parameter is None else parameter.dtype
+    found: list[torch.dtype] = []
+
+    def cast(value: object, dtype: torch.dtype) -> object:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - of any module
+        floats = (v for v in tree_leaves((args, kwargs)) if cast(v, own) is not v)
+        found[:] = [v.dtype for v in floats][-1:]
+        return tree_map(lambda value: cast(value, own), (args, kwargs))
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:  # noqa: ANN401 - of any module
+        return tree_map(lambda value: cast(value, found[0]), output) if found else output
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
 
 
 def _post_order(module: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:

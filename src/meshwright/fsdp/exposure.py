@@ -293,10 +293,11 @@ class FlatExposure:
         size = flat_layout(group).numel
         if group.buffer.has_gradient:
             (line,) = group.buffer.gradients
-            return self._waiting.show(unit.name, [self.flat], [line.tensor[:size]])
+            gradients, dtypes = [line.tensor[:size]], [group.types.compute]
+            return self._waiting.show(unit.name, [self.flat], gradients, dtypes)
         if any(a is not b for a, b in zip(found, self._joined, strict=False)) or not self._joined:
             self._join(group, found)
-        return self._waiting.show(unit.name, [self.flat], [self._line])
+        return self._waiting.show(unit.name, [self.flat], [self._line], [group.types.compute])
 
     def _join(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> None:
         layout = flat_layout(group)

@@ -103,9 +103,12 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
             view for g, line in zip(unit.groups, lines, strict=True) for view in cut_line(g, line)
         ]
         gradients = _all_gradients(unit) if options.with_gradients else None
-        with _shown(unit, views, gradients, writes_back=options.writes_back):
+        # What is not sharded is changed as such, by all ranks: nobody keeps another.
+        is_whole = unit.groups[0].axes.shard is None and not wrapper._offloads
+        writes_back = options.writes_back or (is_whole and not options.rank0_only)
+        with _shown(unit, views, gradients, writes_back=writes_back):
             yield
-        if options.writes_back:
+        if writes_back:
             _write_back(unit, lines)
     finally:
         wrapper._is_summoned = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class LegacyOptimizerState:
         """Deprecated: `optim_state_dict_to_load`."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
         groups = parameter_groups(optim_input, optim, model)
-        return state_to_load(model, groups, full_optim_state_dict)
+        return _to_load(model, groups, full_optim_state_dict, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -76,7 +76,16 @@ class LegacyOptimizerState:
     ) -> dict[str, Any]:
         """Deprecated: `optim_state_dict_to_load`."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return state_to_load(model, optim.param_groups, sharded_optim_state_dict)
+        return _to_load(
+            model,
+            optim.param_groups,
+            sharded_optim_state_dict,
+            optim,
+            StateDictSettings(
+                state_dict_type=StateDictType.SHARDED_STATE_DICT,
+                optim_state_dict_config=ShardedOptimStateDictConfig(),
+            ),
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -90,7 +99,18 @@ class LegacyOptimizerState:
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         groups = parameter_groups(optim_input, optim, model)
         whole = from_first_rank(full_optim_state_dict, communicator(group))
-        return state_to_load(model, groups, whole)
+        return _to_load(model, groups, whole, optim)
+
+
+def _to_load(
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[str, Any],
+    optim: torch.optim.Optimizer | None,
+    settings: StateDictSettings | None = None,
+) -> dict[str, Any]:
+    held = () if optim is None else optim.state
+    return state_to_load(model, groups, state, settings, held=held, is_strict=True)
 
 
 def _warn(name: str, replacement: str) -> None:

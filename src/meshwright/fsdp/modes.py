@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,21 @@ class PrecisionMode:
                 if buffer is not None and buffer.is_floating_point():
                     self._buffers[module, name] = buffer.dtype
                     module._buffers[name] = buffer.to(dtype)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Show the buffers in their own dtypes inside the block, as state dicts hold them."""
+        cast = {place: place[0]._buffers.get(place[1]) for place in self._buffers}
+        for (module, name), dtype in self._buffers.items():
+            buffer = cast[module, name]
+            if buffer is not None:
+                module._buffers[name] = buffer.to(dtype)
+        try:
+            yield
+        finally:
+            for (module, name), buffer in cast.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer
 
     def _restore_buffers(self) -> None:
         for (module, name), dtype in self._buffers.items():

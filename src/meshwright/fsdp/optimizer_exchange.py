@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from meshwright.comm import Communicator
+from meshwright.comm.shard_view import ShardView
 
 __all__ = [
     "MADE",
@@ -21,6 +22,7 @@ __all__ = [
     "is_scalar",
     "packed",
     "unpacked",
+    "with_gathered",
 ]
 
 
@@ -131,6 +133,53 @@ def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dic
             world.broadcast(tensor, label=f"optimizer state {name}").wait()
             found[name][key] = tensor.cpu()
     return {"state": found, **rest}
+
+
+def with_gathered(
+    given: Mapping[str, Mapping[str, Any]], misfits: Iterable[str], shard: Communicator
+) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
+    """Return ``given`` with whole tensors under the names that are ``misfits`` on any rank.
+
+    These hold views of ranges that loading cannot use as they are; a rank whose range is empty
+    may not have the name at all, so the names of all ranks are returned, too. A collective over
+    ``shard``, whose ranks hold all ranges.
+    """
+    mine = {
+        name: {
+            key: _outline(value) if isinstance(value, ShardView) else (None, None, packed(value))
+            for key, value in given[name].items()
+        }
+        for name in misfits
+    }
+    text = json.dumps([list(given), mine]).encode()
+    known: set[str] = set()
+    wanted: dict[str, dict[str, Any]] = {}
+    for names, outlines in map(
+        json.loads, shard.gather_bytes(text, label="optimizer state to gather")
+    ):
+        known.update(names)
+        wanted = {**outlines, **wanted}
+    found = dict(given)
+    for name, outlines in sorted(wanted.items()):
+        own = given.get(name, {})
+        found[name] = {
+            key: _whole(name, own.get(key), outline, shard) for key, outline in outlines.items()
+        }
+    return found, known
+
+
+def _whole(name: str, value: Any, outline: Sequence[Any], shard: Communicator) -> Any:  # noqa: ANN401
+    dtype, shape, rest = outline
+    if dtype is None:
+        return unpacked(rest)
+    start = 0
+    if isinstance(value, ShardView):
+        start, value = value.start, value.local
+    elif value is None:
+        value = torch.empty(0, dtype=getattr(torch, dtype), device=shard.device)
+    # A view that was in a file has no communicator of its own.
+    view = ShardView(value.reshape(-1), start, shape, name=name, communicator=shard)
+    return view.full_tensor()
 
 
 def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state

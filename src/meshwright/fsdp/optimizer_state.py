@@ -12,7 +12,8 @@ State of parameters that no unit manages passes as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from meshwright.fsdp.optimizer_exchange import (
     is_scalar,
     packed,
     unpacked,
+    with_gathered,
 )
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,
@@ -330,10 +332,16 @@ def state_to_load(
     state: Mapping[str, Any] | None,
     settings: StateDictSettings | None = None,
     group: Any = None,  # noqa: ANN401 - c10d's types stay in comm
+    *,
+    held: Container[nn.Parameter] = (),
+    is_strict: bool = False,
 ) -> dict[str, Any]:
     """Make what an optimizer with ``groups`` loads: positions, and this rank's parts.
 
-    Where only the first rank of ``group`` gets state dicts, it gives its own to the others.
+    Where only the first rank of ``group`` gets state dicts, it gives its own to the others. Of a
+    parameter without elements on this rank there is state only if the optimizer has ``held`` some.
+    With ``is_strict`` groups name no parameter that those of ``state`` do not, and parameters of
+    one flat parameter count alike: one that ``state`` lacks does not.
     """
     settings = settings or StateDictSettings()
     _check_local(model, settings.state_dict_type)
@@ -351,27 +359,78 @@ def state_to_load(
     found: dict[int, State] = {}
     flats: dict[nn.Parameter, list[Managed]] = {}
     managed = managed_parameters(model)
+    exposed = {entry.exposed for entry in managed}
+    for parameter in position:
+        _known(names, parameter)
+    others = {names[parameter][0]: parameter for parameter in position if parameter not in exposed}
+    given, known = _fitting(model, given, _misfits(given, managed, others), settings, group)
     for entry in managed:
         if entry.is_flat:
             flats.setdefault(entry.exposed, []).append(entry)
             continue
         own = next((given[name] for name in entry.names if name in given), None)
         if own is not None and entry.exposed in position:
-            found[position[entry.exposed]] = {k: _own_part(entry, v) for k, v in own.items()}
+            # By all ranks: DTensors are gathered.
+            parts = {k: _own_part(entry, v) for k, v in own.items()}
+            if _trains(entry) or entry.exposed in held:
+                found[position[entry.exposed]] = parts
     for flat, entries in flats.items():
         if flat in position:
-            own = _put_together(entries, given)
+            own = _put_together(entries, given, known if is_strict else None)
             if own:
                 found[position[flat]] = own
-    exposed = {entry.exposed for entry in managed}
-    for parameter, number in position.items():
-        if parameter not in exposed:
-            (name,) = _known(names, parameter)
-            if name in given:
-                found[number] = copy.deepcopy(dict(given[name]))
+    for name, parameter in others.items():
+        if name in given:
+            found[position[parameter]] = copy.deepcopy(dict(given[name]))
     if "param_groups" not in state:
         return {"state": found}
-    return {"state": found, "param_groups": _groups_to_load(groups, state, names, position)}
+    loaded = _groups_to_load(groups, state, names, position, is_strict=is_strict)
+    return {"state": found, "param_groups": loaded}
+
+
+def _trains(entry: Managed) -> bool:
+    """True where optimizers have state: for elements on this rank, or if no rank has any."""
+    return _counts(entry) or not math.prod(flat_layout(entry.group).shapes[entry.index])
+
+
+def _misfits(
+    given: Mapping[str, State], managed: Sequence[Managed], others: Container[str]
+) -> list[str]:
+    """The names of state whose views hold other elements than this rank has to load."""
+    entries = {name: entry for entry in managed for name in entry.names}
+
+    def fits(name: str, value: object) -> bool:
+        if not isinstance(value, ShardView):
+            return True
+        if name not in entries:
+            return name not in others
+        piece = own_pieces(entries[name].group).get(entries[name].index)
+        begin, count = (0, 0) if piece is None else (piece.start, piece.numel)
+        return value.local.numel() == count and (value.start == begin or not count)
+
+    return [n for n, own in given.items() if not all(fits(n, value) for value in own.values())]
+
+
+def _fitting(
+    model: nn.Module,
+    given: dict[str, State],
+    misfits: Sequence[str],
+    settings: StateDictSettings,
+    group: Any,  # noqa: ANN401 - c10d's types stay in comm
+) -> tuple[Mapping[str, Mapping[str, Any]], set[str]]:
+    """State that is whole under the names that do not fit on some rank, and all ranks' names."""
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        shards = {wrapper._groups.shard for wrapper in wrappers_in(model)}
+        return with_gathered(
+            given, misfits, shards.pop() if len(shards) == 1 else communicator(group)
+        )
+    if misfits:
+        raise ValueError(
+            f"the state of {misfits[0]!r} is a part of it that another wrapping has left on this "
+            "rank. Load it under SHARDED_STATE_DICT (FullyShardedDataParallel.state_dict_type), "
+            "so that all ranks gather it"
+        )
+    return given, set(given)
 
 
 def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
@@ -386,14 +445,10 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
             "Tensor optimizer state does not have same shape as its parameter: expected "
             f"{shape} for {entry.names[0]}, found {tuple(value.shape)}"
         )
-    piece = own_pieces(entry.group).get(entry.index)
-    count = 0 if piece is None else piece.numel
     if isinstance(value, ShardView):
-        begin = 0 if piece is None else piece.start
-        if value.local.numel() == count and (value.start == begin or not count):
-            return value.local.clone()
-        value = value.full_tensor()
-    elif is_dtensor(value):
+        return value.local.clone()  # it fits
+    piece = own_pieces(entry.group).get(entry.index)
+    if is_dtensor(value):
         value = value.full_tensor()  # pyrefly: ignore[missing-attribute]
     flat = part_of(value, outer).reshape(-1)
     part = flat[:0] if piece is None else flat[piece.start : piece.stop]
@@ -401,10 +456,15 @@ def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
     return part.view(local) if entry.group.axes.shard is None and not entry.is_flat else part
 
 
-def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> State:
+def _put_together(
+    entries: Sequence[Managed],
+    given: Mapping[str, Mapping[str, Any]],
+    known: Container[str] | None,
+) -> State:
     """The state of a flat parameter from that of all its parameters.
 
-    One without state has got no gradients: of what lies like it there are zeros in the line.
+    One without state has got no gradients: of what lies like it there are zeros in the line. It
+    does not count as the others do, and is refused where the ``known`` names lack it.
     """
     found = [next((given[n] for n in e.names if n in given), None) for e in entries]
     present = [own for own in found if own]
@@ -429,11 +489,15 @@ def _put_together(entries: Sequence[Managed], given: Mapping[str, State]) -> Sta
         if spreads.pop():
             result[key] = _line_of(entries, [own[key] if own else None for own in found])
             continue
-        if any(packed(value) != packed(values[0]) for value in values):
+        lacks = known is not None and any(
+            not any(name in known for name in entry.names) for entry in entries
+        )
+        if lacks or any(packed(value) != packed(values[0]) for value in values):
+            having = [entry.names[0] for entry, own in zip(entries, found, strict=True) if own]
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have scalar "
                 f"state with the same value and dtype, found {values} for state {key!r} of "
-                f"{called}. With use_orig_params=True each parameter has its own"
+                f"{having} among {called}. With use_orig_params=True each parameter has its own"
             )
         result[key] = copy.deepcopy(values[0])
     return result
@@ -456,6 +520,8 @@ def _groups_to_load(
     state: Mapping[str, Any],
     names: Mapping[nn.Parameter, tuple[str, ...]],
     position: Mapping[nn.Parameter, int],
+    *,
+    is_strict: bool,
 ) -> list[dict[str, Any]]:
     """The settings of each group of the optimizer, as saved with its first parameter."""
     saved = {
@@ -465,5 +531,10 @@ def _groups_to_load(
     for group in groups:
         own = [name for p in group["params"] for name in _known(names, p)]
         source = next((saved[name] for name in own if name in saved), group)
-        found.append({**source, "params": [position[p] for p in group["params"]]})
+        listed = [
+            position[p]
+            for p in group["params"]
+            if not is_strict or any(name in saved for name in names[p])
+        ]
+        found.append({**source, "params": listed})
     return found

@@ -154,7 +154,8 @@ class OriginalExposure:
     def show_waiting(self, unit: Unit) -> bool:
         """See `Exposure`."""
         gradients = [gradient for group in unit.groups for gradient in group.waiting()]
-        return self._waiting.show(unit.name, self.parameters(unit), gradients)
+        dtypes = [group.types.compute for group in unit.groups for _ in group.slots]
+        return self._waiting.show(unit.name, self.parameters(unit), gradients, dtypes)
 
     def take_waiting(self, unit: Unit) -> bool:
         """See `Exposure`."""

@@ -313,7 +313,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
                 exposed_of(unit).refresh(unit)
             names = names_in_state(unit, self._driver.own_names, self.module)
             entries = unit_entries(unit, names, settings, self._groups)
-        with shown_names(unit):
+        with shown_names(unit), self._mode.saving():
             if destination is None:
                 found = super().state_dict(prefix=prefix, keep_vars=keep_vars)
             else:

@@ -6,13 +6,13 @@ scale it, and drop it with ``zero_grad``. Before the next backward it is taken b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from meshwright.comm.gradient_part import waiting_gradient
+from meshwright.comm.gradient_part import plain, waiting_gradient
 
 __all__ = ["WaitingGradients"]
 
@@ -22,6 +22,8 @@ class _Shown:
     holder: nn.Parameter
     shell: torch.Tensor
     """The ``.grad``: torch only takes one of the holder's shape, but its data may be any."""
+    gradient: torch.Tensor
+    """What waits: the data of the shell, or in another dtype, of which the shell has a copy."""
     before: torch.Tensor | None
     """Gradients that had been reduced, and wait for more."""
     version: int
@@ -34,15 +36,20 @@ class WaitingGradients:
         self._shown: list[_Shown | None] = []
 
     def show(
-        self, name: str, holders: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
+        self,
+        name: str,
+        holders: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+        dtypes: Iterable[torch.dtype],
     ) -> bool:
         """Give each holder, of the unit ``name``, its gradient as ``.grad``; True if any has one.
 
+        ``dtypes`` are those that the parameters compute in, in which autograd gives gradients.
         A norm of these is refused: it would be that of this rank.
         """
         self._shown = [
-            None if gradient is None else _show(name, holder, gradient)
-            for holder, gradient in zip(holders, gradients, strict=True)
+            None if gradient is None else _show(name, holder, gradient, dtype)
+            for holder, gradient, dtype in zip(holders, gradients, dtypes, strict=True)
         ]
         return any(self._shown)
 
@@ -53,11 +60,13 @@ class WaitingGradients:
         return taken
 
 
-def _show(name: str, holder: nn.Parameter, gradient: torch.Tensor) -> _Shown:
+def _show(name: str, holder: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype) -> _Shown:
     before = holder.grad
     holder.grad = shell = waiting_gradient(holder, name)
-    shell.data = gradient
-    return _Shown(holder=holder, shell=shell, before=before, version=shell._version)
+    shell.data = gradient.to(dtype)
+    return _Shown(
+        holder=holder, shell=shell, gradient=gradient, before=before, version=shell._version
+    )
 
 
 @torch.no_grad()
@@ -67,6 +76,8 @@ def _take(shown: _Shown) -> bool:
     is_dropped = found is None
     if found is not None and found is not shell:
         shell.copy_(found)
+    if shell.dtype != shown.gradient.dtype and shell._version != shown.version:
+        shown.gradient.copy_(plain(shell))
     if before is not None and shell._version != shown.version and not shell.any():
         before.zero_()  # so was all that this stands for
     # Its memory may be given back: who still holds it must not read that.

@@ -424,10 +424,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
         With ``is_named_optimizer`` its keys are names of parameters as ``named_parameters`` gives
         them, not positions. With ``load_directly`` it is loaded, too. With ``rank0_only`` in force
-        the first rank of ``group`` (by default of all ranks) gives its state to the others.
+        the first rank of ``group`` (by default of all ranks) gives its state to the others. With
+        parts as its values it is a collective: they may have been saved with other wrappers.
         """
         settings = get_settings(model)
-        state = state_to_load(model, optim.param_groups, optim_state_dict, settings, group)
+        state = state_to_load(
+            model, optim.param_groups, optim_state_dict, settings, group, held=optim.state
+        )
         if is_named_optimizer:
             state = by_current_names(model, optim, state)
         if load_directly:
