@@ -173,7 +173,7 @@ def test_accumulation_precision_and_what_travels(ranks: Ranks) -> None:
 
 
 def body_uneven(folder: Path) -> None:
-    """No dim of the first layer divides: 9 rows over two tensor ranks, and 5 and 4 over two more."""
+    """No dim of the first layer divides: 9 rows over two tensor ranks, 5 and 4 over two more."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 3)).double()

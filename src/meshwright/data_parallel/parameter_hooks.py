@@ -59,7 +59,10 @@ def refuse_past_hooks(
     A loss that has read it does: the hooks would run for that term, and again for the mean.
     ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which
     torch would not swap its tensor. Return what keeps this in force. It costs no step anything.
+    A parameter of integers has no gradient, and nothing to keep.
     """
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return None
     trains = parameter.requires_grad
     node = accumulator_of(parameter.requires_grad_())
     parameter.requires_grad_(trains)
