@@ -173,6 +173,36 @@ def body_no_sync() -> None:
     loss(one, x).backward()
     loss(one, x * 2).backward()
     same(ours, one)
+    for is_last in (False, True):  # as loops that accumulate do
+        ours.require_backward_grad_sync = is_last
+        with observe(recorder := Recorder()):
+            loss(ours, share).backward()
+        assert bool(recorder.kinds()) is is_last
+        loss(one, x).backward()
+    same(ours, one)
+
+
+def body_attributes() -> None:
+    import torch.distributed as dist
+
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.bias"])
+    group = dist.new_group(list(range(dist.get_world_size())))
+    for options in ({}, {"process_group": group, "bucket_cap_mb": 2}):
+        ours = DistributedDataParallel(copy.deepcopy(module), **options)
+        theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), **options)
+        for name in (
+            "process_group",
+            "device",
+            "device_ids",
+            "bucket_bytes_cap",
+            "broadcast_buffers",
+            "forward_sync_buffers",
+            "parameters_to_ignore",
+            "require_backward_grad_sync",
+        ):
+            if hasattr(theirs, name):  # some are those of newer versions
+                assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def body_collectives() -> None:
@@ -489,6 +519,7 @@ BODIES = [
     body_beside_torch,
     body_unused_on_one_rank,
     body_no_sync,
+    body_attributes,
     body_collectives,
     body_mesh,
     body_autocast_and_scaler,
