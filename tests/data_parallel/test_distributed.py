@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,32 @@ def body_no_sync() -> None:
         assert bool(recorder.kinds()) is is_last
         loss(one, x).backward()
     same(ours, one)
+
+
+def body_buffers_at_the_start() -> None:
+    """Those of rank 1 after the set-up and after a pass: its own (1), or rank 0's (0)."""
+    rank = communicator().rank
+    for options, after in (
+        ({}, (0, 0)),
+        ({"broadcast_buffers": False}, (1, 1)),
+        ({"forward_sync_buffers": False}, (0, 0)),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, (0, 0)),
+        ({"broadcast_buffers": True, "forward_sync_buffers": False}, (0, 0)),
+        ({"init_sync": False}, (1, 0)),
+    ):
+        wraps: tuple[Any, ...] = (DistributedDataParallel, replicate)
+        for wrap in wraps:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
+            module[1].running_mean.fill_(rank)
+            ours: Any = wrap(module, **options)
+            if wrap is replicate:
+                ours(torch.ones(1, 3)).sum().backward()
+            found = [module[1].running_mean[0].item()]
+            ours(torch.ones(1, 3)).sum().backward()
+            found.append(module[1].running_mean[0].item())
+            wanted = after if wrap is DistributedDataParallel else after[1:] * 2
+            assert found == [each * rank for each in wanted], (wrap, options, found)
 
 
 def body_attributes() -> None:
@@ -372,12 +399,6 @@ def body_refusals() -> None:
         ),
         (ValueError, "expected bucket sizes above 0", mlp(), {"bucket_cap_mb": 0}),
         (ValueError, "expected bucket sizes above 0", mlp(), {"bucket_cap_mb_list": [1, -1]}),
-        (
-            ValueError,
-            "older name of forward_sync_buffers",
-            mlp(),
-            {"broadcast_buffers": True, "forward_sync_buffers": True},
-        ),
     ]
     with observe(recorder := Recorder()):
         for kind, text, model, options in cases:
@@ -520,6 +541,7 @@ BODIES = [
     body_unused_on_one_rank,
     body_no_sync,
     body_attributes,
+    body_buffers_at_the_start,
     body_collectives,
     body_mesh,
     body_autocast_and_scaler,
