@@ -86,7 +86,7 @@ class Replica:
         buffers = self.buffers.look() if sends_buffers else {}
         compare_parameters(communicator, parameters, sparse, buffers=buffers)
         if options.init_sync:
-            tensors = [parameter for _, parameter in parameters]
+            tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
             tensors += buffers.values() if starts_alike else ()
             broadcast_tensors(communicator, tensors, label="broadcast parameters")
         lent = {id(tensor) for tensor in (lent_now() or {}).values()}
