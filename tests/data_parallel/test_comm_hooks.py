@@ -207,7 +207,10 @@ def body_refusals(wrap: Callable[..., nn.Module]) -> None:
         "register_comm_hook or register_builtin_comm_hook can only be called once.",
         lambda: ours.register_comm_hook(None, hooks.allreduce_hook),
     )
-    for hook, text in ((no_future, "to return a torch.futures.Future"), (wrong_size, "one tensor")):
+    for hook, text in (
+        (no_future, "must return a torch.futures.Future object, but got"),
+        (wrong_size, "one tensor"),
+    ):
         other = wrap(Net())
         other.register_comm_hook(None, hook)
         value = other(share()).sum()

@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,6 +174,62 @@ def body_no_sync() -> None:
     loss(one, x).backward()
     loss(one, x * 2).backward()
     same(ours, one)
+    for is_last in (False, True):  # as loops that accumulate do
+        ours.require_backward_grad_sync = is_last
+        with observe(recorder := Recorder()):
+            loss(ours, share).backward()
+        assert bool(recorder.kinds()) is is_last
+        loss(one, x).backward()
+    same(ours, one)
+
+
+def body_buffers_at_the_start() -> None:
+    """Those of rank 1 after the set-up and after a pass: its own (1), or rank 0's (0)."""
+    rank = communicator().rank
+    for options, after in (
+        ({}, (0, 0)),
+        ({"broadcast_buffers": False}, (1, 1)),
+        ({"forward_sync_buffers": False}, (0, 0)),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, (0, 0)),
+        ({"broadcast_buffers": True, "forward_sync_buffers": False}, (0, 0)),
+        ({"init_sync": False}, (1, 0)),
+    ):
+        wraps: tuple[Any, ...] = (DistributedDataParallel, replicate)
+        for wrap in wraps:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
+            module[1].running_mean.fill_(rank)
+            ours: Any = wrap(module, **options)
+            if wrap is replicate:
+                ours(torch.ones(1, 3)).sum().backward()
+            found = [module[1].running_mean[0].item()]
+            ours(torch.ones(1, 3)).sum().backward()
+            found.append(module[1].running_mean[0].item())
+            wanted = after if wrap is DistributedDataParallel else after[1:] * 2
+            assert found == [each * rank for each in wanted], (wrap, options, found)
+
+
+def body_attributes() -> None:
+    import torch.distributed as dist
+
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.bias"])
+    group = dist.new_group(list(range(dist.get_world_size())))
+    for options in ({}, {"process_group": group, "bucket_cap_mb": 2}):
+        ours = DistributedDataParallel(copy.deepcopy(module), **options)
+        theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), **options)
+        for name in (
+            "process_group",
+            "device",
+            "device_ids",
+            "bucket_bytes_cap",
+            "broadcast_buffers",
+            "forward_sync_buffers",
+            "parameters_to_ignore",
+            "require_backward_grad_sync",
+        ):
+            if hasattr(theirs, name):  # some are those of newer versions
+                assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def body_collectives() -> None:
@@ -342,12 +399,6 @@ def body_refusals() -> None:
         ),
         (ValueError, "expected bucket sizes above 0", mlp(), {"bucket_cap_mb": 0}),
         (ValueError, "expected bucket sizes above 0", mlp(), {"bucket_cap_mb_list": [1, -1]}),
-        (
-            ValueError,
-            "older name of forward_sync_buffers",
-            mlp(),
-            {"broadcast_buffers": True, "forward_sync_buffers": True},
-        ),
     ]
     with observe(recorder := Recorder()):
         for kind, text, model, options in cases:
@@ -489,6 +540,8 @@ BODIES = [
     body_beside_torch,
     body_unused_on_one_rank,
     body_no_sync,
+    body_attributes,
+    body_buffers_at_the_start,
     body_collectives,
     body_mesh,
     body_autocast_and_scaler,

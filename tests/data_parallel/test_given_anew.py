@@ -337,7 +337,7 @@ def body_lent_from_the_first() -> None:
     for keys in (("1.running_mean",), ("0.weight", "1.running_mean", "1.running_var")):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double().eval()
-        one, ours = copy.deepcopy(model), replicate(model, broadcast_buffers=False)
+        one, ours = copy.deepcopy(model), replicate(model, forward_sync_buffers=False)
         ours[1].running_mean.add_(communicator().rank)  # pyrefly: ignore
         _, mine = batch()
         for each in (one, ours):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import (
     CPUOffloadPolicy,
+    DistributedDataParallel,
     MixedPrecisionPolicy,
     flat_groups,
     fully_shard,
+    replicate,
     share_comm_ctx,
 )
 from meshwright.mesh import init_device_mesh
@@ -104,6 +107,68 @@ def body_mixed_dtypes() -> None:
 
 def test_dtypes_and_frozen_parameters_mix(ranks: Ranks) -> None:
     ranks(2, body_mixed_dtypes)
+
+
+class Quantised(nn.Module):
+    """A frozen table of a dtype that backends do not sum, beside a layer that trains."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        table = (torch.arange(24).view(6, 4) % 3).to(dtype)
+        self.table = nn.Parameter(table, requires_grad=False)
+        self.register_buffer("signs", torch.ones(4).to(dtype))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.signs.float() @ self.table.float().t()
+
+
+def body_tables() -> None:
+    world = communicator()
+    x = torch.ones(2, 4)
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.int8, torch.bool):
+        torch.manual_seed(0)
+        one = Quantised(dtype)
+        for apply in (fully_shard, replicate, DistributedDataParallel):
+            model: Any = apply(copy.deepcopy(one))
+            for _ in range(2):
+                torch.testing.assert_close(model(x), one(x))
+                model(x).sum().backward()
+    sent = torch.full((20_000,), 1 + world.rank, dtype=torch.int16)  # by broadcasts, on Gloo
+    found = torch.empty(20_000 * world.size, dtype=torch.int16)
+    world.all_gather(found, sent).wait()
+    assert found.view(world.size, -1)[:, -1].tolist() == [1, 2]
+
+
+@pytest.mark.backends("gloo")
+def test_frozen_tables_of_every_dtype(ranks: Ranks) -> None:
+    ranks(2, body_tables)
+
+
+def body_assigned_to_both_names() -> None:
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)).double()
+    one[1].weight = one[0].weight
+    model = fully_shard(copy.deepcopy(one))
+    given = {
+        name: distribute_tensor(value * 2, model[0].weight.device_mesh, [Shard(0)])
+        for name, value in one.state_dict().items()
+    }
+    model.load_state_dict(given, assign=True)
+    assert model[0].weight is model[1].weight, "tied again"
+    with torch.no_grad():
+        one[0].weight.mul_(2)
+    words = torch.arange(4)
+    model(words[communicator().rank :: 2]).square().mean().backward()
+    one(words).square().mean().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), one[0].weight.grad)
+    given["1.weight"] = given["1.weight"] + 1
+    with pytest.raises(RuntimeError, match="expected parameter '0.weight' of shape"):
+        model.load_state_dict(given, assign=True)
+
+
+def test_a_tied_parameter_assigned_under_both_names(ranks: Ranks) -> None:
+    ranks(2, body_assigned_to_both_names)
 
 
 def body_partial_sums() -> None:

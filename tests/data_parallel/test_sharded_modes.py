@@ -13,7 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from meshwright.data_parallel import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from meshwright.testing import Ranks
 
 
@@ -108,6 +113,27 @@ def body_autocast_and_scaler() -> None:
         assert scalers[0].get_scale() == (4.0 if step == 0 else 2.0)
         same(model, one, 2e-2)
     assert all(torch.isfinite(whole(p)).all() for p in model.parameters())
+
+
+def body_converted() -> None:
+    """What the policy names holds after `.to(dtype)`, and what it does not name follows."""
+    low, single, double = torch.bfloat16, torch.float32, torch.float64
+    for begins, asked, becomes, computes, reduces in (
+        (low, (low, low), single, low, low),
+        (low, (low, None), single, low, low),
+        (single, (low, single), double, low, single),
+        (single, (None, single), double, double, single),
+        (single, (None, None), double, double, double),
+    ):
+        policy = MixedPrecisionPolicy(param_dtype=asked[0], reduce_dtype=asked[1])
+        layer = fully_shard(nn.Linear(4, 4, dtype=begins), mp_policy=policy).to(becomes)
+        seen: list[torch.dtype] = []
+        layer.register_forward_hook(lambda layer, *_, seen=seen: seen.append(layer.weight.dtype))
+        with observe(recorder := Recorder()):
+            layer(torch.ones(2, 4, dtype=becomes)).float().sum().backward()
+        sums = {c.dtype for c in recorder.collectives if c.kind == "reduce_scatter"}
+        assert (seen, sums) == ([computes], {str(reduces).removeprefix("torch.")})
+        assert layer.weight.grad.dtype == becomes
 
 
 def body_inference() -> None:
@@ -268,6 +294,7 @@ def body_exception(where: str) -> None:
 
 BODIES = [
     body_autocast_and_scaler,
+    body_converted,
     body_inference,
     body_generation,
     body_offload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from functools import partial
@@ -19,14 +20,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from data_parallel import tensor_parallel_samples as samples
 from meshwright.comm import Recorder, observe
+from meshwright.comm.whole import held_boxes
 from meshwright.data_parallel import MixedPrecisionPolicy, flat_groups, fully_shard
 from meshwright.errors import LayoutError
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
-from meshwright.tensor_parallel import ColwiseParallel, parallelize_module
+from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from meshwright.testing import Ranks
 
 STRIDED = "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
@@ -121,7 +124,7 @@ def body_steps() -> None:
     for step in (1, 2):
         backward(step)
         samples.same(model, one)
-    assert seen == [nn.Parameter] * 3
+    assert seen == [DTensor] * 3
 
     recorder, operators = Recorder(), samples.CountDTensorOperators()
     for part in (model, one):
@@ -157,10 +160,9 @@ def body_steps() -> None:
     model = sharded(samples.cut(one, mesh["tensor"]), mesh["shard"], mp_policy=policy)
     samples.train(model, one, sgd, place(mesh), steps=2, tolerance=0.1)
 
-    bias = nn.Sequential(nn.Linear(4, 11).double())
-    parallelize_module(bias, mesh["tensor"], {"0": ColwiseParallel()})
-    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 0: '0.bias' of shape"):
-        fully_shard(bias, mesh=mesh["shard"])
+    layer = parallelize_module(nn.Linear(5, 4, bias=False), mesh["tensor"], ColwiseParallel())
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1: 'weight' of shape"):
+        fully_shard(layer, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
     with pytest.raises(ValueError, match="in common with the data axis .shard.: a mean"):
         fully_shard(parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel()))
 
@@ -168,6 +170,44 @@ def body_steps() -> None:
 @pytest.mark.slow
 def test_accumulation_precision_and_what_travels(ranks: Ranks) -> None:
     ranks(4, body_steps)
+
+
+def body_uneven(folder: Path) -> None:
+    """No dim of the first layer divides: 9 rows over two tensor ranks, 5 and 4 over two more."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(one), mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["shard"])
+    assert str(model[0].weight.placements) == STRIDED
+    pairs = [(model, adamw(model.parameters())), (one, adamw(one.parameters()))]
+    (_, ours), (_, theirs) = pairs
+    rows = torch.randn(4, 3, dtype=torch.float64)
+    for _ in range(3):
+        model(rows.chunk(2)[mesh.get_local_rank("shard")]).square().mean().backward()
+        one(rows).square().mean().backward()
+        samples.same(model, one)
+        for clip in (torchs_clip, partial(clip_grad_norm_, max_norm=0.5)):
+            norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+            torch.testing.assert_close(samples.whole(clip(model)), norm, rtol=1e-9, atol=1e-9)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        samples.same(model, one)
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor()
+        for box, held in held_boxes(value):
+            assert torch.equal(whole[box.slices()], held), name
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    found = {name: torch.zeros_like(value) for name, value in one.state_dict().items()}
+    dcp.load(found, checkpoint_id=folder)
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value.full_tensor()), name
+
+
+def test_rows_that_neither_axis_divides(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, body_uneven, tmp_path)
 
 
 # --------------------------------------------------------------------------- other layouts

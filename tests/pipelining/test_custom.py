@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
+from meshwright import pipelining
 from meshwright.comm import communicator
 from meshwright.comm.whole import whole
 from meshwright.errors import PipelinePeerError
@@ -425,3 +426,27 @@ def body_compiled() -> None:
 @pytest.mark.slow
 def test_compiled_stages_train(ranks: Ranks) -> None:
     ranks(2, body_compiled, timeout=120)
+
+
+def body_orders() -> None:
+    """Logs and plots read the order of each rank; torch's has more idle slots."""
+    import torch.distributed as dist
+    from torch.distributed import pipelining as torchs
+
+    rank = dist.get_rank()
+    for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"):
+        found = []
+        for room in (pipelining, torchs):
+            stages = [
+                room.PipelineStage(nn.Linear(2, 2), index, 4, torch.device("cpu"))
+                for index in (rank, rank + 2)
+            ]
+            schedule = getattr(room, name)(stages, 4, loss_fn=nn.functional.mse_loss)
+            order = schedule.pipeline_order
+            rows = [[str(action) for action in order[row] if action is not None] for row in order]
+            found.append((rows, schedule.stage_index_to_group_rank))
+        assert found[0] == found[1], name
+
+
+def test_the_order_of_each_rank_can_be_read(ranks: Ranks) -> None:
+    ranks(2, body_orders)

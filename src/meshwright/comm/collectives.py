@@ -10,7 +10,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ class Communicator:
                 works = gloo.all_gather(output, tensor, group, self.ranks)
                 if works is not None:
                     return works, None
-            line, mine = output.view(-1), tensor.view(-1)
+            line, mine = gloo.movable(output.view(-1)), gloo.movable(tensor.view(-1))
             return _works(lookup.all_gather(line, mine, group, async_op=async_op)), None
 
         return self._issue("all_gather", output, label, launch)
@@ -253,7 +253,8 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("broadcast")
-            return _works(call(tensor, src=root, group=group, async_op=async_op)), None
+            moved = gloo.movable(tensor)
+            return _works(call(moved, src=root, group=group, async_op=async_op)), None
 
         return self._issue("broadcast", tensor, label, launch, peer=source)
 
@@ -341,9 +342,11 @@ class Communicator:
     def _transfer(self, transfer: Transfer) -> Pending:
         self._check(transfer.tensor)
         peer = self._global(transfer.peer)
+        moved = gloo.movable(transfer.tensor)
+        sent = transfer if moved is transfer.tensor else replace(transfer, tensor=moved)
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            work = lookup.transfer(transfer, peer, group)
+            work = lookup.transfer(sent, peer, group)
             if self.backend == "gloo":
                 return [TransferWaiter(work, PROCESS.idle_waiters)], None
             return [work], None

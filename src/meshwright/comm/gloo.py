@@ -31,12 +31,31 @@ from meshwright.comm import lookup
 if TYPE_CHECKING:
     from meshwright.comm.pending import Work
 
-__all__ = ["all_gather", "reduce_scatter"]
+__all__ = ["all_gather", "movable", "reduce_scatter"]
 
 BROADCASTS_FROM = 64 * 1024
 """Bytes of the gathered tensor from which concurrent broadcasts beat the ring."""
 
 _HALF = (torch.float16, torch.bfloat16)
+_KNOWN = frozenset(
+    {
+        *_HALF,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or its bytes where its dtype (float8, int16) is none that Gloo and NCCL move."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
 def all_gather(
@@ -50,10 +69,10 @@ def all_gather(
     if len(ranks) == 1 or output.numel() * output.element_size() < BROADCASTS_FROM:
         return None
     broadcast = lookup.current("broadcast")
-    parts = output.view(-1).chunk(len(ranks))
+    parts = movable(output).view(-1).chunk(len(ranks))
     mine = parts[dist.get_rank(group)]
     if mine.data_ptr() != tensor.data_ptr():
-        mine.copy_(tensor.reshape(-1))
+        mine.copy_(movable(tensor.reshape(-1)))
     return [
         broadcast(part, src=rank, group=group, async_op=True)
         for part, rank in zip(parts, ranks, strict=True)

@@ -72,6 +72,8 @@ class BufferTypes:
     """Of the gathered parameters."""
     reduce: torch.dtype
     """In which gradients are summed."""
+    asked: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+    """The last two as they were asked for; None follows the one before."""
 
     @classmethod
     def of(
@@ -79,9 +81,9 @@ class BufferTypes:
     ) -> BufferTypes:
         """``compute`` is ``master`` when None, ``reduce`` is ``compute``; integers stay theirs."""
         if not (master.is_floating_point or master.is_complex):
-            return cls(master=master, compute=master, reduce=master)
-        compute = compute or master
-        return cls(master=master, compute=compute, reduce=reduce or compute)
+            return cls(master=master, compute=master, reduce=master, asked=(compute, reduce))
+        asked, compute = (compute, reduce), compute or master
+        return cls(master=master, compute=compute, reduce=reduce or compute, asked=asked)
 
 
 class CustomCollective(Protocol):

@@ -144,8 +144,8 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def process_group(self) -> Any:  # noqa: ANN401 - c10d's type stays in comm
-        """The group that was asked for; None for all ranks."""
-        return self.options.process_group
+        """The group that gradients are reduced over."""
+        return communicator(self.options.process_group, self.options.axis).group
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -156,6 +156,26 @@ class DistributedDataParallel(SteppedOver):
     def broadcast_buffers(self) -> bool:
         """Whether buffers are broadcast in each forward pass."""
         return self.options.broadcast_buffers
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """The newer name of `broadcast_buffers`."""
+        return self.options.broadcast_buffers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Bytes that close a gradient bucket."""
+        return self.options.reduction.cap_bytes
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that are left alone."""
+        return set(self.options.ignored_names)
 
     @property
     def gradient_as_bucket_view(self) -> bool:
@@ -174,8 +194,12 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether forward passes lead to a reduction."""
+        """Whether forward passes lead to a reduction; loops that accumulate set it."""
         return self._replica is None or self._replica.reducer.is_wanted
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_required: bool) -> None:
+        self._set_up().reducer.is_wanted = is_required
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

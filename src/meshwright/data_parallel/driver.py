@@ -465,10 +465,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
 
 def _check_meta(drivers: Iterable[Driver]) -> None:
     """Raise RuntimeError when parameters are still on the meta device."""
-    units = [driver.unit for driver in drivers if driver.unit is not None]
-    groups = [group for unit in units for group in unit.groups if group.buffer.shard.is_meta]
-    names = [slot.name for group in groups for slot in group.slots]
-    if names:
+    found: dict[str, list[str]] = {}
+    for unit in (driver.unit for driver in drivers if driver.unit is not None):
+        for group in unit.groups:
+            if group.buffer.shard.is_meta:
+                found.setdefault(unit.name, []).extend(slot.name for slot in group.slots)
+    if found:
+        names = "; ".join(f"{of_unit} of unit {unit!r}" for unit, of_unit in found.items())
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
             f"following were still on meta device: {names}. Call module.to_empty(device=...), and "

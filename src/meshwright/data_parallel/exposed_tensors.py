@@ -519,16 +519,28 @@ def _run_hooks_of_flat(flat: nn.Parameter, group: ParameterGroup) -> None:
 
 
 def _held(entry: _Entry) -> Any:  # noqa: ANN401
-    """The DTensor parameter that all modules hold. Raises RuntimeError for any other."""
+    """The DTensor parameter that all modules hold. Raises RuntimeError for any other.
+
+    The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
+    ``assign=True`` leaves them.
+    """
     first, key = entry.cells[0]
     held = first.get(key)
     for cells, name in entry.cells:
         found = cells.get(name)
         is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
-        if found is not held or not is_alike or _belongs_elsewhere(entry, found):
+        is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
+        if not is_alike or not is_same or _belongs_elsewhere(entry, found):
             module, axes = _whereabouts(entry, cells, name)
             raise replaced(entry.slot.name, module, found, entry.slot.full.shape, axes)
     return held
+
+
+def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
+    """Check that two DTensors lie alike and have the same values on this rank."""
+    mine, theirs = local_of(one), local_of(other)
+    lies = [(each.device_mesh, each.placements, each.shape, each.dtype) for each in (one, other)]
+    return lies[0] == lies[1] and mine.device == theirs.device and torch.equal(mine, theirs)
 
 
 def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:

@@ -202,9 +202,9 @@ class RegisteredHook:
         # c10d's works give the class below torch.futures.Future.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
-                f"expected the communication hook {_name(self.hook)} to return a "
-                f"torch.futures.Future, found {type(future).__name__}: wrap a tensor that is ready "
-                "with torch.futures.Future().set_result"
+                "callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__} from the communication hook {_name(self.hook)}: wrap a "
+                "tensor that is ready with torch.futures.Future().set_result"
             )
         return cast("torch.futures.Future[torch.Tensor]", future)
 

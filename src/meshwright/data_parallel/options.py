@@ -47,7 +47,8 @@ class ReplicateKeywords(TypedDict, total=False):
     init_sync: bool
     """Give all ranks the parameters and buffers of rank 0 at set-up (True)."""
     broadcast_buffers: bool | None
-    """The older name of ``forward_sync_buffers``."""
+    """The older name of ``forward_sync_buffers``, which counts where both are given; False leaves
+    all ranks the buffers that they have at set-up, too."""
     forward_sync_buffers: bool | None
     """Give all ranks the buffers of rank 0 in each forward pass (True)."""
     bucket_cap_mb: float | None
@@ -127,6 +128,8 @@ class ReplicateOptions:
     """Parameters and buffers that are left alone."""
     device_ids: tuple[int | torch.device, ...] | None = None
     init_sync: bool = True
+    init_buffers: bool = True
+    """Whether the set-up gives all ranks the buffers of rank 0, where it gives them parameters."""
     broadcast_buffers: bool = True
     mixed_precision: LowPrecision | None = None
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
@@ -154,6 +157,7 @@ def resolved(
         )
     group, axis = _axis_of(keywords, wrong_mesh)
     precision = keywords.get("mixed_precision")
+    older, newer = keywords.get("broadcast_buffers"), keywords.get("forward_sync_buffers")
     return ReplicateOptions(
         process_group=group,
         mesh=keywords.get("device_mesh"),
@@ -162,7 +166,8 @@ def resolved(
         ignored_names=frozenset(getattr(module, IGNORED_NAMES, ())),
         device_ids=tuple(device_ids) if device_ids else None,
         init_sync=keywords.get("init_sync", True),
-        broadcast_buffers=_broadcasts(keywords),
+        init_buffers=newer is not None or older is not False,
+        broadcast_buffers=(older if newer is None else newer) is not False,
         mixed_precision=precision,
         reduction=_reduction(module, keywords, precision),
     )
@@ -211,13 +216,6 @@ def _axis_of(keywords: ReplicateKeywords, wrong_mesh: Exception) -> tuple[Any, s
         raise wrong_mesh
     names = mesh.mesh_dim_names
     return mesh.get_group(), names[0] if names else AXIS
-
-
-def _broadcasts(keywords: ReplicateKeywords) -> bool:
-    older, newer = keywords.get("broadcast_buffers"), keywords.get("forward_sync_buffers")
-    if older is not None and newer is not None:
-        raise ValueError("broadcast_buffers is the older name of forward_sync_buffers: give one")
-    return older is not False and newer is not False
 
 
 def _delayed(module: nn.Module, keywords: ReplicateKeywords) -> tuple[str | None, frozenset[str]]:

@@ -137,12 +137,8 @@ class ParameterGroup:
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Start over with an empty shard of another dtype, on another device or in other memory."""
         self.accumulate()
-        before, types = self.buffer, self.types
-        self.types = BufferTypes(
-            master=dtype,
-            compute=dtype if types.compute == types.master else types.compute,
-            reduce=dtype if types.reduce == types.master else types.reduce,
-        )
+        before = self.buffer
+        self.types = BufferTypes.of(dtype, *self.types.asked)
         if self.home is None:
             self.buffer = self._new_buffer(before.layout, device)
         else:

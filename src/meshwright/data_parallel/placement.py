@@ -161,8 +161,8 @@ def place(
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
     """The place of a DTensor: its own axes and those of the data.
 
-    Two cuts of one dim are even, the first of one piece, or no placement says them: unless the user
-    has chosen ``dim``, another is cut then.
+    Two cuts of one dim are even, or another dim is cut that is, unless the user has chosen ``dim``.
+    Rows that no dim divides evenly are cut unevenly along dim 0, as torch does.
     """
     if target.around is None or target.dims is None:
         for axis in target.axes.communicators:
@@ -181,18 +181,18 @@ def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chose
     # As every rank of the other axes finds it, whose parts may be of another size.
     pieces = parts * _times_cut(outer, dim)
     is_split = is_side_by_side(outer, dim)
-    if parts > 1 and (is_split or ((spread[1] or dim) and outer.shape[dim] % pieces)):
+    is_uneven = (spread[1] or dim != 0) and outer.shape[dim] % pieces != 0
+    if parts > 1 and (is_split or is_uneven):
         if is_chosen and is_split:
             raise NotImplementedError(
                 f"{name!r} of shape {outer.shape} is several tensors side by side along dim {dim}, "
                 "each cut over tensor ranks: choose another dim to shard"
             )
-        if is_chosen:
+        other = None if is_chosen else even_dim(outer, parts)
+        if other is not None:
+            return _place_again(name, outer, target, other, is_chosen=True)
+        if is_split or dim:
             raise _uneven(name, dim, outer.shape, pieces)
-        other = even_dim(outer, parts)
-        if other is None:
-            raise _uneven(name, dim, outer.shape, pieces)
-        return _place_again(name, outer, target, other, is_chosen=True)
     return Place(
         axes=target.axes,
         dim=dim,

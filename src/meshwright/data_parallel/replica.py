@@ -81,11 +81,13 @@ class Replica:
         self._check_axes(parameters)
         mark_mean([parameter for _, parameter in parameters], [communicator])
         sparse = _sparse_names(module, parameters)
-        sends_buffers = options.init_sync or options.broadcast_buffers
+        starts_alike = options.init_sync and options.init_buffers
+        sends_buffers = starts_alike or options.broadcast_buffers
         buffers = self.buffers.look() if sends_buffers else {}
         compare_parameters(communicator, parameters, sparse, buffers=buffers)
         if options.init_sync:
-            tensors = [*(parameter for _, parameter in parameters), *buffers.values()]
+            tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
+            tensors += buffers.values() if starts_alike else ()
             broadcast_tensors(communicator, tensors, label="broadcast parameters")
         lent = {id(tensor) for tensor in (lent_now() or {}).values()}
         self._unsent = [name for name, each in buffers.items() if id(each) in lent]
@@ -206,7 +208,7 @@ class Replica:
         names = tuple(self._unsent)
         self._unsent.clear()
         own = self.buffers.follow()
-        if self._options.init_sync:
+        if self._options.init_sync and self._options.init_buffers:
             found = [own[name] for name in names if name in own]
             broadcast_tensors(self.communicator, found, label="broadcast buffers")
 

@@ -25,6 +25,7 @@ from meshwright.pipelining.runtime import Runtime
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.stage_checks import check_arguments, is_compiled
 from meshwright.schedule.actions import (
+    Action,
     F,
     Operation,
     Schedule,
@@ -130,6 +131,16 @@ class PipelineSchedule:
             number,
         )
         self._runtime.register(self._custom)
+
+    @property
+    def pipeline_order(self) -> dict[int, list[Action | None]]:
+        """The actions of each rank in order, as they compute; None is an idle time slot."""
+        return dict(enumerate(map(list, self.schedule.rows)))
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """The rank of the pipeline that holds each stage."""
+        return dict(enumerate(self.schedule.stage_ranks))
 
     def register_custom_function(
         self, computation_type: Operation, custom_function: CustomFunction
