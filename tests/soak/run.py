@@ -22,6 +22,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {
         "5,000 cases of the fuzzer": ("tests/fuzz", "--cases", "5000"),
         "ranks killed at any moment": ("tests/soak/kills.py",),
+        "ranks and agents of torchrun killed": ("tests/soak/torchrun.py",),
         "ranks that are slow": ("tests/soak/slow_ranks.py",),
         "1,000 groups, models made and deleted": ("tests/soak/lifetimes.py",),
         "5,000 steps": ("tests/soak/steps.py",),

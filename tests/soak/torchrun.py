@@ -42,7 +42,8 @@ from soak.strategies import program
 STRATEGIES = ("replicate", "fully_shard", "fsdp class", "plan shard", "plan pipeline", "plain send")
 _WHO = """
 import os
-print("PROCESS", os.environ["RANK"], f"{os.getpid()};", flush=True)
+with open(os.path.join(os.environ["SOAK_FOLDER"], "process" + os.environ["RANK"]), "w") as file:
+    file.write(str(os.getpid()))
 """
 
 
@@ -108,20 +109,19 @@ def run(case: Case) -> tuple[list[str], str, list[Agent]]:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     (folder / "rank.py").write_text(_WHO + program(case.strategy))
     agents = _start(case, folder)
-    pids: dict[int, tuple[int, int]] = {}
     try:
         ranks = 2 * case.agents
         if not _wait(120, lambda: _count(agents, case.moment) >= ranks):
             return [f"never came to {case.moment}"], "", agents
-        _wait(5, lambda: len(_processes(agents)) == ranks)
-        pids.update(_processes(agents))
+        pids = _processes(folder, ranks)
         time.sleep(case.delay)
-        mine = 0 if case.victim == "agent" else pids[int(case.victim)][1]
-        target = agents[0].process.pid if case.victim == "agent" else pids[int(case.victim)][0]
+        target, mine = agents[0].process.pid, agents[0].process.pid
+        if case.victim != "agent":
+            target, mine = pids[int(case.victim)]
         when = time.monotonic()
         os.kill(target, signal.SIGKILL)
-        others = [pid for rank, (pid, at) in pids.items() if at != mine]
-        own = [pid for rank, (pid, at) in pids.items() if at == mine and pid != target]
+        others = [pid for pid, at in pids.values() if at != mine]
+        own = [pid for pid, at in pids.values() if at == mine and pid != target]
         awaited = others if case.victim == "agent" else others + own
         _wait(30, lambda: not any(map(_lives, awaited)))
         ended = time.monotonic() - when
@@ -134,8 +134,8 @@ def run(case: Case) -> tuple[list[str], str, list[Agent]]:
     finally:
         for agent in agents:
             agent.process.kill()
-        for pid, _ in pids.values():
-            if _lives(pid):
+        for file in folder.glob("process*"):
+            if _lives(pid := int(file.read_text())):
                 os.kill(pid, signal.SIGKILL)
         for agent in agents:
             agent.process.wait()
@@ -186,13 +186,13 @@ def _count(agents: list[Agent], words: str) -> int:
     return len(re.findall(rf"{words}(?=\D|$)", said))  # two ranks may write into one line
 
 
-def _processes(agents: list[Agent]) -> dict[int, tuple[int, int]]:
-    """Rank to its process and the number of its agent."""
+def _processes(folder: Path, ranks: int) -> dict[int, tuple[int, int]]:
+    """Rank to its process and that of its agent."""
     found = {}
-    for number, agent in enumerate(agents):
-        for _, line in list(agent.lines):
-            for rank, pid in re.findall(r"PROCESS (\d+) (\d+);", line):
-                found[int(rank)] = int(pid), number
+    for rank in range(ranks):
+        pid = (folder / f"process{rank}").read_text()
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found[rank] = int(pid), parent
     return found
 
 
