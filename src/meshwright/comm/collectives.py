@@ -160,7 +160,9 @@ class Communicator:
                 works = gloo.all_gather(output, tensor, group, self.ranks)
                 if works is not None:
                     return works, None
-            line, mine = gloo.movable(output.view(-1)), gloo.movable(tensor.view(-1))
+            line, mine = output.view(-1), tensor.view(-1)
+            if tensor.dtype not in gloo.MOVED:
+                line, mine = gloo.as_bytes(line), gloo.as_bytes(mine)
             return _works(lookup.all_gather(line, mine, group, async_op=async_op)), None
 
         return self._issue("all_gather", output, label, launch)
@@ -253,7 +255,7 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("broadcast")
-            moved = gloo.movable(tensor)
+            moved = tensor if tensor.dtype in gloo.MOVED else gloo.as_bytes(tensor)
             return _works(call(moved, src=root, group=group, async_op=async_op)), None
 
         return self._issue("broadcast", tensor, label, launch, peer=source)
@@ -325,7 +327,7 @@ class Communicator:
             [
                 dist.P2POp(
                     dist.isend if t.direction == "send" else dist.irecv,
-                    t.tensor,
+                    t.tensor if t.tensor.dtype in gloo.MOVED else gloo.as_bytes(t.tensor),
                     self._global(t.peer),
                     group=self.group,
                     tag=t.tag,
@@ -342,8 +344,9 @@ class Communicator:
     def _transfer(self, transfer: Transfer) -> Pending:
         self._check(transfer.tensor)
         peer = self._global(transfer.peer)
-        moved = gloo.movable(transfer.tensor)
-        sent = transfer if moved is transfer.tensor else replace(transfer, tensor=moved)
+        sent = transfer
+        if transfer.tensor.dtype not in gloo.MOVED:
+            sent = replace(transfer, tensor=gloo.as_bytes(transfer.tensor))
 
         def launch(group: dist.ProcessGroup) -> Launched:
             work = lookup.transfer(sent, peer, group)

@@ -31,13 +31,13 @@ from meshwright.comm import lookup
 if TYPE_CHECKING:
     from meshwright.comm.pending import Work
 
-__all__ = ["all_gather", "movable", "reduce_scatter"]
+__all__ = ["MOVED", "all_gather", "as_bytes", "reduce_scatter"]
 
 BROADCASTS_FROM = 64 * 1024
 """Bytes of the gathered tensor from which concurrent broadcasts beat the ring."""
 
 _HALF = (torch.float16, torch.bfloat16)
-_KNOWN = frozenset(
+MOVED = frozenset(
     {
         *_HALF,
         torch.float32,
@@ -51,11 +51,12 @@ _KNOWN = frozenset(
         torch.int64,
     }
 )
+"""The dtypes that Gloo and NCCL move; others (float8, int16) travel as bytes."""
 
 
-def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or its bytes where its dtype (float8, int16) is none that Gloo and NCCL move."""
-    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View ``tensor``, which is contiguous, as a line of bytes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def all_gather(
@@ -69,10 +70,12 @@ def all_gather(
     if len(ranks) == 1 or output.numel() * output.element_size() < BROADCASTS_FROM:
         return None
     broadcast = lookup.current("broadcast")
-    parts = movable(output).view(-1).chunk(len(ranks))
+    if tensor.dtype not in MOVED:
+        output, tensor = as_bytes(output), as_bytes(tensor)
+    parts = output.view(-1).chunk(len(ranks))
     mine = parts[dist.get_rank(group)]
     if mine.data_ptr() != tensor.data_ptr():
-        mine.copy_(movable(tensor.reshape(-1)))
+        mine.copy_(tensor.reshape(-1))
     return [
         broadcast(part, src=rank, group=group, async_op=True)
         for part, rank in zip(parts, ranks, strict=True)
