@@ -299,6 +299,13 @@ def body_of_classes() -> None:
             sharded = FSDP(model, use_orig_params=strategy == "original")
         x = torch.ones(2, 3)
         torch.testing.assert_close(sharded(x), one(x))
+    x = torch.ones(2, 3)
+    tied = nn.Sequential(Uses(), nn.Linear(5, 3), Uses())
+    tied[2].weight = tied[0].weight
+    expected = tied(x)
+    fully_shard(tied[0])  # it moves from this unit to the one around both
+    fully_shard(tied)
+    torch.testing.assert_close(tied(x), expected)
     linear = build(Rounded, is_one=False)[0]
     with pytest.raises(TypeError, match=r"'weight' is a Rounded.*Shard it with fully_shard alone"):
         FSDP(copy.deepcopy(linear))

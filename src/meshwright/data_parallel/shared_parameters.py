@@ -17,6 +17,7 @@ from meshwright.comm.dtensor import local_of
 from meshwright.data_parallel.driver import Driver, driver_of
 from meshwright.data_parallel.exposed_tensors import HOME, ExposedTensors
 from meshwright.data_parallel.parameter_hooks import carry_hooks
+from meshwright.data_parallel.tensor_extensions import whole_parameter
 from meshwright.data_parallel.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
@@ -118,11 +119,11 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         given=slot.given,
         start=slot.start,
         extension=slot.extension,
-        original=nn.Parameter(
-            torch.zeros((), dtype=local.dtype, device=local.device).expand(shape),
-            requires_grad=slot.full.requires_grad,
+        original=whole_parameter(
+            torch.zeros((), dtype=local.dtype, device=local.device).expand(shape), slot.full
         ),
     )
+    moved.original.__dict__.pop(HOME, None)
     moved.local = local.clone()
     carry_hooks(unit.exposure.shown(slot), moved.original, slot.name)
     return moved
