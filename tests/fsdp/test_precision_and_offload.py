@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 from torch.distributed.fsdp import MixedPrecision as PeerPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerPolicy
+from torch.nn.parallel.distributed import _MixedPrecision as LowPrecision
 
 from meshwright.comm import Recorder, observe
+from meshwright.data_parallel import DistributedDataParallel, MixedPrecisionPolicy, fully_shard
 from meshwright.data_parallel.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.unit import ParameterGroup, collect_slots
 from meshwright.fsdp import (
@@ -307,7 +310,64 @@ def body_waiting_gradients() -> None:
         torch.testing.assert_close(weights[1] - last, 4 * (weights[0] - last), rtol=1e-2, atol=1e-2)
 
 
+@dataclass(frozen=True)
+class Given:
+    x: torch.Tensor
+    mask: torch.Tensor
+    name: str = "given"
+
+
+class Taker(nn.Module):
+    """Takes and returns its tensors in containers of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, given: Any, kind: str) -> Any:
+        if kind == "set":
+            (x,) = given
+            return {self.last(self.first(x))}
+        given = given["given"][0] if kind == "nested" else given
+        assert given.name == "given" and given.mask.dtype is torch.long
+        out = replace(given, x=self.last(self.first(given.x)))
+        return {"given": (out,)} if kind == "nested" else out
+
+
+def body_containers() -> None:
+    low = torch.bfloat16
+
+    def ours(net: nn.Module) -> nn.Module:
+        return FSDP(net, mixed_precision=MixedPrecision(param_dtype=low), auto_wrap_policy=LINEARS)
+
+    def sharded(net: nn.Module) -> nn.Module:
+        return fully_shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=low))
+
+    def replicated(net: nn.Module) -> nn.Module:
+        return DistributedDataParallel(net, mixed_precision=LowPrecision(param_dtype=low))
+
+    x = batch()
+    mask = torch.arange(2)
+    for make in (ours, sharded, replicated):
+        expected = None
+        for kind in ("set", "data", "nested"):
+            model = make(Taker())
+            data = Given(x.clone().requires_grad_(kind == "data"), mask)
+            given = {"set": {x}, "data": data, "nested": {"given": (data,)}}[kind]
+            out = model(given, kind)
+            out = out["given"][0] if kind == "nested" else out
+            (found,) = out if kind == "set" else (out.x,)
+            assert found.dtype is low
+            expected = found if expected is None else expected
+            torch.testing.assert_close(found, expected)
+            found.float().square().sum().backward()
+            assert all(p.grad is not None for p in model.parameters() if p.numel())
+            assert data.x.dtype is torch.float32  # a copy was cast
+
+
 def body_dtypes() -> None:
+    body_containers()
     body_classes_left_out()
     body_buffers_saved()
     body_waiting_gradients()

@@ -189,6 +189,23 @@ def body_scaler() -> None:
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(model.state_dict()["weight"], before - 2.0)
+    # A group of one has nobody to ask: this one could not even be asked.
+    alone = ShardedGradScaler(process_group=One())
+    lone = torch.ones(1, requires_grad=True)
+    stepping = torch.optim.SGD([lone], lr=1.0)
+    alone.scale(lone * torch.inf).sum().backward()
+    alone.step(stepping)
+    assert lone.item() == 1.0
+
+
+class One:
+    """A group that has nothing but a rank and a size."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
 
 def test_ranks_skip_a_step_together(ranks: Ranks) -> None:

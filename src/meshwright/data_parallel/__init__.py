@@ -6,10 +6,11 @@ large one alone), `sparse_gradient` (rows of one), `gradient_bucket` (what a hoo
 `static_graph` (the same parameters each time), `step_watch` and `alignment` (the same steps and
 passes on every rank), `pass_notes` (what ranks tell each other of a pass), `distributed_parameters`
 (DTensors of tensor parallelism), `reducer` (hooks and order of the reductions), `module_tensors`
-and `equal_buffers` (what a module holds now), `low_precision` (computing in another dtype),
-`batch_norm` (whose statistics), `of_this_process` (what no file can hold), `replica` (a module that
-is kept equal), `join` (uneven inputs), `replicated` and `distributed` (the function and the class
-that users call), `comm_hooks`, `power_sgd` and `local_steps` (other ways to reduce).
+and `equal_buffers` (what a module holds now), `nested` (what it is given and returns),
+`low_precision` (computing in another dtype), `batch_norm` (whose statistics), `of_this_process`
+(what no file can hold), `replica` (a module that is kept equal), `join` (uneven inputs),
+`replicated` and `distributed` (the function and the class that users call), `comm_hooks`,
+`power_sgd` and `local_steps` (other ways to reduce).
 
 Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
 (one line of elements and its moves), `policies`, `placement` (where a parameter goes),

@@ -14,20 +14,20 @@ The root is the first module of a tree to run forward. Its `Iteration` knows all
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.comm.untraced import apart, untraced
 from meshwright.data_parallel.agreement import compare_values
 from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.iteration import Iteration
 from meshwright.data_parallel.module_tree import ModuleTree, PlacesIn
+from meshwright.data_parallel.nested import map_tensors, tensors_in
 from meshwright.data_parallel.order import OrderOptions
 from meshwright.data_parallel.replaced_parameters import rank_in
 from meshwright.data_parallel.starting_state import StartingBuffer
@@ -53,25 +53,6 @@ def driver_of(module: nn.Module) -> Driver | None:
 def _unit_of(module: nn.Module) -> Unit | None:
     driver = driver_of(module)
     return None if driver is None else driver.unit
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested sequences, mappings, dataclasses and registered containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for member in fields(value):
-            yield from tensors_in(getattr(value, member.name))
-    elif value is not None and not isinstance(value, int | float | str | bytes):
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +236,7 @@ class Driver:
             return untraced(self.after_forward, module, args, output)
         dtype = self.cast.outputs
         if dtype is not None:
-            output = tree_map(partial(_cast, dtype=dtype), output)
+            output = map_tensors(partial(_cast, dtype=dtype), output)
         if self.is_driven:
             return output
         if self.unit is not None:
@@ -313,10 +294,10 @@ class Driver:
         if not any(unit.lends(tensor) for tensor in tensors_in(output)):
             return output
 
-        def kept(value: object) -> object:
-            return value.clone() if isinstance(value, torch.Tensor) and unit.lends(value) else value
+        def kept(value: torch.Tensor) -> torch.Tensor:
+            return value.clone() if unit.lends(value) else value
 
-        return tree_map(kept, output)
+        return map_tensors(kept, output)
 
     def _watch_outputs(self, output: object) -> None:
         if isinstance(output, torch.Tensor):
@@ -353,14 +334,14 @@ class Driver:
             return type(value)([self._alias(item, watched) for item in value])
         if type(value) is dict:
             return {key: self._alias(item, watched) for key, item in value.items()}
-        return value
+        return value if self.cast.inputs is None else map_tensors(self._cast_input, value)
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.cast.inputs is None:
             return args, kwargs
-        return tree_map(self._cast_input, args), tree_map(self._cast_input, kwargs)
+        return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
 
     def _cast_input(self, value: Any) -> Any:  # noqa: ANN401
         dtype = self.cast.inputs

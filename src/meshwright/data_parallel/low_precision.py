@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from meshwright.data_parallel.distributed_parameters import (
     LocalParameter,
@@ -21,6 +20,7 @@ from meshwright.data_parallel.distributed_parameters import (
     local_parameters,
 )
 from meshwright.data_parallel.module_tensors import ModuleBuffers, ModuleParameters
+from meshwright.data_parallel.nested import map_tensors
 
 __all__ = ["LowPrecision", "MixedPrecision", "compute_in"]
 
@@ -118,14 +118,12 @@ class _Swap:
             # A cast is no leaf, so it is no Parameter, and `setattr` would refuse it.
             owner._parameters.__setitem__(name, casts[id(parameter)])  # pyrefly: ignore
         self._running.append(swapped)
-        return tree_map(partial(_cast, self._dtype), (args, kwargs))
+        return map_tensors(partial(_cast, self._dtype), (args, kwargs))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         for owner, name, parameter in self._running.pop():
             owner._parameters[name] = parameter
 
 
-def _cast(dtype: torch.dtype, value: object) -> object:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
+def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(dtype) if value.is_floating_point() else value

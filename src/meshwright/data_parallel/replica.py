@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
 from meshwright.comm.after_hooks import step_in_backward, take_over_steps
@@ -20,6 +20,7 @@ from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.equal_buffers import EqualBuffers
 from meshwright.data_parallel.module_tensors import ModuleParameters, lent_now
+from meshwright.data_parallel.nested import tensors_in
 from meshwright.data_parallel.options import ReplicateOptions
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.data_parallel.starting_state import (
@@ -255,9 +256,9 @@ class Replica:
         self._has_equal_buffers = False
         if self.is_driven or not torch.is_grad_enabled():
             return
-        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward_begins)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
 
     def synchronise_all(self, source: int) -> None:
         """Give every rank the parameters and buffers of rank ``source`` of the axis."""

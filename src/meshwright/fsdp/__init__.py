@@ -36,6 +36,9 @@ Where this differs from torch's class on purpose:
   of these lists whole ones while they are there, and empty ones else: these can be asked for their
   dtype and device, but a gradient, ``requires_grad_`` or an optimizer's step of them raises.
 * An optimizer that steps after a backward in ``no_sync``, whose gradients wait, is an error.
+* Where torch trains on, these are errors: parameters that are not equal on all ranks at the start,
+  modules that train and were added after wrapping, an optimizer that leaves a parameter out on
+  some ranks only.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.data_parallel.nested import map_tensors, tensors_in
 from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.wrap import Targets, WrapPolicy, find_targets
@@ -67,17 +68,16 @@ def _compute_in_own_dtype(module: nn.Module) -> None:
     own = torch.float32 if parameter is None else parameter.dtype
     found: list[torch.dtype] = []
 
-    def cast(value: object, dtype: torch.dtype) -> object:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
+    def cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - of any module
-        floats = (v for v in tree_leaves((args, kwargs)) if cast(v, own) is not v)
-        found[:] = [v.dtype for v in floats][-1:]
-        return tree_map(lambda value: cast(value, own), (args, kwargs))
+        others = [v.dtype for v in tensors_in((args, kwargs)) if cast(own, v) is not v]
+        found[:] = others[-1:]
+        return map_tensors(partial(cast, own), (args, kwargs)) if found else (args, kwargs)
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:  # noqa: ANN401 - of any module
-        return tree_map(lambda value: cast(value, found[0]), output) if found else output
+        return map_tensors(partial(cast, found[0]), output) if found else output
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)

@@ -48,7 +48,7 @@ class ShardedGradScaler(GradScaler):
         optimizer: torch.optim.Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool,
+        allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients, then agree with the others on what was found."""
         if joins(optimizer):
@@ -64,7 +64,8 @@ class ShardedGradScaler(GradScaler):
         worst = torch.zeros(1, dtype=torch.float32, device=group.device)
         for value in found.values():
             worst = torch.maximum(worst, value.detach().to(worst))
-        group.all_reduce(worst, reduction="max", label="gradients that are not finite").wait()
+        if group.size > 1:
+            group.all_reduce(worst, reduction="max", label="gradients that are not finite").wait()
         # A rank without gradients has to skip as well: GradScaler looks at this dict.
         devices = list(found) or [inv_scale.device]
         return {device: worst.to(device) for device in devices}

@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
 from meshwright.comm.after_hooks import is_stepped
@@ -21,6 +20,7 @@ from meshwright.data_parallel.checkpoint_names import (
     place_of,
     rename,
 )
+from meshwright.data_parallel.nested import map_tensors
 from meshwright.data_parallel.of_this_process import OfThisProcess
 from meshwright.data_parallel.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.unit import Phase, Unit, zero_kept
@@ -274,16 +274,14 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         if dtype is None and not moves:
             return args, kwargs
 
-        def prepare(value: object) -> object:
-            if not isinstance(value, torch.Tensor):
-                return value
+        def prepare(value: torch.Tensor) -> torch.Tensor:
             if moves and value.device != device:
                 value = value.to(device)
             if dtype is not None and value.is_floating_point():
                 return value.to(dtype)
             return value
 
-        return tree_map(prepare, (args, kwargs))
+        return map_tensors(prepare, (args, kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, also where whole parameters are listed in the place of the others."""
