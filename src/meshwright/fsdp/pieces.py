@@ -42,8 +42,16 @@ def flat_layout(group: ParameterGroup) -> FlatLayout:
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
-    """This rank's piece of each parameter that it has one of, by the parameter's index."""
-    return {piece.index: piece for piece in flat_layout(group).owned(group.axes.part)}
+    """This rank's piece of each parameter that it has one of, by the parameter's index.
+
+    Every rank has the whole of a parameter that has no elements anywhere.
+    """
+    layout = flat_layout(group)
+    pieces = {piece.index: piece for piece in layout.owned(group.axes.part)}
+    for index, shape in enumerate(layout.shapes):
+        if 0 in shape:
+            pieces[index] = Piece(index, 0, 0, 0)
+    return pieces
 
 
 def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
