@@ -93,9 +93,9 @@ def change_piece_by_hooks(
 def give_gradient(
     parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
-    """Set ``.grad``, perhaps in another dtype than the parameter's."""
+    """Set ``.grad``, of a floating-point parameter perhaps in another dtype than its own."""
     parameter.grad = gradient
-    if dtype is not None and parameter.grad is not None:
+    if dtype is not None and gradient.is_floating_point() and parameter.grad is not None:
         # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
         parameter.grad.data = gradient.to(dtype)
 
