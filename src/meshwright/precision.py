@@ -20,7 +20,11 @@ class Precision:
     """
 
     parameters: FloatName = "float32"
-    """Parameters as the user sees them, and as they are saved."""
+    """Parameters and buffers as the user sees them, and as they are saved.
+
+    Any but the default converts all floating-point ones of the model, also those of modules with a
+    dtype of their own; the default leaves a mixed model as it is. Complex ones are never converted.
+    """
     compute: FloatName | None = None
     """Forward and backward; by default that of ``parameters``."""
     reduce: FloatName | None = None

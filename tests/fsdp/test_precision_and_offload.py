@@ -85,6 +85,11 @@ def body_low_gradients() -> None:
             # With original parameters torch aligns, and so cuts, by the size of bfloat16.
             if a.grad is not None and not use_orig_params:
                 torch.testing.assert_close(a.grad, b.grad, rtol=0.02, atol=0.02)
+        before = [a.grad for a in ours.parameters()]
+        with FSDP.summon_full_params(ours, with_grads=use_orig_params):
+            pass
+        assert all(a.grad is b for a, b in zip(ours.parameters(), before, strict=True))
+        assert {b.dtype for b in before if b is not None} == {torch.bfloat16}
 
 
 def test_gradients_may_stay_in_low_precision(ranks: Ranks) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,11 @@ from meshwright.testing import Ranks
 from tensor_parallel.samples import DTensorOperators, alike, check_alike, sent, tensor_mesh
 
 WIDTH, HEADS, LENGTH = 8, 4, 6
+
+
+@dataclass
+class Boxed:
+    parts: list[torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -207,6 +214,16 @@ def test_what_is_refused_when_called(ranks: Ranks) -> None:
         refused(AssertionError, "expecting input to be a torch.Tensor!", block, "x", x)
         pair = PrepareModuleOutput(output_layouts=(CUT, CUT), desired_output_layouts=(WHOLE, WHOLE))
         refused(ValueError, f"module outputs and output_layouts {length}", apply(linear(), pair), x)
+
+        # Layouts cannot say which tensor of a dataclass, a dict or a list they mean.
+        inside = "which tensor inside of {} they mean: pass a tensor or a tuple of tensors"
+        single = PrepareModuleOutput(output_layouts=CUT, desired_output_layouts=WHOLE)
+        for make in (Boxed, list, dict):
+            name, box = make.__name__, {"x": x} if make is dict else make([x])
+            for style, kind in ((single, AssertionError), (pair, ValueError)):
+                refused(kind, inside.format(name), apply(nn.Identity(), style), box)
+            refused(AssertionError, inside.format(name), apply(nn.Bilinear(8, 8, 2), given), box, x)
+            refused(ValueError, inside.format(name), apply(nn.Bilinear(8, 8, 2), given), box)
         table = apply(nn.Embedding(5, 4), RowwiseParallel(input_layouts=WHOLE))
         refused(IndexError, "expected ids from 0 to 4, found 0 to 5", table, torch.tensor([0, 5]))
 

@@ -46,17 +46,16 @@ class _StorageLine:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.nbytes
-
-    @property
-    def is_free(self) -> bool:
-        return self._nbytes > 0 and self.tensor.untyped_storage().size() == 0
+        self.is_free = False  # noted, since of no elements the storage does not tell
 
     def free(self) -> None:
+        self.is_free = True
         storage = self.tensor.untyped_storage()
         if storage.size():
             storage.resize_(0)
 
     def restore(self) -> None:
+        self.is_free = False
         storage = self.tensor.untyped_storage()
         if storage.size() != self._nbytes:
             storage.resize_(self._nbytes)

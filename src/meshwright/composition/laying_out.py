@@ -80,10 +80,7 @@ def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a model of ``dtype``: complex numbers stay complex."""
-    if tensor.is_complex():
-        # Torch computes with no complex numbers of halves.
-        return tensor.to(dtype.to_complex() if dtype.itemsize > 2 else torch.complex64)
+    """``tensor`` in a model of ``dtype``, which complex ones keep their own in."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

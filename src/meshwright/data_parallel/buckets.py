@@ -48,7 +48,9 @@ def slot_of(
     may_be_alone: bool,
 ) -> GradientSlot:
     """How a bucket sees ``parameter``, which is number ``index`` of ``names``."""
-    dtype = settings.reduce_dtype or parameter.dtype
+    dtype = parameter.dtype
+    if settings.reduce_dtype is not None and dtype.is_floating_point:
+        dtype = settings.reduce_dtype
     return GradientSlot(
         index=index,
         name=names[index],

@@ -79,8 +79,11 @@ class BufferTypes:
     def of(
         cls, master: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
     ) -> BufferTypes:
-        """``compute`` is ``master`` when None, ``reduce`` is ``compute``; integers stay theirs."""
-        if not (master.is_floating_point or master.is_complex):
+        """``compute`` is ``master`` when None, ``reduce`` is ``compute``.
+
+        What is not floating-point keeps its dtype, complex numbers too.
+        """
+        if not master.is_floating_point:
             return cls(master=master, compute=master, reduce=master, asked=(compute, reduce))
         asked, compute = (compute, reduce), compute or master
         return cls(master=master, compute=compute, reduce=reduce or compute, asked=asked)

@@ -35,7 +35,10 @@ class LowPrecision(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """Dtypes of computation, of gradient reduction and of buffers; None leaves them."""
+    """Dtypes of computation, of gradient reduction and of buffers; None leaves them.
+
+    They are those of floating-point tensors: complex ones keep their own.
+    """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None

@@ -14,7 +14,10 @@ __all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "
 
 @dataclass(frozen=True, kw_only=False)
 class MixedPrecisionPolicy:
-    """The dtypes of the computation. Shards and optimizer keep the dtype of the parameters."""
+    """The dtypes of the computation. Shards and optimizer keep the dtype of the parameters.
+
+    Only floating-point tensors are cast: complex parameters and inputs keep theirs.
+    """
 
     param_dtype: torch.dtype | None = None
     """Of gathered parameters, and of inputs; that of the parameters when None."""

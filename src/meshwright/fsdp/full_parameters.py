@@ -211,11 +211,22 @@ def _originals_shown(
                 view.copy_(local_of(parameter.detach()))
             slot.original.grad = None
             slot.original.data = data
-            slot.original.grad = gradient
+            _give_back(slot.original, gradient)
             if slot.outer is not None:
                 slot.show(slot.original)
         if gradients is not None and writes_back:
             _write_gradients(unit, gradients, shown)
+
+
+def _give_back(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Set ``.grad`` to what it was, which may have another dtype than ``parameter``."""
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    own = gradient.data
+    gradient.data = own.to(parameter.dtype)  # torch refuses to assign another dtype
+    parameter.grad = gradient
+    gradient.data = own
 
 
 @torch.no_grad()

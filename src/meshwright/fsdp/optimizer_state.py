@@ -12,7 +12,6 @@ State of parameters that no unit manages passes as it is.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -247,12 +246,14 @@ def _gives(entry: Managed) -> bool:
     """True on the first rank with elements, which gives to those without what is not spread."""
     layout, axes = flat_layout(entry.group), entry.group.axes
     (start, stop), (_, size) = layout.range(entry.index), layout.shard_range(0)
+    if entry.is_flat or start == stop:  # every rank has all of one without elements
+        return False
     first, last = start // size, (stop - 1) // size
-    return not entry.is_flat and axes.part == first and last - first + 1 < axes.parts
+    return axes.part == first and last - first + 1 < axes.parts
 
 
 def _counts(entry: Managed) -> bool:
-    # A rank without elements is given no gradients, and what it counts stands still.
+    # A rank without elements that others have gets no gradients: what it counts stands still.
     return entry.is_flat or entry.index in own_pieces(entry.group)
 
 
@@ -372,7 +373,7 @@ def state_to_load(
         if own is not None and entry.exposed in position:
             # By all ranks: DTensors are gathered.
             parts = {k: _own_part(entry, v) for k, v in own.items()}
-            if _trains(entry) or entry.exposed in held:
+            if _counts(entry) or entry.exposed in held:
                 found[position[entry.exposed]] = parts
     for flat, entries in flats.items():
         if flat in position:
@@ -386,11 +387,6 @@ def state_to_load(
         return {"state": found}
     loaded = _groups_to_load(groups, state, names, position, is_strict=is_strict)
     return {"state": found, "param_groups": loaded}
-
-
-def _trains(entry: Managed) -> bool:
-    """True where optimizers have state: for elements on this rank, or if no rank has any."""
-    return _counts(entry) or not math.prod(flat_layout(entry.group).shapes[entry.index])
 
 
 def _misfits(

@@ -110,6 +110,7 @@ class MixedPrecision:
 
     Shards stay in the dtype of the parameters. Floating-point inputs of the root are cast unless
     ``cast_root_forward_inputs`` is off, those of every unit if ``cast_forward_inputs`` is on.
+    Complex parameters, buffers and inputs keep their dtypes.
     """
 
     param_dtype: torch.dtype | None = None

@@ -105,7 +105,7 @@ class OriginalExposure:
         return [slot.original.requires_grad for slot in group.slots]
 
     def has_gradients(self, unit: Unit) -> bool:
-        """See `Exposure`. A parameter without elements here never has a gradient."""
+        """See `Exposure`. One of which others have all elements never has a gradient."""
         return any(slot.original.grad is not None for slot in unit.slots)
 
     def is_stale(self, unit: Unit) -> bool:
@@ -132,7 +132,7 @@ class OriginalExposure:
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
-        """See `Exposure`. A parameter without elements here, or used nowhere, gets none."""
+        """See `Exposure`. One of which others have all elements, or used nowhere, gets none."""
         hooked: list[nn.Parameter] = []
         for slot, part, is_used in zip(group.slots, self._on(group, reduced), used, strict=True):
             original = slot.original

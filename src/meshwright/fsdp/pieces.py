@@ -42,8 +42,16 @@ def flat_layout(group: ParameterGroup) -> FlatLayout:
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
-    """This rank's piece of each parameter that it has one of, by the parameter's index."""
-    return {piece.index: piece for piece in flat_layout(group).owned(group.axes.part)}
+    """This rank's piece of each parameter that it has one of, by the parameter's index.
+
+    Every rank has the whole of a parameter that has no elements anywhere.
+    """
+    layout = flat_layout(group)
+    pieces = {piece.index: piece for piece in layout.owned(group.axes.part)}
+    for index, shape in enumerate(layout.shapes):
+        if 0 in shape:
+            pieces[index] = Piece(index, 0, 0, 0)
+    return pieces
 
 
 def cuts_of(group: ParameterGroup, slots: Iterable[Slot]) -> set[tuple[Communicator, ...]]:
@@ -85,9 +93,9 @@ def change_piece_by_hooks(
 def give_gradient(
     parameter: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
-    """Set ``.grad``, perhaps in another dtype than the parameter's."""
+    """Set ``.grad``, of a floating-point parameter perhaps in another dtype than its own."""
     parameter.grad = gradient
-    if dtype is not None and parameter.grad is not None:
+    if dtype is not None and gradient.is_floating_point() and parameter.grad is not None:
         # Assigned as data: torch refuses gradients of another dtype, custom optimizers take them.
         parameter.grad.data = gradient.to(dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -23,7 +25,8 @@ class PrepareModuleInput(ParallelStyle):
     ``use_local_output=True``. The gradients of local tensors are taken for complete; a layer of
     ColwiseParallel sums its own.
 
-    Raises AssertionError when layouts and desired layouts do not pair.
+    Raises AssertionError when layouts and desired layouts do not pair, and in the forward for what
+    has a layout and is no tensor, such as a dataclass.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class PrepareModuleInput(ParallelStyle):
                     raise ValueError(
                         "module inputs and input_layouts should have same length! "
                         f"{site.labels.name} got {len(inputs)} inputs for {len(pairs)} layouts"
+                        f"{_remedy(inputs)}"
                     )
                 moved = zip(inputs, pairs, strict=True)
                 inputs = tuple(_moved(site, x, pair, is_local=is_local) for x, pair in moved)
@@ -129,6 +133,7 @@ class PrepareModuleOutput(ParallelStyle):
                 raise ValueError(
                     "module outputs and output_layouts should have same length! "
                     f"{site.labels.name} gave {len(given)} outputs for {len(pairs)} layouts"
+                    f"{_remedy(given)}"
                 )
             moved = zip(given, pairs, strict=True)
             made = tuple(_moved(site, x, pair, is_local=is_local) for x, pair in moved)
@@ -190,6 +195,19 @@ def _each(layouts: Layouts) -> tuple[AnyPlacement | None, ...]:
     return tuple(None if each is None else torch_placements([each])[0] for each in given)
 
 
+def _remedy(values: Iterable[object]) -> str:
+    """Say what to do about ``values`` that may hold tensors and are none; nothing of other ones."""
+    plain = torch.Tensor | int | float | str | None
+    kinds = sorted({type(x).__name__ for x in values if not isinstance(x, plain)})
+    if not kinds:
+        return ""
+    return (
+        f". Layouts are of tensors, and cannot say which tensor inside of {' and '.join(kinds)} "
+        "they mean: pass a tensor or a tuple of tensors there, give None as its layout, or apply "
+        "the style to the module inside that has the tensor"
+    )
+
+
 @untraced
 def _moved(
     site: Site,
@@ -204,7 +222,8 @@ def _moved(
         return x
     if not isinstance(x, torch.Tensor):
         raise AssertionError(
-            f"expecting input to be a torch.Tensor! {site.labels.name} got {type(x).__name__}"
+            f"expecting input to be a torch.Tensor! {site.labels.name} has a layout for a "
+            f"{type(x).__name__}{_remedy([x])}"
         )
     name = site.labels.name
     own = our_placement(declared, name)
