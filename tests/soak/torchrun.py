@@ -128,7 +128,8 @@ def run(case: Case) -> tuple[list[str], str, list[Agent]]:
         found = [f"process {pid} goes on" for pid in awaited if _lives(pid)]
         if ended > NAMED_WITHIN + ENDED_WITHIN:
             found.append(f"ended after {ended:.1f} s")
-        time.sleep(1 if case.agents == 2 else 4)  # an agent says its word when its ranks have ended
+        # An agent says its word when its ranks have ended, and orphans may say theirs later.
+        _wait(NAMED_WITHIN + ENDED_WITHIN - ended, lambda: not _words(case, agents, when)[1])
         named, problems = _words(case, agents, when)
         return found + problems, f"named {named:+.1f} s, ended {ended:+.1f} s", agents
     finally:
