@@ -10,11 +10,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.comm import communicator
 from meshwright.data_parallel import DistributedDataParallel, fully_shard
+from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ranks
 
 
 def body(theirs: str) -> None:
-    models = [DistributedDataParallel(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))]
+    models = [
+        DistributedDataParallel(nn.Linear(4, 4)),
+        fully_shard(nn.Linear(4, 4)),
+        FullyShardedDataParallel(nn.Linear(4, 4)),
+    ]
     axis = communicator()
     for model in models:
         model(torch.ones(2, 4)).sum().backward()
@@ -40,6 +45,8 @@ def body(theirs: str) -> None:
         assert names[f"meshwright::{name} (wait)"] >= 1
     assert names[f"meshwright::all_reduce after on axis {axis.axis}"] == 1
     assert not any("before" in name for name in names)
+    for kind in (DistributedDataParallel, FullyShardedDataParallel):
+        assert names[f"{kind.__name__}.forward"] == 1
     # With those of the backend inside, for calls of users too.
     assert names[f"{theirs}:all_reduce"] >= 3  # one may end later
 

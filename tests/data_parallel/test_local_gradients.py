@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Partial
 
 from data_parallel.replica_samples import loss
 from meshwright.comm import communicator
@@ -244,17 +245,35 @@ def body_hooks() -> None:
             seen_by_hooks(wrap, "register_hook")
 
 
+def body_full_tensor() -> None:
+    """What a loss reads by `full_tensor` is reduced as the caller says, not as the unit's are."""
+    rank = communicator().rank
+    for average in (True, False):
+        ours = in_units(net())
+        placements = [Partial("avg")] if average else None
+        weight = ours[2].weight.full_tensor(grad_placements=placements)
+        own = gradients_of(rank)[NAME]
+        (weight * own).sum().backward()  # its gradient is that of this rank's data
+        gradient = ours[2].weight.grad
+        if average:
+            assert kind(gradient) == "mean"
+        else:
+            mine = own.chunk(communicator().size)[rank]
+            torch.testing.assert_close(gradient.to_local(), mine)
+
+
 @pytest.mark.parametrize(
     "body",
     [
         body_autograd_grad,
+        body_full_tensor,
         body_complex,
         body_kept_sums,
         body_graphs_again,
         body_compiled,
         body_hooks,
     ],
-    ids=["grad", "complex", "kept", "again", "compiled", "hooks"],
+    ids=["grad", "full_tensor", "complex", "kept", "again", "compiled", "hooks"],
 )
 def test_the_table_of_the_docs_is_true(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body)

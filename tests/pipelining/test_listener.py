@@ -10,7 +10,15 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.comm import Clock, Timer, communicator, gather_timeline, observe
 from meshwright.pipelining import PipelineStage, ScheduleZBVZeroBubble
 from meshwright.pipelining.listener import Listener
-from meshwright.schedule.actions import RECV_B, RECV_F, REDUCE_GRAD, RESHARD, UNSHARD
+from meshwright.schedule.actions import (
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
 from meshwright.schedule.measured import bubble, compare, schedule_of
 from meshwright.testing import Ranks
 
@@ -89,6 +97,14 @@ def body() -> None:
         run()
     ranges = {event.key for event in profiler.key_averages()}
     assert {f"PP:{a}" for a in schedule.schedule.actions(world.rank)} <= ranges
+    kinds = {SEND_F: "send", SEND_B: "send", RECV_F: "recv", RECV_B: "recv"}
+    transfers = {
+        f"meshwright::{kinds[a.operation]} {a} on axis pipeline"
+        for a in schedule.lowered.actions(world.rank)
+        if a.operation in kinds
+    }
+    assert transfers
+    assert transfers <= ranges
 
 
 @pytest.mark.backends("shm", "gloo")

@@ -30,7 +30,7 @@ from meshwright.pipelining import (
     pipeline,
 )
 from meshwright.schedule.builders import stage_ranks
-from meshwright.testing import Ranks
+from meshwright.testing import Ranks, RanksFailed
 
 HIDDEN, BATCH, CHUNKS = 512, 256, 4
 CPU = torch.device("cpu")
@@ -171,6 +171,25 @@ def body_refused() -> None:
     assert elsewhere is placed.get_stage_module(world.rank)  # its parameters are the model's
     out = schedule.step(*(x,)[: world.rank == 0], **({} if world.rank else {"y": x}))
     assert (out is None) == (world.rank < world.size - 1)
+
+
+def body_wrong_dtype() -> None:
+    world = communicator()
+    pipe = pipeline(Plain(), (torch.ones(2, 8),), split_spec={"1": SplitPoint.BEGINNING})
+    schedule = ScheduleGPipe(pipe.build_stage(world.rank, CPU), 2, loss_fn=nn.MSELoss())
+    x = torch.ones(4, 8)
+    schedule.step(*((x.double(),) if world.rank == 0 else ()), target=x if world.rank else None)
+
+
+def test_peers_hear_of_a_wrong_dtype(ranks: Ranks) -> None:
+    """It is an error of its type on the first rank, and no rank waits for its time to run out."""
+    with pytest.raises(RanksFailed) as found:
+        ranks(2, body_wrong_dtype, timeout=60)
+    first, peer = found.value.outcomes
+    assert "PipeliningShapeError" in first.headline()
+    assert "dtype mismatch: expected torch.float32 actual torch.float64" in first.details()
+    assert "PipeliningShapeError: [Stage 0] argument" in peer.headline()
+    assert "rank 0" in peer.details()
 
 
 class Folded(nn.Module):

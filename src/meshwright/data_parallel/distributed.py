@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from meshwright.comm import communicator
 from meshwright.comm.untraced import constant, inlined, untraced
@@ -89,6 +90,12 @@ class DistributedDataParallel(SteppedOver):
         """The module's forward pass; inputs are moved to ``device_ids``."""
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
+        if torch.autograd._profiler_enabled():
+            with record_function("DistributedDataParallel.forward"):
+                return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         replica = self._replica
         if replica is None:
             if not torch.is_grad_enabled():

@@ -132,6 +132,10 @@ class FullyShard:
         set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
         as the graph has whole tensors in their place.
 
+        ``p.full_tensor()`` outside of the module is for terms of parameters alone, equal on all
+        ranks. In a term with this rank's data its gradient would be this rank's, without a mean:
+        ``p.full_tensor(grad_placements=[Partial("avg")])`` takes that, as with torch's.
+
         With ``stop_on_non_finite``, which holds for the whole root, every rank raises
         `NonFiniteError` at the end of a backward pass in which a gradient was not finite. Not with
         a gradient scaler, which skips such passes.

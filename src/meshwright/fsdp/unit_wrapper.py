@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from meshwright.comm import Communicator
 from meshwright.comm.after_hooks import is_stepped
@@ -204,6 +205,12 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any module
         """Gather, run the module, free. `torch.compile` traces the module alone."""
+        if not torch.compiler.is_compiling() and torch.autograd._profiler_enabled():
+            with record_function("FullyShardedDataParallel.forward"):
+                return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         args, kwargs = self._enter(args, kwargs)
         output = getattr(self, WRAPPED)(*args, **kwargs)
         return self._driver.after_forward(self, args, output)
