@@ -387,7 +387,7 @@ def test_parameters_that_are_given_anew_are_refused_by_name(ranks: Ranks) -> Non
         (Graph, loaded_by_assignment, {}, "layers.[02].0.weight"),
     ):
         plan = plan_of("1f1b", pipeline=2, **axes)
-        text = rf"it raised [\w.]*LayoutError: parameter '{name}' was given anew after parallelize"
+        text = rf"LayoutError: parameter '{name}' was given anew after parallelize"
         with pytest.raises(RanksFailed, match=text):
             ranks(4 if axes else 2, body_given_anew, kind, plan, change)
 

@@ -296,18 +296,31 @@ def test_state_of_several_matrices_goes_on_elsewhere(ranks: Ranks) -> None:
 
 
 def body_uneven() -> None:
+    """State dicts of rows that neither axis divides are whole, and go on elsewhere."""
     sample = MODELS["uneven"]
-    with pytest.raises(PlanError, match=r"'0\.weight' of shape \(13, 7\) over 4 ranks"):
-        parallelize(
+
+    def laid_out(**axes: int) -> Trainable:
+        return parallelize(
             sample.build(),
-            plan_of({"0": "colwise", "2": "rowwise"}, shard=2, tensor=2),
-            optimizer=None,
+            plan_of({"0": "colwise", "2": "rowwise"} if "tensor" in axes else None, **axes),
+            optimizer=torch.optim.Adam,
             loss=sample.loss,
             example=(torch.zeros(2, 7),),
         )
 
+    first, second = laid_out(shard=2, tensor=2), laid_out(shard=4)
+    before = first.weights()
+    second.load_state_dict(first.state_dict())
+    for name, value in second.weights().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    first.load_state_dict(second.state_dict())
+    for name, value in first.weights().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
-def test_what_two_axes_cannot_cut_evenly_is_refused(ranks: Ranks) -> None:
+
+def test_rows_that_two_axes_do_not_divide(ranks: Ranks) -> None:
+    plan = plan_of({"0": "colwise", "2": "rowwise"}, CLIPPED, shard=2, tensor=2)
+    assert_same_training(MODELS["uneven"], plan, world=4, ranks=ranks)
     ranks(4, body_uneven)
 
 

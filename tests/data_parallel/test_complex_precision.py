@@ -71,6 +71,7 @@ def body() -> None:
         torch.testing.assert_close(found, one.turn.grad, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 def test_complex_parameters_keep_their_dtype(ranks: Ranks) -> None:
     ranks(2, body)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,5 +83,6 @@ def body() -> None:
     assert {key: pair for key, pair in found.items() if not 0 < pair[0] <= pair[1]} == {}
 
 
+@pytest.mark.slow
 def test_no_more_gathers_than_torch(ranks: Ranks) -> None:
     ranks(2, body)

@@ -128,6 +128,7 @@ def test_trains_as_one_process_in_hybrid(ranks: Ranks, name: str) -> None:
     ranks(4, body_parity, name, "all", "adam", {"hybrid": True})
 
 
+@pytest.mark.slow
 def test_trains_as_one_process_without_resharding(ranks: Ranks) -> None:
     ranks(3, body_parity, "transformer", "all", "sgd", {"reshard_after_forward": False})
 

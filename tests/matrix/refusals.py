@@ -11,8 +11,6 @@ __all__ = ["REFUSALS", "Refusal", "refusal_of"]
 
 TRACED = ("unused", "skip", "reused", "tied", "transformer", "keywords", "odd", "gated")
 """Models that are no chains of modules."""
-UNEVEN = ("frozen", "uneven", "unused", "skip", "reused", "tied", "keywords", "odd", "deep")
-"""Models with layers whose part of a rank of axis tensor does not divide over axis shard."""
 TWO_STAGES_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
 
 
@@ -89,14 +87,6 @@ REFUSALS = (
             model="tied language model",
             precision="narrow",
         ),
-    ),
-    Refusal(
-        what="axis shard over parts of axis tensor that do not divide",
-        holds=lambda cell: (
-            cell.size("tensor") > 1 and cell.size("shard") > 1 and cell.model in UNEVEN
-        ),
-        text="does not support uneven sharding on dim 0",
-        example=Cell(axes="shard=2,tensor=2", model="skip"),
     ),
 )
 """In the order in which they are found."""

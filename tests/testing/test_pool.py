@@ -122,6 +122,7 @@ def test_compiled_bodies(ranks: Ranks) -> None:
     assert ranks(2, body) == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.slow
 def test_twenty_calls_of_four_ranks(ranks: Ranks) -> None:
     ranks(4, sum_of_ranks, 0.0)
     times = []
