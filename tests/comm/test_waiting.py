@@ -84,6 +84,7 @@ def test_a_rank_that_works_is_waited_for(ranks: Ranks, calls: str) -> None:
 
     def body() -> list[list[str]]:
         shorten(1.0)
+        waiting.PATIENCE = 0.5  # the first roll call ends long before rank 1 has come
         world = comm.connect(hang_after=0.5)
         found = []
         for act in (sleep, loop, hold_the_lock):
