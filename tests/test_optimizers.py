@@ -403,6 +403,10 @@ def told(name: str) -> Any:
     return pytest.warns(UserWarning, match=f"{name} is not known .*declare_element_wise.{name}")
 
 
+class OwnClass(torch.Tensor):
+    """A tensor of the user's."""
+
+
 def body_dtensors(*, in_all: bool) -> None:
     """Operators on DTensors are those of whole tensors, also where a number is asked for."""
     world = communicator()
@@ -427,6 +431,9 @@ def body_dtensors(*, in_all: bool) -> None:
         for kind in ("foreach", "fused") if layout != "tensor" else ():
             with pytest.raises(TypeError, match=f"AdamW.{kind}=True. .* are DTensors, .* leave"):
                 torch.optim.AdamW(some, **{kind: True}).step()
+        own = nn.Parameter(torch.ones(2).as_subclass(OwnClass))
+        with pytest.raises(TypeError, match="AdamW.foreach=True. .* beside ones of class OwnClass"):
+            torch.optim.AdamW([*model.parameters(), own], foreach=True).step()
         for name, hint in (("Adafactor", "Use AdamW"), ("Rprop", r"Give it flat_groups\(model\)")):
             with pytest.raises(TypeError, match=f"{name} uses operators .* DTensors, .*{hint}"):
                 getattr(torch.optim, name)(model.parameters()).step()

@@ -52,6 +52,10 @@ def plans(of: Any) -> dict[str, dict[str, Any]]:
             "head": cols(input_layouts=Shard(1), output_layouts=rest),
         },
         "rows of what is whole": {"down": rows(input_layouts=rest)},
+        "rows and their bias, left in parts": {
+            "down": rows(input_layouts=rest, output_layouts=Shard(1)),
+            "head": cols(input_layouts=Shard(1), output_layouts=rest),
+        },
     }
 
 
@@ -103,4 +107,5 @@ def test_no_more_is_sent_than_torch_sends(ranks: Ranks) -> None:
             "whole": ["all_gather", *["all_reduce"] * 4],
             "sequence": [*["all_gather"] * 5, "all_reduce", *["reduce_scatter"] * 4],
             "rows of what is whole": ["all_gather", "all_reduce"],
+            "rows and their bias, left in parts": [*["all_gather"] * 4, *["reduce_scatter"] * 2],
         }

@@ -156,7 +156,7 @@ class Communicator:
         self._check_share(output, tensor, "all_gather")
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            if self.backend == "gloo" and lookup.replacement("all_gather") is None:
+            if self.backend == "gloo" and not lookup.is_watched("all_gather"):
                 works = gloo.all_gather(output, tensor, group, self.ranks)
                 if works is not None:
                     return works, None
@@ -177,7 +177,8 @@ class Communicator:
     ) -> Pending:
         """As `all_gather`, through c10d's call that fills a list of tensors.
 
-        For control data: whoever counts the gathers of parameters replaces the other call.
+        For control data: whoever counts the gathers of parameters replaces the other call, or has a
+        dispatch mode, which does not see this one.
         """
         self._check(output, tensor)
         self._check_share(output, tensor, "all_gather")
@@ -185,7 +186,8 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("all_gather_list")
-            return _works(call(rows, tensor, group=group, async_op=async_op)), None
+            with lookup.unseen():
+                return _works(call(rows, tensor, group=group, async_op=async_op)), None
 
         return self._issue("all_gather", output, label, launch)
 
@@ -207,7 +209,7 @@ class Communicator:
         self._check_share(tensor, output, "reduce_scatter")
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            if self.backend == "gloo" and lookup.replacement("reduce_scatter") is None:
+            if self.backend == "gloo" and not lookup.is_watched("reduce_scatter"):
                 launched = gloo.reduce_scatter(output, tensor, group, reduction)
                 if launched is not None:
                     return launched
@@ -364,7 +366,8 @@ class Communicator:
         """Every rank's ``payload``, in rank order: for small control data, JSON for example."""
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self.all_gather(sizes, size, label=f"{label}: sizes").wait()
+        with lookup.unseen():
+            self.all_gather(sizes, size, label=f"{label}: sizes").wait()
         counts = [int(n) for n in sizes.tolist()]
         longest = max(counts)
         if longest == 0:
@@ -372,7 +375,8 @@ class Communicator:
         padded = payload + bytes(longest - len(payload))
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(everyone, mine, label=label).wait()
+        with lookup.unseen():
+            self.all_gather(everyone, mine, label=label).wait()
         rows = everyone.cpu().view(self.size, longest)
         return [row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)]
 
@@ -382,7 +386,8 @@ class Communicator:
         payload = torch.frombuffer(bytearray(struct.pack(form, *numbers)), dtype=torch.uint8)
         mine = payload.to(self.device)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device=self.device)
-        self.all_gather(everyone, mine, label=label).wait()
+        with lookup.unseen():
+            self.all_gather(everyone, mine, label=label).wait()
         rows = everyone.cpu().view(self.size, -1)
         return [struct.unpack(form, row.numpy().tobytes()) for row in rows]
 

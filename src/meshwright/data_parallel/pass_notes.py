@@ -140,7 +140,7 @@ def sum_notes(notes: Sequence[torch.Tensor], communicator: Communicator) -> None
     mine = torch.cat([note.real if note.is_complex() else note for note in notes])
     mine = mine.to(torch.float32)
     everyone = mine.new_empty(communicator.size * mine.numel())
-    communicator.all_gather(everyone, mine, label="use counts").wait()
+    communicator.all_gather_list(everyone, mine, label="use counts").wait()
     total = everyone.view(communicator.size, -1).sum(0)
     for note, part in zip(notes, total.split([len(note) for note in notes]), strict=True):
         note.copy_(part)

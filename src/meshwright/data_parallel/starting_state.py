@@ -314,7 +314,7 @@ def compare_digests(
     payload = json.dumps([found, names, _to_host([each for _, each in named])]).encode()
     mine = torch.tensor(list(hashlib.sha256(payload).digest()), dtype=torch.uint8)
     everyones = torch.empty(mine.numel() * axis.size, dtype=torch.uint8, device=axis.device)
-    axis.all_gather(everyones, mine.to(axis.device), label="compare starting values").wait()
+    axis.all_gather_list(everyones, mine.to(axis.device), label="compare starting values").wait()
     if torch.equal(everyones.cpu(), mine.repeat(axis.size)):
         return ""
     rows = axis.gather_bytes(payload, label="starting values that differ")

@@ -224,7 +224,7 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
             f"fully_shard and parallelize_module are. {lacks}"
         )
     _refuse_twice(held, name)
-    if looks is not _Looks.UNKNOWN and not are_lists_taken_apart():
+    if looks is not _Looks.UNKNOWN:
         _refuse_mixed(optimizer)
     if looks is _Looks.ALL and not _make_a_row(held):
         raise TypeError(
@@ -268,18 +268,29 @@ def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise TypeError for a group whose DTensors and plain tensors would be given to one kernel."""
+    """Raise TypeError for a group whose DTensors and others would be given to one kernel."""
     for group in optimizer.param_groups:
         chosen = next((key for key in ("foreach", "fused") if group.get(key)), None)
         trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        if chosen and len(set(map(is_distributed, trained))) > 1:
-            dtensors = sum(map(is_distributed, trained))
-            raise TypeError(
-                f"{type(optimizer).__name__}({chosen}=True) steps all parameters of a group by one "
-                f"operator, and {dtensors} of {len(trained)} are DTensors, which torch's operators "
-                f"do not take beside plain tensors: leave {chosen} out, or give the DTensors a "
-                "group of their own"
-            )
+        dtensors = sum(map(is_distributed, trained))
+        others = [parameter for parameter in trained if not is_distributed(parameter)]
+        # Lists of plain ones are taken apart; a class of the user's answers before they can be.
+        own = [type(each) for each in others if _answers_itself(type(each))]
+        if not chosen or not dtensors or not others or (are_lists_taken_apart() and not own):
+            continue
+        beside = f"ones of class {own[0].__name__}" if own else "plain tensors"
+        raise TypeError(
+            f"{type(optimizer).__name__}({chosen}=True) steps all parameters of a group by one "
+            f"operator, and {dtensors} of {len(trained)} are DTensors, which torch's operators do "
+            f"not take beside {beside}: leave {chosen} out, or give the DTensors a group of their "
+            "own"
+        )
+
+
+def _answers_itself(cls: type[torch.Tensor]) -> bool:
+    """Tell whether a class of tensors may answer calls of torch with tensors of its own."""
+    silent = torch.nn.Parameter.__torch_function__
+    return cls is not torch.Tensor and cls.__torch_function__ is not silent
 
 
 def _make_a_row(held: Sequence[torch.Tensor]) -> bool:

@@ -334,14 +334,12 @@ class _Rows(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
         passage: _Passage = ctx.passage  # pyrefly: ignore[missing-attribute]
         needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
-        of_bias = None
-        if needs[2]:
-            of_bias = _matrix(grad).sum(0)
-            if passage.dim == x.ndim - 1:
-                start, length = chunk(passage.total, passage.axis.size, passage.axis.rank)
-                of_bias = functional.pad(of_bias, (start, passage.total - start - length))
         whole = _as_whole(grad, passage)
         rows = _matrix(whole)
+        of_bias = None
+        if needs[2]:
+            # Of the whole, which is here for the weight: its own sum would be a further message.
+            of_bias = _matrix(_same_whole(grad, whole, passage)).sum(0)
         of_input = None
         if needs[0]:
             passage.saved.check()
@@ -364,6 +362,16 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
         turned = labels.turned()
         return gather_from(x, axis, turned, dim=dim, total=passage.total, partial=True)
     return gathered(x, axis, labels.backward, dim, passage.total)
+
+
+def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
+    """The ``whole`` of ``x`` in a backward, of which each rank goes on to compute the same."""
+    if passage.dim is None:
+        return x
+    if not torch.is_grad_enabled():
+        return whole
+    turned = passage.labels.turned()
+    return gather_from(x, passage.axis, turned, dim=passage.dim, total=passage.total)
 
 
 def _start_sum(grad: torch.Tensor, passage: _Passage) -> Callable[[], torch.Tensor]:

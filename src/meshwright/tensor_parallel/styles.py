@@ -69,9 +69,7 @@ class _Layered(ParallelStyle):
         self.output_layouts = torch_placements([output_layouts or defaults[1]])
         self.use_local_output = use_local_output
 
-    def _settings(
-        self, module: nn.Module, site: Site, *, sums_bias: bool = False, parts: int = 1
-    ) -> Settings:
+    def _settings(self, module: nn.Module, site: Site, *, parts: int = 1) -> Settings:
         """Make the settings of ``module``; refuses parameters that have no part in it."""
         known = {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
         found = set(module._parameters)
@@ -86,7 +84,7 @@ class _Layered(ParallelStyle):
             input=our_placement(self.input_layouts[0], site.labels.name),
             output=our_placement(self.output_layouts[0], site.labels.name),
             is_local=self.use_local_output,
-            partial_bias=PartialGradient(site.axis) if sums_bias else None,
+            partial_bias=PartialGradient(site.axis) if parts > 1 else None,
             parts=parts,
         )
 
@@ -189,7 +187,7 @@ class FusedColwiseParallel(_Layered):
                 f"{site.axis.size} ranks of axis {site.axis.axis} cannot have equal parts each: "
                 f"expected a multiple of {parts * site.axis.size}"
             )
-        settings = self._settings(module, site, sums_bias=True, parts=parts)
+        settings = self._settings(module, site, parts=parts)
         cut = side_by_side(0 if is_linear else 1, parts)
         kind = ColumnLinear if is_linear else ColumnConv1D
         return self._become(module, kind, settings, {"weight": cut, "bias": Replicate()})
@@ -221,8 +219,7 @@ class RowwiseParallel(_Layered):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
         if isinstance(module, nn.Linear) or is_conv1d(module):
-            is_cut = isinstance(our_placement(self.output_layouts[0], site.labels.name), Shard)
-            settings = self._settings(module, site, sums_bias=is_cut)
+            settings = self._settings(module, site)
             if is_conv1d(module):
                 cuts: dict[str, AnyPlacement] = {"weight": Shard(0), "bias": Replicate()}
                 return self._become(module, RowConv1D, settings, cuts)
