@@ -161,8 +161,7 @@ def body_between_forward_and_backward() -> None:
             check(lambda m, changes=changes: accumulated(m, changes=changes))
         if strategy != "FULL_SHARD":
             check(penalty_of_gradient)
-            if use_orig_params:
-                check(penalised)
+            check(penalised)
         else:
             with pytest.raises(RuntimeError, match="gradients of gradients where"):
                 check(penalty_of_gradient)

@@ -84,10 +84,10 @@ class Exposed(Exposure, Protocol):
         """Register whole parameters that are there and have been put out of sight."""
         ...
 
-    def list_at_rest(self, unit: Unit, *, is_over: bool) -> None:
+    def list_at_rest(self, unit: Unit) -> None:
         """Register what optimizers hold, though whole parameters are kept.
 
-        It is called when the root's forward has ended, and when its backward ``is_over``.
+        Until the root's backward has ended the whole ones are seen: a loss may read them.
         """
         ...
 
@@ -186,8 +186,8 @@ class FlatExposure:
         if not self._lists_full:
             self._list(unit)
 
-    def list_at_rest(self, unit: Unit, *, is_over: bool) -> None:
-        """See `Exposed`. Attributes of modules stay whole until the backward, as in torch's."""
+    def list_at_rest(self, unit: Unit) -> None:
+        """See `Exposed`."""
         if self._lists_full:
             self._find(unit)
             self._hide(unit)

@@ -59,7 +59,7 @@ class OriginalExposure:
         """See `Exposure`."""
         if not self._targets:
             self._point(unit)
-        self.list_at_rest(unit, is_over=True)
+        self.list_at_rest(unit)
 
     def show_full(self, unit: Unit) -> bool:
         """See `Exposure`."""
@@ -83,10 +83,8 @@ class OriginalExposure:
         if not self._lists_full:
             self.show_full(unit)
 
-    def list_at_rest(self, unit: Unit, *, is_over: bool) -> None:
-        """See `Exposed`. Whole parameters that a loss may read are seen until the backward."""
-        if not is_over:
-            return
+    def list_at_rest(self, unit: Unit) -> None:
+        """See `Exposed`."""
         for slot in unit.slots:
             full, original = slot.full, slot.original
             if full.requires_grad is not slot.trains:  # who changed it saw the whole one

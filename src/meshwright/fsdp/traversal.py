@@ -96,17 +96,11 @@ class UnitDriver(Driver):
                 self._version = exposed_of(self.unit).version(self.unit)
         return found
 
-    def leave_forward(self) -> None:
-        """See `Driver`. What is kept for the backward is listed as torch's class does."""
-        super().leave_forward()
-        if self.unit is not None and self.unit.phase is Phase.FULL:
-            exposed_of(self.unit).list_at_rest(self.unit, is_over=False)
-
     def finish_backward(self, iteration: Iteration) -> None:
         """See `Driver`. Who looks for parameters after it finds those that optimizers hold."""
         super().finish_backward(iteration)
         if self.unit is not None and self.unit.phase is Phase.FULL:
-            exposed_of(self.unit).list_at_rest(self.unit, is_over=True)
+            exposed_of(self.unit).list_at_rest(self.unit)
 
     def before_backward(self, gradient: object = None) -> None:
         """See `Driver`. Gradients of other parameters than those of the forward are refused."""
