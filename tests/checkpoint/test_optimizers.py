@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,35 @@ def test_no_silent_cast_to_the_dtype_of_the_parameter() -> None:
     loaded = second.state[one.weight]["momentum_buffer"]
     assert loaded.dtype == torch.float32
     assert torch.equal(loaded, moment)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, torch.optim.Adagrad])
+def test_state_has_the_strides_of_its_parameter(kind: type[Optimizer]) -> None:
+    """Fused steps go through the memory of both, and files hold values in the order of dims."""
+
+    def build() -> tuple[Tensor, Optimizer]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(5, 4).t())
+        more = {"momentum": 0.9} if kind is SGD else {}
+        return weight, kind([weight], lr=0.1, fused=True, **more)
+
+    def step(weight: Tensor, optimizer: Optimizer, seed: int) -> None:
+        gradient = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        weight.grad = torch.empty_like(weight).copy_(gradient)
+        optimizer.step()
+
+    weight, optimizer = build()
+    step(weight, optimizer, 1)
+    saved = optimizer_state(optimizer, [("weight", weight)])
+    state: Any = saved["state"]
+    for key, value in state["weight"].items():
+        state["weight"][key] = value.contiguous().clone()
+    other, again = build()
+    other.data.copy_(weight.data)
+    load_optimizer_state(again, [("weight", other)], saved)
+    for each in ((weight, optimizer), (other, again)):
+        step(*each, 2)
+    assert torch.equal(weight, other)
 
 
 def test_every_difference_is_listed() -> None:

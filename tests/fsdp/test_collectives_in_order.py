@@ -288,3 +288,40 @@ def body_ahead() -> None:
 
 def test_gathers_ahead_are_where_they_were_asked_for(ranks: Ranks) -> None:
     ranks(2, body_ahead)
+
+
+class Headed(nn.Module):
+    """Two layers that are wrapped, and a gain that the root holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.gain
+
+
+def body_root() -> None:
+    for use_orig_params in (True, False):
+        model = FSDP(
+            Headed(),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=use_orig_params,
+        )
+        # A part may run first, and is the root of its pass.
+        for part, gathers in ((model.layers[1], 1), (model, 5)):
+            for _ in range(2):
+                recorder = Recorder()
+                with observe(recorder):
+                    part(torch.ones(2, 4)).sum().backward()
+            found = [c.label for c in recorder.collectives if c.label.startswith("unshard")]
+            names = [label.rpartition(" ")[2] for label in found]
+            assert len(names) == gathers, names
+            if part is model:
+                assert names[1:] == ["layers.0", "layers.1", "layers.1", "layers.0"]
+
+
+def test_a_root_keeps_its_own_parameters_until_the_backward(ranks: Ranks) -> None:
+    """As torch's: they would be gathered again at once."""
+    ranks(2, body_root)

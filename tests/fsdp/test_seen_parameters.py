@@ -159,12 +159,13 @@ def body_between_forward_and_backward() -> None:
         check(dropped)
         for changes in ("kept", "halved", "zeroed", "dropped"):
             check(lambda m, changes=changes: accumulated(m, changes=changes))
-        if strategy != "FULL_SHARD":
-            check(penalty_of_gradient)
-            check(penalised)
-        else:
+        check(penalty_of_gradient)  # a root keeps its own parameters until the backward
+        check(penalised)
+        if strategy == "FULL_SHARD":
+            net = Net()
+            net.first = wrapped(net.first, strategy, use_orig_params)
             with pytest.raises(RuntimeError, match="gradients of gradients where"):
-                check(penalty_of_gradient)
+                penalty_of_gradient(wrapped(net, strategy, use_orig_params))
         model = wrapped(Net(), strategy, use_orig_params)
         with model.no_sync():
             model(numbers()).backward()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshwright.comm.dtensor import is_dtensor
 from meshwright.errors import CheckpointMismatchError
 
 __all__ = ["load_optimizer_state", "optimizer_state"]
@@ -60,7 +61,7 @@ def load_optimizer_state(
     ]
     own_state = {index_of[name]: dict(values) for name, values in state.items()}
     optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
-    _restore_dtypes(optimizer, names, state)
+    _restore_as_saved(optimizer, names, state)
 
 
 def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -120,17 +121,27 @@ def _differences(
     return problems
 
 
-def _restore_dtypes(
+def _restore_as_saved(
     optimizer: Optimizer, names: list[str], state: dict[str, dict[str, object]]
 ) -> None:
-    """Undo the cast to the parameter's dtype that torch's ``load_state_dict`` makes silently."""
+    """Undo the cast to the parameter's dtype that torch's ``load_state_dict`` makes silently.
+
+    Values of a parameter's shape get its strides, too: fused steps go through the memory of both as
+    if it were one line, and pair other elements where the strides differ.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
+        own = optimizer.state[parameter] if name in state else {}
         for key, value in state.get(name, {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor):
-                if loaded.dtype != value.dtype:
-                    exact = value.to(loaded.device, copy=True)
-                    optimizer.state[parameter][key] = exact
-                elif loaded.data_ptr() == value.data_ptr():
-                    optimizer.state[parameter][key] = torch.clone(loaded)
+            loaded = own.get(key)
+            if not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
+                continue
+            is_alike = loaded.shape == parameter.shape and not is_dtensor(parameter)
+            if is_alike and loaded.stride() != parameter.stride():
+                like = parameter.detach().as_subclass(Tensor)
+                laid = torch.empty_like(like, dtype=value.dtype, device=loaded.device)
+                own[key] = laid.copy_(value)
+            elif loaded.dtype != value.dtype:
+                own[key] = value.to(loaded.device, copy=True)
+            elif loaded.data_ptr() == value.data_ptr():
+                own[key] = torch.clone(loaded)

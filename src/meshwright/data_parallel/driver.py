@@ -363,6 +363,11 @@ class Driver:
             )
         self.before_backward(gradient)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Check for a unit whose whole parameters are not there, nor on their way."""
+        return self.unit is not None and self.unit.phase is Phase.SHARDED
+
     def before_backward(self, gradient: object = None) -> None:
         """The gradient of an output has come: whole parameters are needed again."""
         iteration, unit = self.iteration, self.unit
@@ -375,16 +380,19 @@ class Driver:
                 "needs those of before. Run backward first, then change them"
             )
         iteration.begin_backward()
-        if unit is None:
+        if unit is None or not unit.settings.unshard_in_backward:
             return
-        if unit.phase is Phase.FULL or not unit.settings.unshard_in_backward:
-            return
-        unit.unshard()
+        is_kept = unit.phase is Phase.FULL
+        if not is_kept:
+            unit.unshard()
         ahead: Sequence[Driver] | None = self.backward_ahead
         if ahead is None:
             other = iteration.before(self) if unit.settings.backward_prefetch == "before" else None
             ahead = [other] if other is not None else NOBODY
         for driver in ahead:
+            # One output of several may come late, when those before it are done.
+            if is_kept and not (driver.has_run and driver.is_sharded):
+                continue
             if driver.unit is not None and driver.unit.settings.unshard_in_backward:
                 driver.unit.unshard()
         unit.wait_unshard()

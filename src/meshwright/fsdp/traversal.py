@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class UnitDriver(Driver):
         detail = checks_in_detail()
         order = OrderOptions(action="warn", warn_at_once=detail, exchange_first=detail)
         super().__init__(unit, order=order, ignored=ignored, buffers=buffers)
+        # What a root frees after its forward is gathered at once for its backward.
+        self.keeps_as_root = unit is not None and not unit.settings.keep_full_after_forward
         self.leaves_out = leaves_out
         """The modules below that nobody manages, which may be others on other ranks."""
         self.strategy = strategy
@@ -80,6 +83,9 @@ class UnitDriver(Driver):
         for part in module.modules():
             driver = driver_of(part)
             if isinstance(driver, UnitDriver):
+                if driver.is_root and driver.keeps_as_root and driver.unit is not None:
+                    settings = driver.unit.settings
+                    driver.unit.settings = replace(settings, keep_full_after_forward=False)
                 driver.iteration, driver.is_root, driver._alike = None, False, alike
         iteration = super().start(module)
         iteration.sends_use_counts = self._sends_use_counts
