@@ -83,6 +83,8 @@ class UnitDriver(Driver):
         for part in module.modules():
             driver = driver_of(part)
             if isinstance(driver, UnitDriver):
+                if driver.is_root:
+                    driver.name = ""
                 if driver.is_root and driver.keeps_as_root and driver.unit is not None:
                     settings = driver.unit.settings
                     driver.unit.settings = replace(settings, keep_full_after_forward=False)
