@@ -280,7 +280,7 @@ def load_and_train(folder: Path, shard: Shard | None) -> None:
     same_weights(model, 2 * STEPS)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_trained_model_goes_on_at_another_size(ranks: Ranks, tmp_path: Path, size: int) -> None:
     ranks(2, save_trained, tmp_path, fully_shard)
     ranks(size, load_and_train, tmp_path, fully_shard)
@@ -288,7 +288,7 @@ def test_a_trained_model_goes_on_at_another_size(ranks: Ranks, tmp_path: Path, s
     ranks(2, load_and_train, tmp_path, None)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_model_trained_under_torchs_own_goes_on_under_ours(
     ranks: Ranks, tmp_path: Path, size: int
 ) -> None:

@@ -85,7 +85,10 @@ def body(strategy: str) -> dict[str, str]:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=pytest.mark.slow if name == "flat" else ()) for name in STRATEGIES],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("flat", "original") else ())
+        for name in STRATEGIES
+    ],
 )
 def test_weights_are_those_of_one_process(ranks: Ranks, strategy: str, size: int) -> None:
     for wrong in ranks(size, body, strategy, timeout=120):

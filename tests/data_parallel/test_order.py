@@ -261,7 +261,7 @@ def test_forwards_without_a_backward_and_several_before_one(ranks: Ranks) -> Non
 # ------------------------------------------------------------------------------- warnings
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_equal_size_swap_is_found_and_both_units_named(ranks: Ranks, size: int) -> None:
     def body() -> None:
         root = Root(FACADE)

@@ -96,7 +96,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("case", PATHS)
 def test_divergent_execution_is_an_error_on_every_rank(

@@ -203,7 +203,7 @@ def body_parity(strategy: str, per_node: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", HYBRID)
-@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "per_node"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_hybrid_parity(ranks: Ranks, strategy: str, size: int, per_node: int) -> None:
     ranks(size, body_parity, strategy, per_node)
 
