@@ -235,6 +235,8 @@ def _sensible(case: Case) -> Case:
         loop -= {"round trip"}  # torch's functions know no flat parameters
     if "TwoNames" in names and "class" not in case.layout and not case.is_plan:
         loop -= {"round trip"}  # nor whole values for a second name of a DTensor
+    if "fully_shard" in case.layout and not case.is_plan and 1 < case.tensor_ranks < case.world:
+        loop -= {"round trip"}  # nor rows that two axes do not divide, of torch's own fully_shard
     if names & STATEFUL:
         options -= {"recompute"}  # each pass would run twice
     # A flat gradient has zeros where one process has none.
