@@ -1,4 +1,4 @@
-"""The example of the README is the file in examples/, and it trains."""
+"""What README and docs show runs as it stands; the README's example is the file in examples/."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from meshwright.comm import communicator
+from meshwright.pipelining import PipelineStage, Schedule1F1B
 from meshwright.testing import Ranks
+from recipes.runs import CONFIG, write_text
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "replicate.py"
@@ -98,3 +105,67 @@ def test_the_commands_shown_run_as_they_stand(line: str, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "loss" in done.stdout
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The blocks of code of one page of docs."""
+    text = (ROOT / "docs" / page).read_text()
+    return [
+        code
+        for of, code in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+        if of == language
+    ]
+
+
+def test_the_code_of_the_performance_page_runs(ranks: Ranks, tmp_path: Path) -> None:
+    of_a_run, of_a_pipeline = blocks("performance.md", "python")
+
+    def body() -> list[int]:
+        os.chdir(tmp_path)
+        world = communicator()
+        stage = PipelineStage(nn.Linear(2, 2), world.rank, world.size, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 2, loss_fn=nn.MSELoss())
+
+        def step(x: torch.Tensor, target: torch.Tensor) -> None:
+            kwargs = {"target": target} if stage.is_last else {}
+            schedule.step(*((x,) if stage.is_first else ()), **kwargs)
+
+        names: dict[str, Any] = {"schedule": SimpleNamespace(step=step)}
+        names |= {"x": torch.ones(4, 2), "y": torch.ones(4, 2), "communicator": communicator}
+        exec(of_a_run.replace("...  #", "communicator().barrier()  #"), names)
+        events = [len(names["timer"].timeline(world.rank).events)]
+        exec(of_a_pipeline, names)
+        return [*events, len(names["timeline"].events)]
+
+    for of_a_rank, of_all in ranks(2, body):
+        assert of_all > of_a_rank > 0
+    assert {file.name for file in tmp_path.iterdir()} == {"step.html", "step.json"}
+
+
+@pytest.mark.slow
+def test_the_command_for_several_machines_starts_the_main_job_on_one(tmp_path: Path) -> None:
+    (line,) = (code for code in blocks("several_machines.md", "") if "meshwright train" in code)
+    write_text(tmp_path)
+    start = f"[axes]\nreplicate = 2\n{CONFIG}"
+    (tmp_path / "my.toml").write_text(start.replace("[data]\n", "[data]\npath = 'text.txt'\n"))
+    (tmp_path / "meshwright").write_text(f'#!/bin/sh\nexec {sys.executable} -m meshwright "$@"\n')
+    (tmp_path / "meshwright").chmod(0o755)
+    here = {"FIRST_MACHINE:29500": "localhost:0", "--nnodes 2": "--nnodes 1", "node 8": "node 2"}
+    for shown, given in here.items():
+        assert shown in line
+        line = line.replace(shown, given).replace("\\\n", " ")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "src"),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 6/6" in done.stdout

@@ -6,7 +6,7 @@ says of two signatures stands in the table anyway: a note says why.
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "DIFFERENT"]
+__all__ = ["ABSENT", "BEHAVIOUR", "DIFFERENT"]
 
 WORK_OF_A_STAGE = (
     "schedules of ours move tensors between stages themselves, so that a lost rank is named at its "
@@ -65,4 +65,19 @@ DIFFERENT: dict[str, str] = {
     "Schedule*": SPECS,
     "PipelineSchedule*": SPECS,
     "merge_chunks": "None cuts rows, as `split_args_kwargs_into_chunks` does by default",
+}
+# Names whose signature is torch's, and whose work is not.
+BEHAVIOUR: dict[str, str] = {
+    "FSDPModule.set_reshard_after_forward": (
+        "with False a pass of evaluation gathers again, and torch reads what the pass before "
+        "gathered: a write through `.data` or of an optimizer leaves no trace that either could see"
+    ),
+    "FSDPModule.set_reshard_after_backward": (
+        "with False units that got gradients are gathered again in the next forward, since an "
+        "optimizer may have stepped; torch computes with the values of before the step"
+    ),
+    "FSDPModule.set_is_last_backward": (
+        "with False over two axes the all-reduce of the last unit comes in the next backward; the "
+        "number of collectives is the same"
+    ),
 }

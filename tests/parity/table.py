@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parity.names import SUBJECTS, Row, Subject, rows
-from parity.notes import ABSENT, DIFFERENT
+from parity.notes import ABSENT, BEHAVIOUR, DIFFERENT
 
 __all__ = ["PAGE", "note_of", "render"]
 
@@ -22,8 +22,9 @@ HEAD = """# Name by name beside torch
 
 What torch 2.13 shows of its training wrappers, and what the same name is here. The names and
 signatures are read from both by a script (`tests/parity`), and a test holds this page to them.
-**Same**: the same signature, or one that a call of torch's fits. **Different** and **absent** say
-why. The last column is the file of tests, under `tests/`, that shows it.
+**Same**: the same signature, or one that a call of torch's fits. **Different** (in its signature,
+or in what it does) and **absent** say why. The last column is the file of tests, under `tests/`,
+that shows it.
 """
 
 
@@ -53,6 +54,8 @@ def _line(row: Row, tests: Mapping[str, str], before: str) -> str:
     test = _shown_by(row.name, tests, before)
     if not row.found:
         return f"| `{row.name}` | absent | {note_of(row)} | |\n"
+    if row.name in BEHAVIOUR:
+        return f"| `{row.name}` | different | {BEHAVIOUR[row.name]} | `{test}` |\n"
     if not row.differs:
         return f"| `{row.name}` | same | | `{test}` |\n"
     return f"| `{row.name}` | different | {row.differs}: {note_of(row)} | `{test}` |\n"
