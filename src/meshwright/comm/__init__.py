@@ -3,7 +3,7 @@
 Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `pages` (memory that is
 moved), `registry` (the state of this process), `lines` (tensors whose memory comes and goes),
 `failure` and `waiting` (who failed, who is missing), `pending`, `ranges` (in traces of
-torch.profiler), `gloo`, `shared_memory` (a folder: the backend of CPU ranks on one host),
+torch.profiler), `shown` (to CommDebugMode), `gloo`, `shared_memory` (a folder: the backend of CPU ranks on one host),
 `collectives` (the door), `comparison` and `events` (whether ranks do the same), `timelines`
 (measurements of all ranks), `process_groups` (joining and leaving),
 `functional` (autograd), `launch`, `spread` (over which axes a tensor lies), `subclasses` (tensors

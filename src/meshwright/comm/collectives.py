@@ -9,7 +9,8 @@ from __future__ import annotations
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from meshwright.comm import gloo, lookup, shared_memory
+from meshwright.comm import gloo, lookup, shared_memory, shown
 from meshwright.comm.lookup import Transfer
 from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
 from meshwright.comm.ranges import in_ranges
@@ -57,6 +58,8 @@ class Communicator:
 
     _is_labelled = False
     """True where the group's backend compares the labels of all ranks before data moves."""
+    _is_functional = False
+    """True while `functional` is entered."""
 
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float | None
@@ -156,7 +159,7 @@ class Communicator:
         self._check_share(output, tensor, "all_gather")
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            if self.backend == "gloo" and not lookup.is_watched("all_gather"):
+            if self.backend == "gloo" and lookup.replacement("all_gather") is None:
                 works = gloo.all_gather(output, tensor, group, self.ranks)
                 if works is not None:
                     return works, None
@@ -186,10 +189,10 @@ class Communicator:
 
         def launch(group: dist.ProcessGroup) -> Launched:
             call = lookup.current("all_gather_list")
-            with lookup.unseen():
-                return _works(call(rows, tensor, group=group, async_op=async_op)), None
+            return _works(call(rows, tensor, group=group, async_op=async_op)), None
 
-        return self._issue("all_gather", output, label, launch)
+        with shown.unseen():
+            return self._issue("all_gather", output, label, launch)
 
     def reduce_scatter(
         self,
@@ -209,7 +212,7 @@ class Communicator:
         self._check_share(tensor, output, "reduce_scatter")
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            if self.backend == "gloo" and not lookup.is_watched("reduce_scatter"):
+            if self.backend == "gloo" and lookup.replacement("reduce_scatter") is None:
                 launched = gloo.reduce_scatter(output, tensor, group, reduction)
                 if launched is not None:
                     return launched
@@ -245,8 +248,10 @@ class Communicator:
             return _works(work), None
 
         if gathers:
-            return self._issue(kind, output, label, launch)
-        return self._issue(kind, tensor, label, launch, reduction="sum", value=output)
+            return self._issue(kind, output, label, launch, is_ours=False)
+        return self._issue(
+            kind, tensor, label, launch, reduction="sum", value=output, is_ours=False
+        )
 
     def broadcast(
         self, tensor: torch.Tensor, *, source: int = 0, label: str = "", async_op: bool = True
@@ -366,7 +371,7 @@ class Communicator:
         """Every rank's ``payload``, in rank order: for small control data, JSON for example."""
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        with lookup.unseen():
+        with shown.unseen():
             self.all_gather(sizes, size, label=f"{label}: sizes").wait()
         counts = [int(n) for n in sizes.tolist()]
         longest = max(counts)
@@ -375,7 +380,7 @@ class Communicator:
         padded = payload + bytes(longest - len(payload))
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        with lookup.unseen():
+        with shown.unseen():
             self.all_gather(everyone, mine, label=label).wait()
         rows = everyone.cpu().view(self.size, longest)
         return [row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)]
@@ -386,7 +391,7 @@ class Communicator:
         payload = torch.frombuffer(bytearray(struct.pack(form, *numbers)), dtype=torch.uint8)
         mine = payload.to(self.device)
         everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device=self.device)
-        with lookup.unseen():
+        with shown.unseen():
             self.all_gather(everyone, mine, label=label).wait()
         rows = everyone.cpu().view(self.size, -1)
         return [struct.unpack(form, row.numpy().tobytes()) for row in rows]
@@ -396,6 +401,15 @@ class Communicator:
         if self.device.type == "cpu":
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    @contextmanager
+    def functional(self) -> Iterator[None]:
+        """Show torch's ``CommDebugMode`` functional operations in place of c10d's in the block."""
+        self._is_functional = True
+        try:
+            yield
+        finally:
+            self._is_functional = False
 
     def forgo_labels(self) -> None:
         """Send the peers no labels from now on: this rank's operations may differ from theirs.
@@ -417,8 +431,9 @@ class Communicator:
         reduction: str | None = None,
         peer: int | None = None,
         value: torch.Tensor | None = None,
+        is_ours: bool = True,
     ) -> Pending:
-        """Number the operation, tell the observers, run it."""
+        """Number the operation, tell the observers, run it: by c10d, or by a call of the user's."""
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
@@ -440,6 +455,8 @@ class Communicator:
             )
             PROCESS.tell_issued(collective)
             pending.observed(collective, self.clock.mark())
+        if is_ours and shown.is_counted(kind, tensor):
+            launch = shown.in_place_of(kind, launch, functional=self._is_functional)
         if torch.autograd._profiler_enabled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
         if not self._is_labelled:

@@ -8,10 +8,6 @@ torch 2.13 spells two operations anew (``all_gather_single``, ``reduce_scatter_s
 on each call of the old name, which is the only name before. A replaced spelling wins, then the
 spelling that this torch prefers.
 
-Dispatch modes (torch's ``CommDebugMode``) count operations of c10d, too. Under one, an operation is
-the one of its name, as where its function is replaced; and control data, a few bytes whose calls
-torch has no counterpart of, is `unseen`.
-
 Where nothing is replaced, transfers and the operations of sharded training go to the process group
 at once: of what a call costs before anything is sent, the checks of c10d's own functions are the
 larger part, and the door has made its own.
@@ -20,7 +16,6 @@ larger part, and the door has made its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -36,12 +31,10 @@ __all__ = [
     "all_gather",
     "checks_in_detail",
     "current",
-    "is_watched",
     "reduce_scatter",
     "reduction",
     "replacement",
     "transfer",
-    "unseen",
 ]
 
 SPELLINGS = MappingProxyType(
@@ -111,16 +104,6 @@ def replacement(kind: str) -> Callable[..., Any] | None:
         if function is not None and function is not _AT_IMPORT.get(name):
             return function
     return None
-
-
-def is_watched(kind: str) -> bool:
-    """Tell whether somebody counts operations of ``kind``: by a function or a dispatch mode."""
-    return torch._C._len_torch_dispatch_stack() > 0 or replacement(kind) is not None
-
-
-def unseen() -> AbstractContextManager[object]:
-    """Hide what is issued within from dispatch modes."""
-    return torch._C._DisableTorchDispatch()
 
 
 def current(kind: str) -> Callable[..., Any]:

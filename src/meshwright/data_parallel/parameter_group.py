@@ -333,6 +333,9 @@ class ParameterGroup:
         reduced = self._reduced = self._line_for_sums()
         for line in lines:
             out = reduced if len(lines) == 1 else reduced[line.start : line.stop]
+            if axes.parts == 1:  # as torch, which issues nothing over one rank
+                out.copy_(line.tensor)
+                continue
             self._pending.append(
                 axes.shard.reduce_scatter(out, line.tensor, label=f"reduce {label}")
             )

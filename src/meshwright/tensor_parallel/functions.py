@@ -147,7 +147,8 @@ def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: i
         everyone = traced_all_gather(x, axis).view(axis.size, *x.shape)
     else:
         everyone = x.new_empty((axis.size, *x.shape))
-        axis.all_gather(everyone, x.contiguous(), label=label).wait()
+        with axis.functional():
+            axis.all_gather(everyone, x.contiguous(), label=label).wait()
     if dim:
         everyone = everyone.movedim(0, dim)
     whole = everyone.reshape((*x.shape[:dim], axis.size * rows, *x.shape[dim + 1 :]))
@@ -161,7 +162,8 @@ def start_sum(x: torch.Tensor, axis: Communicator, label: str) -> Callable[[], t
     if is_traced(x):
         total = traced_all_reduce(x, axis)
         return lambda: total
-    pending = axis.all_reduce(x, label=label)
+    with axis.functional():
+        pending = axis.all_reduce(x, label=label)
 
     def wait() -> torch.Tensor:
         pending.wait()
@@ -192,7 +194,8 @@ def start_sum_part(
         part = traced_reduce_scatter(send.flatten(0, 1), axis).narrow(dim, 0, length)
         return lambda: part
     own = x.new_empty(send.shape[1:])
-    pending = axis.reduce_scatter(own, send, label=label)
+    with axis.functional():
+        pending = axis.reduce_scatter(own, send, label=label)
 
     def wait() -> torch.Tensor:
         pending.wait()
@@ -278,9 +281,10 @@ class _Exchange:
             received = traced_all_to_all(send, axis, sizes, going)
         else:
             received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
-            axis.all_to_all(
-                received, send, output_splits=sizes, input_splits=going, label=self.label
-            ).wait()
+            with axis.functional():
+                axis.all_to_all(
+                    received, send, output_splits=sizes, input_splits=going, label=self.label
+                ).wait()
         shape = list(x.shape)
         shape[to] = to_go[axis.rank]
         parts = []

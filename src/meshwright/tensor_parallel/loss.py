@@ -156,7 +156,8 @@ class _Total(torch.autograd.Function):
         ctx: FunctionCtx, total: torch.Tensor, count: torch.Tensor, axis: Communicator
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pair = torch.stack([total, count])
-        axis.all_reduce(pair, label="loss and count").wait()
+        with axis.functional():
+            axis.all_reduce(pair, label="loss and count").wait()
         total, count = pair.unbind()
         count = count.clone()
         ctx.mark_non_differentiable(count)
@@ -252,7 +253,8 @@ def _largest(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
     else:
         found = x.new_full(x.shape[:-1], -torch.inf)
     if axis.size > 1:
-        axis.all_reduce(found, reduction="max", label="largest logit").wait()
+        with axis.functional():
+            axis.all_reduce(found, reduction="max", label="largest logit").wait()
     return found
 
 

@@ -1,0 +1,111 @@
+"""The operations that torch's ``CommDebugMode`` is shown in place of those that run.
+
+An operation does not always run as the one of c10d that it is: over Gloo some are made of others,
+and over shared memory none of c10d's runs. Counting must not change what is sent, for the mode may
+be entered on one rank alone. So under the mode an operation is shown to it over a group that sends
+nothing, on scratch tensors, and then runs unseen. Control data, a few bytes whose calls torch has
+no counterpart of, is `unseen` and not shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as bindings
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d as c10d
+from torch.utils import _python_dispatch
+
+if TYPE_CHECKING:
+    from meshwright.comm.pending import Launched
+
+__all__ = ["in_place_of", "is_counted", "unseen"]
+
+_NAME = "meshwright shown"
+_OF_C10D: MappingProxyType[str, Callable[[Any, torch.Tensor, torch.Tensor], object]] = (
+    MappingProxyType(
+        {
+            "all_reduce": lambda group, one, two: group.allreduce([one]),
+            "all_gather": lambda group, one, two: group._allgather_base(
+                two, one, c10d.AllgatherOptions()
+            ),
+            "reduce_scatter": lambda group, one, two: group._reduce_scatter_base(
+                one, two, c10d.ReduceScatterOptions()
+            ),
+            "broadcast": lambda group, one, two: group.broadcast([one]),
+            "all_to_all": lambda group, one, two: group.alltoall_base(two, two.clone(), [], []),
+        }
+    )
+)
+_OPERATORS = torch.ops._c10d_functional
+_FUNCTIONAL: MappingProxyType[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = (
+    MappingProxyType(
+        {
+            "all_reduce": lambda one, two: _OPERATORS.all_reduce(one, "sum", _NAME),
+            "all_gather": lambda one, two: _OPERATORS.all_gather_into_tensor(one, 2, _NAME),
+            "reduce_scatter": lambda one, two: _OPERATORS.reduce_scatter_tensor(
+                two, "sum", 2, _NAME
+            ),
+            "all_to_all": lambda one, two: _OPERATORS.all_to_all_single(two, [1, 1], [1, 1], _NAME),
+        }
+    )
+)
+
+
+def is_counted(kind: str, tensor: torch.Tensor) -> bool:
+    """Check that a ``CommDebugMode`` counts operations of ``kind`` here, on a real ``tensor``."""
+    if torch._C._len_torch_dispatch_stack() == 0 or kind not in _OF_C10D:
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+        return False
+    room = sys.modules.get("torch.distributed.tensor.debug")
+    if room is None or isinstance(tensor, FakeTensor):
+        return False
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, room.CommDebugMode) for mode in modes)
+
+
+def in_place_of(
+    kind: str, launch: Callable[[Any], Launched], *, functional: bool
+) -> Callable[[Any], Launched]:
+    """Show an operation of ``kind`` where ``launch`` is called, which then runs unseen.
+
+    It is c10d's, or the functional one that stands for it in graphs.
+    """
+
+    def run(group: Any) -> Launched:  # noqa: ANN401 - as those of `collectives`
+        _show(kind, functional=functional)
+        with unseen():
+            return launch(group)
+
+    return run
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Hide what is issued within from dispatch modes."""
+    return torch._C._DisableTorchDispatch()
+
+
+def _show(kind: str, *, functional: bool) -> None:
+    group: Any = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(
+        torch.device("cpu"),
+        dist.ProcessGroup.BackendType.CUSTOM,
+        bindings.FakeProcessGroup._create_internal(0, 2),
+    )
+    one, two = torch.zeros(1), torch.zeros(2)
+    if not functional or kind not in _FUNCTIONAL:
+        _OF_C10D[kind](group, one, two)
+        return
+    bindings._register_process_group(_NAME, group)  # pyrefly: ignore[bad-argument-type]
+    try:
+        _OPERATORS.wait_tensor(_FUNCTIONAL[kind](one, two))
+    finally:
+        bindings._unregister_process_group(_NAME)  # pyrefly: ignore[bad-argument-type]
