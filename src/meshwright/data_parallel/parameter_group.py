@@ -44,17 +44,21 @@ ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSettings:
-    """What a unit does, replaced as a whole when something changes."""
+    """What a unit does, replaced as a whole when something changes.
 
+    Of the fields in which ranks differ the first is named: those that users set stand before those
+    that follow from them.
+    """
+
+    synchronise: bool = True
+    """Whether a backward pass ends in a reduction; without one gradients stay whole, here."""
+    all_reduce: bool = True
+    """Whether a reduction also runs over ``replicate``. Without one, sums wait in the shard."""
     keep_full_after_forward: bool = False
     keep_full_after_backward: bool = False
     block: Communicator | None = None
     """Among whose ranks whole parameters are spread between forward and backward, if any."""
     unshard_in_backward: bool = True
-    synchronise: bool = True
-    """Whether a backward pass ends in a reduction; without one gradients stay whole, here."""
-    all_reduce: bool = True
-    """Whether a reduction also runs over ``replicate``. Without one, sums wait in the shard."""
     divide_factor: float | None = None
     """What summed gradients are divided by; the number of ranks when None."""
     scale: Callable[[], float] | None = None
