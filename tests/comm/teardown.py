@@ -21,6 +21,7 @@ import torch
 from meshwright import comm
 {load}
 world = comm.connect({backend!r})
+torch.manual_seed(0)
 plain = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 {wrap}
 for _ in range(2):
