@@ -3,9 +3,9 @@
 Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `pages` (memory that is
 moved), `registry` (the state of this process), `lines` (tensors whose memory comes and goes),
 `failure` and `waiting` (who failed, who is missing), `pending`, `ranges` (in traces of
-torch.profiler), `shown` (to CommDebugMode), `gloo`, `shared_memory` (a folder: the backend of CPU ranks on one host),
-`collectives` (the door), `comparison` and `events` (whether ranks do the same), `timelines`
-(measurements of all ranks), `process_groups` (joining and leaving),
+torch.profiler), `shown` (to CommDebugMode), `gloo`, `shared_memory` (a folder: the backend of CPU
+ranks on one host), `collectives` (the door), `comparison` and `events` (whether ranks do the
+same), `timelines` (measurements of all ranks), `process_groups` (joining and leaving),
 `functional` (autograd), `launch`, `spread` (over which axes a tensor lies), `subclasses` (tensors
 with calls of their own), `dtensor` and `shard_view` (state dicts and checkpoints), `mixed_lists`
 (operators on DTensors and plain tensors together), `leaves` (what modules compute on),

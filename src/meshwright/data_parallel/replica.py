@@ -19,6 +19,7 @@ from meshwright.comm.untraced import apart, constant
 from meshwright.data_parallel.batch_norm import LocalStatistics
 from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
 from meshwright.data_parallel.equal_buffers import EqualBuffers
+from meshwright.data_parallel.forward_writes import ForwardWrites, refuse_max_norm
 from meshwright.data_parallel.module_tensors import ModuleParameters, lent_now
 from meshwright.data_parallel.nested import tensors_in
 from meshwright.data_parallel.options import ReplicateOptions
@@ -73,12 +74,15 @@ class Replica:
         """True when a forward pass ran with what a call lent it: what the module trains is then
         looked at when the backward begins, after that call."""
         self._statistics = LocalStatistics(module, [communicator])
+        self._writes = ForwardWrites(communicator)
         self._is_stepping = False
         """Tell whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
         self._stepped = take_over_steps([parameter for _, parameter in parameters])
         may_be_frozen = may_be_frozen or self._held.is_lent
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
+        if communicator.size > 1:
+            refuse_max_norm(module, parameters)
         self._check_axes(parameters)
         mark_mean([parameter for _, parameter in parameters], [communicator])
         sparse = _sparse_names(module, parameters)
@@ -170,6 +174,8 @@ class Replica:
             self.reducer.begin_forward()
             if self._statistics.is_due:
                 self._statistics.tell()
+            if self._writes.is_due:
+                self._writes.begin(self.reducer.named)
         if not (self.broadcast_buffers and self.reducer.is_wanted):
             return
         if self.buffers.follow() and not self._has_equal_buffers:
@@ -256,6 +262,8 @@ class Replica:
         self._has_equal_buffers = False
         if self.is_driven or not torch.is_grad_enabled():
             return
+        if self._writes.is_due:
+            self._writes.end()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._backward_begins)

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.comm.became import check_ties
 from meshwright.data_parallel.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.distributed_parameters import local_parameters
+from meshwright.data_parallel.forward_writes import refuse_max_norm
 from meshwright.data_parallel.starting_state import digest_of, synchronise
 from meshwright.data_parallel.tensor_extensions import check_class
 from meshwright.data_parallel.unit import (
@@ -176,6 +177,8 @@ def build_unit(
     slots = list(_slots(root, ignored, deferred))
     if not slots:
         return None
+    if plan.groups.axes.shard is None and plan.groups.axes.size > 1:
+        refuse_max_norm(root, [(slot.name, slot.original) for slot in slots])
     for slot in slots:
         check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)

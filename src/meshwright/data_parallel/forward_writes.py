@@ -1,0 +1,59 @@
+"""Parameters that a forward pass writes in place: replicas part where that depends on the batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from meshwright.comm import Communicator
+
+__all__ = ["ForwardWrites", "refuse_max_norm"]
+
+
+def refuse_max_norm(module: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse embeddings that scale the rows that their batch looks up, in each forward pass.
+
+    Raises ValueError that names those of ``parameters`` of which this is true.
+    """
+    held = {id(parameter): name for name, parameter in parameters}
+    for part in module.modules():
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
+            continue
+        name = held.get(id(part._parameters.get("weight")))
+        if name is not None:
+            raise ValueError(
+                f"parameter {name!r} is the weight of {type(part).__name__} with "
+                f"max_norm={part.max_norm:g}, whose forward scales the rows that the batch of this "
+                "rank looks up, so that replicas would part. Leave max_norm out, and scale all "
+                "rows after each step of the optimizer, with torch.renorm"
+            )
+
+
+class ForwardWrites:
+    """A look at the first training pass of replicas, which says once what it wrote in place."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.is_due = communicator.size > 1 and communicator.rank == 0
+        """True until the pass has ended."""
+        self._before: list[tuple[str, nn.Parameter, int]] = []
+
+    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Note the parameters before the pass."""
+        self._before = [(name, parameter, parameter._version) for name, parameter in parameters]
+
+    def end(self) -> None:
+        """Warn of parameters that were written since `begin`."""
+        written = [name for name, parameter, at in self._before if parameter._version != at]
+        self.is_due = False
+        self._before.clear()
+        if written:
+            warnings.warn(
+                f"the forward pass has written {', '.join(map(repr, written[:3]))} in place. "
+                "Replicas stay equal only where this does not depend on the batch, which is "
+                "another one on each rank. Write parameters after the step of the optimizer, or "
+                "keep what the batch decides in buffers, which are made equal in each pass",
+                UserWarning,
+                stacklevel=2,
+            )
