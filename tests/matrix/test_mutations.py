@@ -167,7 +167,7 @@ MUTATIONS = {
     "clipped copies": Mutation(
         plant=copies_not_clipped,
         cell=Cell(axes="pipeline=2", schedule="1f1b", model="tied language model", is_clipped=True),
-        sees="step 1",
+        sees="on ranks [0, 1], whose values differ",
     ),
     "microbatches": Mutation(
         plant=microbatches_summed,
