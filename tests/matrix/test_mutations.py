@@ -162,7 +162,7 @@ MUTATIONS = {
     "tie": Mutation(
         plant=untied,
         cell=Cell(axes="pipeline=2", schedule="1f1b", model="tied language model"),
-        sees="gradient of 'embedding.weight'",
+        sees="on ranks [0, 1], whose values differ",
     ),
     "clipped copies": Mutation(
         plant=copies_not_clipped,
