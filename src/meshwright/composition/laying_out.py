@@ -5,7 +5,7 @@ Each changes the module in place; `assembly` and `pipeline_assembly` say in whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from meshwright.data_parallel import (
     replicate,
 )
 from meshwright.data_parallel.driver import driver_of
+from meshwright.data_parallel.optimizer import parts_of_flat
 from meshwright.data_parallel.policies import MixedPrecisionPolicy
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
@@ -55,7 +56,16 @@ __all__ = [
 def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
     """Return what the optimizer is given."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
-    return flat_groups(module) if plan.train.flat and trains else module.parameters()
+    if not (plan.train.flat and trains):
+        return module.parameters()
+    held = {id(parameter) for parameter in module.parameters()}
+    # A unit may hold nothing but copies, which a step of the pipeline begins by writing.
+    return [flat for flat in flat_groups(module) if _has_any(module, flat, held)]
+
+
+def _has_any(module: nn.Module, flat: nn.Parameter, held: Collection[int]) -> bool:
+    parts = parts_of_flat(module, flat, flat.detach())
+    return parts is None or any(id(parameter) in held for parameter, _ in parts)
 
 
 def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:

@@ -305,6 +305,10 @@ class PipelinedTrainable(Trainable):
             if self._hooks.run():
                 follow_gradients(self.module)
 
+    def _load_model(self, parts: Mapping[str, Any]) -> None:
+        with self._tied.inside():  # each stage loads what it computes with
+            super()._load_model(parts)
+
     def _start_over(self) -> None:
         super()._start_over()
         self._tied.leave()

@@ -296,7 +296,7 @@ class Trainable:
             name: part_like(value, held[name]) if name in held else value
             for name, value in state["model"].items()
         }
-        self.module.load_state_dict(parts)
+        self._load_model(parts)
         if self.optimizer is not None and "optimizer" in state:
             load_named_state(self.optimizer, self.module, state["optimizer"])
         if self.loss_scale is not None and "loss_scale" in state:
@@ -391,6 +391,10 @@ class Trainable:
             f"step {self.steps}: the loss is {loss.item():g} and the gradient norm {norm.item():g}"
         )
         raise agree_on_non_finite(self._peers.everyone, found, what=what)
+
+    def _load_model(self, parts: Mapping[str, Any]) -> None:
+        """Load what the modules of this rank hold."""
+        self.module.load_state_dict(parts)
 
     def _start_over(self) -> None:
         """Forget the gradients and losses of this step."""
