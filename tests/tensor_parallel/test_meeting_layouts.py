@@ -189,6 +189,28 @@ def test_layouts_that_do_not_meet(ranks: Ranks) -> None:
     ranks(2, body)
 
 
+class Mixing(nn.Module):
+    """A forward that keeps a value of a cut weight in a buffer, and then mixes the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.layer.weight.detach() * 2
+        return functional.linear(x, self.layer.weight)
+
+
+def test_what_a_first_forward_mixes_is_named_where_it_has_changed_buffers(ranks: Ranks) -> None:
+    def body() -> None:
+        model = parallelize_module(Mixing(), tensor_mesh(), {"layer": COLUMNS})
+        with pytest.raises(RuntimeError, match="expected local tensors alone or DTensors alone"):
+            model(torch.randn(2, WIDTH))
+
+    ranks(2, body)
+
+
 def test_what_is_refused_when_called(ranks: Ranks) -> None:
     def body() -> None:
         mesh, x = tensor_mesh(), torch.randn(2, LENGTH, WIDTH)

@@ -155,10 +155,11 @@ def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) 
     def end(module: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
             return
-        if sys.exc_info()[0] is None:  # else torch is going through the hooks themselves
-            _remove(module._forward_hooks, end)
         if mode in torch.overrides._get_current_function_mode_stack():
             mode.__exit__(None, None, None)
+        if sys.exc_info()[0] is not None:
+            return  # torch is going through the hooks, which cannot change then
+        _remove(module._forward_hooks, end)
         if not _spread_buffers(module) <= before:
             # What the forward has made of a parameter meets plain tensors in the next one.
             follow_first_forward(module, check)
