@@ -1,4 +1,4 @@
-"""What ranks must have set alike for one root: its units, their parameters and their settings.
+"""The settings that ranks must have alike for one root: units, their parameters, their switches.
 
 Units are compared in full when a root starts. What is set is compared again, through
 `meshwright.data_parallel.events`, in the first forward pass after it has changed on a rank.
@@ -139,7 +139,7 @@ class UnitStates:
         return found
 
     def describe(self) -> dict[str, list[Any]]:
-        """What is set, unit by unit, in words."""
+        """Describe the settings in words, unit by unit."""
         found: dict[str, list[Any]] = {}
         for driver in self._drivers:
             unit, alike = driver.unit, driver.alike
@@ -210,7 +210,7 @@ def _settings(unit: Unit) -> list[Any]:
 
 
 def _word(value: object) -> object:
-    """What ranks can have alike of one setting: whether there is a function, not which."""
+    """Name a setting as ranks can compare it: of a function only that there is one."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"{value.size} ranks" if isinstance(value, Communicator) else "a function"

@@ -1,4 +1,4 @@
-"""Whether ranks reduce gradients of the same pass together: a few numbers behind the gradients.
+"""The check that ranks reduce gradients of the same pass: a few numbers behind the gradients.
 
 Reductions pair up by their order alone. A rank that runs a backward pass more, or skips one, would
 average its gradients with those of another iteration, in silence. So each rank marks where it is:
@@ -39,7 +39,7 @@ NOTES = 6
 
 
 class Alignment:
-    """Where this rank is among its backward passes, and whether the others are there too."""
+    """The place of this rank among its backward passes, compared with those of the others."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -79,7 +79,7 @@ class Alignment:
             notes[place] = 1
 
     def agrees(self, notes: torch.Tensor) -> bool:
-        """Whether all marks are the same. On a GPU it is not asked: that would stop the host."""
+        """Check that all marks are the same. Not called on a GPU: that would stop the host."""
         if not is_at_hand(notes) or not len(notes):
             return True
         sums = (notes.real if notes.is_complex() else notes).tolist()
@@ -119,7 +119,7 @@ class Alignment:
         )
 
     def marks(self) -> tuple[int, ...]:
-        """Where this rank is: the places at which it writes a one."""
+        """Return the places at which this rank writes a one: they say where it is."""
         backwards = 3 + self._backwards % 3
         return (self._weights % 3, backwards) if self._sees_changes else (backwards,)
 

@@ -37,7 +37,7 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> None:
-    """Let every BatchNorm in ``module`` normalise by the statistics of all ranks, in training mode.
+    """Make each BatchNorm in ``module`` normalise by the statistics of all ranks, in training mode.
 
     Names, class, parameters and buffers stay; only the computation changes. Every rank's forward
     pass must then reach the same BatchNorm modules in the same order. Each of them gathers

@@ -47,7 +47,7 @@ def slot_of(
     *,
     may_be_alone: bool,
 ) -> GradientSlot:
-    """How a bucket sees ``parameter``, which is number ``index`` of ``names``."""
+    """Describe ``parameter``, which is number ``index`` of ``names``, as a bucket needs it."""
     dtype = parameter.dtype
     if settings.reduce_dtype is not None and dtype.is_floating_point:
         dtype = settings.reduce_dtype
@@ -133,11 +133,11 @@ class Bucket:
         self.missing = len(self.parameters)
 
     def takes(self, slot: int) -> bool:
-        """Whether `take` should copy this gradient: a large one, whose own memory is then free."""
+        """Check that `take` should copy this gradient: a large one, whose own memory is free then."""
         return self.is_gradient_view and self._single[slot]
 
     def is_taken(self, slot: int) -> bool:
-        """Whether the gradient was copied before the bucket was filled."""
+        """Check that the gradient was copied before the bucket was filled."""
         return bool(self._taken[slot])
 
     def take(self, slot: int, scale: float) -> None:
@@ -195,7 +195,7 @@ class Bucket:
         self._pending = communicator.all_reduce(self.buffer, label=self.layout.label)
 
     def launch_by(self, run: Callable[[Bucket], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let a communication hook reduce the gradients; counts are the caller's."""
+        """Have a communication hook reduce the gradients; counts are the caller's."""
         self._future = run(self)
 
     def await_hook(self, *, unless: type | None = None) -> None:

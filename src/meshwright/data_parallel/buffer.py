@@ -48,12 +48,12 @@ class DataAxes:
 
     @property
     def part(self) -> int:
-        """Which shard this rank holds."""
+        """The number of the shard that this rank holds."""
         return 0 if self.shard is None else self.shard.rank
 
     @property
     def size(self) -> int:
-        """How many ranks' gradients are summed."""
+        """The number of ranks whose gradients are summed."""
         return self.parts * (1 if self.replicate is None else self.replicate.size)
 
     @property
@@ -235,7 +235,7 @@ class FlatBuffer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shard was written after the last gather, or may have been; see `distrust`."""
+        """True when the shard was, or may have been, written since the last gather; see `distrust`."""
         return not self._alias and self._gathered_version != self.shard._version
 
     def distrust(self) -> None:
@@ -309,7 +309,7 @@ class FlatBuffer:
         self._kept = None
 
     def lends(self, address: int) -> bool:
-        """Whether what lies at ``address`` is gone after `release`."""
+        """Check that the memory at ``address`` is gone after `release`."""
         if self._whole is None:
             return False
         start = self.full.data_ptr()
@@ -324,7 +324,7 @@ class FlatBuffer:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether ``gradients`` hold something."""
+        """True when ``gradients`` hold something."""
         return self.gradients[0].has_gradient
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -433,7 +433,7 @@ class FlatBuffer:
 
 
 def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int:
-    """How many tensors are gathered in one piece: all but large ones at the end of the line.
+    """Count the tensors that are gathered in one piece: all but large ones at the end of the line.
 
     A large tensor that is cut along dim 0 is gathered by itself, straight to where it belongs: that
     saves a staging line of its size and the copy out of it.
@@ -448,7 +448,7 @@ def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int
 
 
 def _is_one_line(layout: ChunkedLayout) -> bool:
-    """Whether gathered chunks of the one tensor lie as the tensor does."""
+    """Check that gathered chunks of the one tensor lie as the tensor does."""
     return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
 
 

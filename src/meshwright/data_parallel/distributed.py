@@ -161,7 +161,7 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are broadcast in each forward pass."""
+        """True when buffers are broadcast in each forward pass."""
         return self.options.broadcast_buffers
 
     @property
@@ -171,7 +171,7 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return next(self.module.parameters()).device
 
     @property
@@ -186,12 +186,12 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def gradient_as_bucket_view(self) -> bool:
-        """Whether each ``.grad`` is a view of its bucket."""
+        """True when each ``.grad`` is a view of its bucket."""
         return self.options.reduction.is_gradient_view
 
     @property
     def static_graph(self) -> bool:
-        """Whether every iteration has to use the same parameters."""
+        """True when every iteration has to use the same parameters."""
         return self.options.reduction.is_static
 
     @property
@@ -201,7 +201,7 @@ class DistributedDataParallel(SteppedOver):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether forward passes lead to a reduction; loops that accumulate set it."""
+        """True when forward passes lead to a reduction; loops that accumulate set it."""
         return self._replica is None or self._replica.reducer.is_wanted
 
     @require_backward_grad_sync.setter
@@ -230,7 +230,7 @@ class DistributedDataParallel(SteppedOver):
         )
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Let ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
+        """Have ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
 
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
@@ -238,7 +238,7 @@ class DistributedDataParallel(SteppedOver):
         self._set_up().reducer.register_hook(state, checked)
 
     def pipeline_residency(self) -> ReplicaResidency:
-        """What a pipeline's schedule drives."""
+        """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
         return self._residency
 
     def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments

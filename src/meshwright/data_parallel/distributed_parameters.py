@@ -70,7 +70,7 @@ class PartialSum(Protocol):
 
 
 class LocalComputation(Protocol):
-    """What a module that computes on local tensors of DTensor parameters has as `MARK`.
+    """The value of `MARK` on a module that computes on local tensors of DTensor parameters.
 
     It holds for modules inside, too.
     """
@@ -83,7 +83,7 @@ class LocalComputation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """How one DTensor parameter computes."""
+    """The local leaf with which one DTensor parameter computes."""
 
     is_local: bool = False
     """Whether every module that holds it computes on a plain tensor in its place."""
@@ -114,7 +114,7 @@ def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
 
 
 def computing(parameter: nn.Parameter, local: Mapping[int, LocalParameter]) -> nn.Parameter:
-    """What modules compute with: the local leaf of a DTensor, where they do so at all."""
+    """Find the tensor that modules compute with: the local leaf of a DTensor where it has one."""
     known = local.get(id(parameter))
     return local_leaf(parameter) if known is not None and known.is_local else parameter
 
@@ -149,7 +149,7 @@ def mark_spread(
     *,
     is_line: bool = True,
 ) -> None:
-    """Let sums over all parameters, as of the gradient norm, know what other ranks hold of one.
+    """Mark what other ranks hold of a parameter, for sums over all parameters (the gradient norm).
 
     ``line`` holds parts of the tensors that were ``outers``. Where they lie spread in several ways
     such a sum is refused; ``name`` is that of the first. Without ``is_line`` it is one parameter.
@@ -187,7 +187,7 @@ class _Lent:
         return handles
 
     def lend(self) -> None:
-        """Let what the parameter has gathered so far be part of the leaf's gradient."""
+        """Make the gradient that the parameter has so far a part of the leaf's."""
         parameter, given = self.parameter, self.parameter.grad
         if given is None:
             return
@@ -258,7 +258,7 @@ class _Lent:
 
 
 class ReducedLeaves:
-    """What a replica reduces: parameters as they are, and leaves of those that are DTensors."""
+    """The tensors that a replica reduces: plain parameters, and the leaves of DTensors."""
 
     def __init__(
         self,
@@ -286,11 +286,11 @@ class ReducedLeaves:
 
     @property
     def computes_on_dtensors(self) -> bool:
-        """Whether some module computes with a DTensor itself and not with its leaf."""
+        """True when some module computes with a DTensor itself and not with its leaf."""
         return not all(lent.local.is_local for lent in self._lent.values())
 
     def __len__(self) -> int:
-        """How many are DTensors."""
+        """Count those that are DTensors."""
         return len(self._lent)
 
     def follow(self) -> set[int]:
@@ -334,7 +334,7 @@ class ReducedLeaves:
 
     @property
     def has_hooks_of_others(self) -> bool:
-        """Whether gradients pass hooks, beside ours, before they are reduced."""
+        """True when gradients pass hooks, beside ours, before they are reduced."""
         found = sum([len(p._backward_hooks or ()) for p in self._given])
         found += sum([len(p._post_accumulate_grad_hooks or ()) for p in self._given])
         return found > len(self._hooked) - len(self._hooked.keys() & self._lent.keys())

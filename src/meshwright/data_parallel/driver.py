@@ -41,12 +41,12 @@ NOBODY: Sequence[Driver] = ()
 
 
 def attach(module: nn.Module, driver: Driver) -> None:
-    """Let ``module`` be driven; roots find their units by it."""
+    """Make ``driver`` the one of ``module``, by which roots find their units."""
     module.__dict__[ATTRIBUTE] = driver
 
 
 def driver_of(module: nn.Module) -> Driver | None:
-    """What drives ``module``; None when nothing does."""
+    """Find the driver of ``module``; None without one."""
     return module.__dict__.get(ATTRIBUTE)
 
 

@@ -99,7 +99,7 @@ class _Entry:
         self.find_cells()
 
     def find_cells(self) -> None:
-        """Where modules keep it."""
+        """Find the tables of modules, and the names in them, that hold the parameter."""
         self.cells = [(module._parameters, name) for module, name in self.slot.places]
         self.shown = None
 
@@ -131,7 +131,7 @@ class _Entry:
         )
 
     def follow_training(self) -> None:
-        """Let the one parameter require grad as the other, that the user has changed, does now."""
+        """Make the one parameter require grad as the other, that the user has changed, does now."""
         full, exposed = self.slot.full, self.exposed
         is_new = exposed.requires_grad is not self.trains
         self.trains = exposed.requires_grad if is_new else full.requires_grad
@@ -162,7 +162,7 @@ class ExposedTensors:
         return found
 
     def shown(self, slot: Slot) -> nn.Parameter:
-        """What modules hold of ``slot`` at rest."""
+        """Return the parameter that modules hold of ``slot`` at rest."""
         entries = (entry for group in reversed(self._entries.values()) for entry in group)
         return next(entry.exposed for entry in entries if entry.slot is slot)
 
@@ -186,7 +186,7 @@ class ExposedTensors:
         return found
 
     def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
-        """Whether ``flat`` is the shard of ``group``."""
+        """Check that ``flat`` is the shard of ``group``."""
         return self._flat.get(group) is flat
 
     def parts_of(
@@ -212,7 +212,7 @@ class ExposedTensors:
                 entry.find_cells()
 
     def let_go(self, unit: Unit) -> None:
-        """Let torch swap the tensors of the parameters, until `take_over`."""
+        """Allow torch to swap the tensors of the parameters, until `take_over`."""
         for group in unit.groups:
             for entry in self.entries(group):
                 entry.direct = None
@@ -232,7 +232,7 @@ class ExposedTensors:
                     return
 
     def show_sharded(self, unit: Unit) -> None:
-        """Let modules hold the DTensors, trainable as the whole parameters were until now."""
+        """Put the DTensors into the modules, trainable as the whole parameters were until now."""
         for group in unit.groups:
             for entry in self.entries(group):
                 exposed, shown = entry.exposed, entry.shown
@@ -244,7 +244,7 @@ class ExposedTensors:
                 entry.shown = exposed
 
     def show_full(self, unit: Unit) -> bool:
-        """Let modules hold the whole parameters, trainable as the DTensors are now."""
+        """Put the whole parameters into the modules, trainable as the DTensors are now."""
         is_all = True
         for group in unit.groups:
             for entry in self.entries(group):
@@ -268,7 +268,7 @@ class ExposedTensors:
                 entry.follow_training()
 
     def zero_alike(self) -> None:
-        """Who zeroed a flat gradient meant those of the parameters too, and the reverse."""
+        """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
         for group, flat in self._flat.items():
             entries = self.entries(group)
             if flat.grad is None:

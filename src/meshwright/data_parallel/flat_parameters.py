@@ -87,7 +87,7 @@ class _Member:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the parameter's memory is still the flat parameter's."""
+        """True when the parameter's memory is still the flat parameter's."""
         return local_of(self.parameter).data_ptr() == self.address
 
     def given(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class FlatParameter(ManyInOne):
     _gradient: torch.Tensor | None
 
     def has_changed(self) -> None:
-        """Let autograd, and replicas, see a change of the parameters that it knows only here."""
+        """Show autograd, and replicas, a change of the parameters made through the flat one."""
         # The parts of DTensors count changes together with the memory that they are views of.
         increment_version([m.parameter for m in self.members if not is_dtensor(m.parameter)])
 
@@ -170,7 +170,7 @@ class FlatParameter(ManyInOne):
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether it consists of just these."""
+        """Check that it consists of just these."""
         mine = [id(member.parameter) for member in self.members if member.is_in_place]
         return mine == [id(parameter) for parameter in parameters]
 
@@ -282,7 +282,7 @@ def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[st
 
 
 def _bytes_on_any_rank(parameter: nn.Parameter) -> int:
-    """What a rank has of it at most: all ranks must find the same pieces, the last ones too."""
+    """Bound the bytes that any rank has of it: all ranks must find the same pieces."""
     ranks = math.prod(axis.size for axis in spread_of(parameter))
     return -(-parameter.numel() // ranks) * parameter.element_size()
 

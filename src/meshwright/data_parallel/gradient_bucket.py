@@ -1,4 +1,4 @@
-"""What a communication hook sees of a bucket, in torch's words, and what it returns.
+"""The bucket as a communication hook sees it, in torch's words, and the future that it returns.
 
 A hook is ``hook(state, bucket) -> Future[Tensor]``. The bucket's buffer holds this rank's gradients
 without the factor of the mean; the future's tensor is what they become.
@@ -80,7 +80,7 @@ class GradBucket:
 
     @classmethod
     def of(cls, bucket: Bucket, communicator: Communicator, *, is_last: bool) -> GradBucket:
-        """What a hook sees of ``bucket``."""
+        """Make the view of ``bucket`` that a hook is given."""
         layout = bucket.layout
         parts = [
             BucketPart(parameter=parameter, offset=offset, shape=tuple(parameter.shape))
@@ -100,7 +100,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows in this backward pass."""
+        """Check that no other bucket follows in this backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
@@ -108,7 +108,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let later readers of this bucket see another tensor of as many elements."""
+        """Replace the tensor of this bucket by another one of as many elements."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -150,11 +150,11 @@ class Deferred(torch.futures.Future[T]):
         return self.wait()
 
     def done(self) -> bool:
-        """Whether the value has been made."""
+        """Check that the value has been made."""
         return self._produce is None
 
     def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> Deferred[Any]:
-        """What ``callback`` makes of this future, when somebody waits for that."""
+        """Chain ``callback``, called with this future when somebody waits for its value."""
 
         def chained() -> object:
             self.wait()

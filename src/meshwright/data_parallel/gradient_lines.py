@@ -65,12 +65,12 @@ class GradientLine:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it holds something."""
+        """True when it holds something."""
         return self._source is not None or not self._memory.is_free
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is reduced, 1-D."""
+        """The tensor that is reduced, 1-D."""
         return self._line if self._source is None else self._source
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -125,7 +125,7 @@ class GradientLine:
     # --------------------------------------------------------------------------- private
 
     def _may_borrow(self, gradient: torch.Tensor | None) -> bool:
-        """Whether the collective can read ``gradient`` where it is."""
+        """Check that the collective can read ``gradient`` where it is."""
         return (
             gradient is not None
             and self._rows.shape[0] > 1

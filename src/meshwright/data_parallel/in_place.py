@@ -61,11 +61,11 @@ class InPlaceGradient:
         self._began_without = self._taken = False
 
     def takes(self, slot: int) -> bool:
-        """Whether the gradient was made by this pass, so that `take` may move it."""
+        """Check that the gradient was made by this pass, so that `take` may move it."""
         return self._began_without
 
     def is_taken(self, slot: int) -> bool:
-        """Whether the gradient lies in the memory that is kept."""
+        """Check that the gradient lies in the memory that is kept."""
         return self._taken
 
     def take(self, slot: int, scale: float) -> None:
@@ -158,7 +158,7 @@ class InPlaceGradient:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides cover ``tensor.numel()`` elements in a row, without holes."""
+    """Check that the strides cover ``tensor.numel()`` elements in a row, without holes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -168,7 +168,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether the gradient's memory can be reduced as it is, and written to."""
+    """Check that the gradient's memory can be reduced as it is, and written to."""
     return (
         gradient.stride() == parameter.stride()
         and gradient.dtype == parameter.dtype
@@ -177,7 +177,7 @@ def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _references(parameter: torch.Tensor) -> int:
-    """How often Python refers to the gradient; torch's own references differ with its version."""
+    """Count Python's references to the gradient; torch's own differ with its version."""
     gradient = parameter.grad
     return sys.getrefcount(gradient)
 

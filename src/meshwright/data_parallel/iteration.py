@@ -1,4 +1,4 @@
-"""What the units of one root share in an iteration: order, gathers ahead, the backward's end.
+"""The state that units of one root share in an iteration: order, gathers ahead, backward's end.
 
 ::
 
@@ -217,7 +217,7 @@ class Iteration:
         self.is_in_backward = self.is_in_forward = False
 
     def _weights(self, has_raised: bool) -> int:
-        """What optimizers have done since the last call, as far as this rank can tell."""
+        """Classify what optimizers have done since the last call, as far as this rank can tell."""
         steps = self._steps.take()
         has_delivered, self._has_delivered = self._has_delivered, False
         if steps is Steps.RAISED:
@@ -231,7 +231,7 @@ class Iteration:
         return ACCUMULATES if is_known and has_unused else UNKNOWN
 
     def _have_versions_changed(self) -> bool | None:
-        """Whether somebody has written to weights since the last call; None if unknown.
+        """Check that somebody has written to weights since the last call; None if unknown.
 
         For optimizers that are not torch's: it takes a while with many DTensors.
         """
@@ -245,7 +245,7 @@ class Iteration:
         return versions != before
 
     def _exposed(self) -> list[torch.Tensor]:
-        """What optimizers may hold."""
+        """List the parameters that optimizers may hold."""
         return [p for unit in self._units for p in unit.exposure.parameters(unit)]
 
     def _given(self) -> list[torch.Tensor]:
@@ -265,7 +265,7 @@ class Iteration:
             )
 
     def _has_gradients(self) -> bool:
-        """Whether an optimizer that steps now would change anything on this rank."""
+        """Check that an optimizer that steps now would change anything on this rank."""
         return any(unit.exposure.has_gradients(unit) for unit in self._units)
 
     # -------------------------------------------------------------------------- backward
@@ -478,7 +478,7 @@ def _gets_gradient(leaf: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _any_rank(flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
-    """Which of ``flags`` are set on any rank of all ``communicators`` together."""
+    """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
     mine = torch.tensor(flags, dtype=torch.uint8)
     for axis in communicators:
         everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8, device=axis.device)

@@ -23,7 +23,7 @@ __all__ = ["Attendance", "Notice", "UnevenInputs"]
 
 
 class Notice(IntEnum):
-    """What a rank is about to do."""
+    """The next action of a rank, as it announces it."""
 
     DONE = 0
     REDUCE = 1
@@ -38,7 +38,7 @@ class Notice(IntEnum):
 
 
 class Attendance:
-    """Who still trains, told to all ranks of ``communicators`` (together a grid) in each notice."""
+    """The ranks that still train, which all of ``communicators`` (a grid) hear in each notice."""
 
     def __init__(self, communicators: Sequence[Communicator], *, throws: bool) -> None:
         self.communicators = tuple(communicators)

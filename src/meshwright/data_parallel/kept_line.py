@@ -44,7 +44,7 @@ class KeptLine:
         return line
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the memory of the line that is kept now."""
+        """Check that ``tensor`` has the memory of the line that is kept now."""
         return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
 
     def forget(self) -> None:
@@ -58,7 +58,7 @@ class KeptLine:
         return self._line
 
     def _is_unused(self, line: torch.Tensor) -> bool:
-        """Whether the memory is used by the line and the guests alone, and those by nobody."""
+        """Check that the memory is used by the line and the guests alone, and those by nobody."""
         # One use each by the line, the storage that is asked for here, and each guest's local part.
         used = torch._C._storage_Use_Count(line.untyped_storage()._cdata)
         if used != 2 + len(self.guests):

@@ -15,7 +15,7 @@ __all__ = ["KeptMemory"]
 
 
 class KeptMemory:
-    """What tensors of ``numel`` elements lie in, one after the other."""
+    """Memory in which tensors of ``numel`` elements lie, one after the other."""
 
     def __init__(
         self, numel: int, dtype: torch.dtype, allocate: Callable[[int, torch.dtype], torch.Tensor]
@@ -46,6 +46,6 @@ class KeptMemory:
 
 
 def _is_ours_alone(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor and no other name uses ``storage``."""
+    """Check that no tensor and no other name uses ``storage``."""
     # References: the attribute, the name here, the argument of the call.
     return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= 3

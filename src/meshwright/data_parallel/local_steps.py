@@ -30,7 +30,7 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 class PostLocalSGDState:
-    """Where gradients are reduced before and after ``start_localSGD_iter`` backward passes.
+    """The groups that reduce gradients before and after ``start_localSGD_iter`` backward passes.
 
     Raises ValueError when there is no ``subgroup`` to reduce in afterwards.
     """

@@ -26,7 +26,7 @@ __all__ = ["LowPrecision", "MixedPrecision", "compute_in"]
 
 
 class LowPrecision(Protocol):
-    """What is read of a ``mixed_precision`` argument."""
+    """The dtypes of a ``mixed_precision`` argument."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None

@@ -1,4 +1,4 @@
-"""What users may ask of `replicate` and `DistributedDataParallel`, and what is made of it.
+"""The options of `replicate` and `DistributedDataParallel`, as given and as checked.
 
 ::
 
@@ -82,7 +82,7 @@ class ReplicateKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionSettings:
-    """How gradients are put together and reduced."""
+    """The settings of buckets and of their reduction."""
 
     first_bytes: int = 2**20
     """The first bucket of a dtype is closed at this size."""
@@ -116,7 +116,7 @@ class ReductionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateOptions:
-    """What was asked for, checked."""
+    """The options that users gave, checked."""
 
     process_group: Any = None
     mesh: DeviceMesh | None = None

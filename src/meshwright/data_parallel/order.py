@@ -75,7 +75,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderOptions:
-    """How a root's order is checked."""
+    """The options of the check of a root's order."""
 
     action: Literal["raise", "warn"] = "raise"
     """What ranks do that run different orders. ``warn`` lets collectives mix up different units of
@@ -151,7 +151,7 @@ class OrderCheck:
 
     @property
     def iteration(self) -> int:
-        """How many forwards were recorded, a running one included."""
+        """The number of forwards that were recorded, a running one included."""
         return self._now.number
 
     def begin(self, *, training: bool = True, weights: int = UNKNOWN) -> None:
@@ -224,7 +224,7 @@ class OrderCheck:
             self._compare(self._comparisons.pop(0))
 
     def describe(self) -> Mapping[str, Any]:
-        """Where this rank is, for peers that ask; called from the monitor's thread."""
+        """Describe the place of this rank to peers that ask; called from the monitor's thread."""
         now = self._now
         has_ended = now.has_ended  # first: it is set behind the last unit
         found = {
@@ -316,7 +316,7 @@ class OrderCheck:
     def _have_come(
         self, monitor: FailureMonitor, position: int, unit: int, answers: Answers
     ) -> bool:
-        """Whether all ranks have come to ``position``, where ranks that stay do not vote.
+        """Check that all ranks have come to ``position``, where ranks that stay do not vote.
 
         Raises when one has another unit there and that is an error.
         """
@@ -446,7 +446,7 @@ class OrderCheck:
         self._votes.clear()
 
     def _difference(self, comparison: _Comparison) -> tuple[str, bool]:
-        """What differs first and between which ranks, and whether it is the weights.
+        """Describe what differs first, with its ranks; the second is True when it is the weights.
 
         Weights that differ are an error in any case: every step after it would use them. Every rank
         takes part.

@@ -37,7 +37,7 @@ NEW = "a newly-added parameter since construction time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderedUnit:
-    """What messages call a unit."""
+    """The names by which messages call a unit."""
 
     name: str
     parameters: tuple[str, ...] = ()
@@ -105,12 +105,12 @@ class Forward:
 
     @property
     def has_left(self) -> bool:
-        """Whether it differs from the reference."""
+        """True when it differs from the reference."""
         return self.reference is not None and self.order is not None
 
 
 def same_weights(codes: Sequence[int]) -> bool:
-    """Whether no forward finds weights changed on one rank and not, or by half, on another.
+    """Check that no forward finds weights changed on one rank and not, or by half, on another.
 
     A code has two bits for each forward, below a 1: equally many forwards on every rank.
     """
@@ -125,7 +125,7 @@ def same_weights(codes: Sequence[int]) -> bool:
 
 
 class UnitNames:
-    """How messages name units and orders."""
+    """The words of messages for units and orders."""
 
     def __init__(self, units: Sequence[OrderedUnit]) -> None:
         self._units = tuple(units)
@@ -141,7 +141,7 @@ class UnitNames:
         return str(list(self._units[unit].parameters)) if unit < len(self._units) else NEW
 
     def may_mix(self, unit: int, other: int) -> bool:
-        """Whether the gathers of two units pass for each other, with wrong results."""
+        """Check that the gathers of two units pass for each other, with wrong results."""
         if END in (unit, other):
             return unit == other
         known = range(len(self._units))

@@ -44,7 +44,7 @@ ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSettings:
-    """What a unit does, replaced as a whole when something changes.
+    """The settings of a unit, replaced as a whole when something changes.
 
     Of the fields in which ranks differ the first is named: those that users set stand before those
     that follow from them.
@@ -260,12 +260,12 @@ class ParameterGroup:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any of its parameters requires grad now."""
+        """True when any of its parameters requires grad now."""
         return any(map(_REQUIRES_GRAD, self.slots))
 
     @property
     def has_new_gradient(self) -> bool:
-        """Whether autograd has left gradients on the whole parameters."""
+        """True when autograd has left gradients on the whole parameters."""
         return any(slot.leaf.grad is not None for slot in self.slots) or any(
             slot.full.grad is not None for slot in self.slots if slot.full is not slot.leaf
         )
@@ -351,7 +351,7 @@ class ParameterGroup:
         return torch.empty(size, dtype=dtype, device=self.buffer.device)
 
     def _reduce_by(self, hook: ReduceHook) -> None:
-        """Let ``hook`` sum the gradients; what it returns is not scaled any more."""
+        """Sum the gradients by ``hook``, whose result is not scaled any more."""
         whole, self._factor = self._whole_line(), 1.0
         self.in_hook = whole
         if self.axes.shard is None:

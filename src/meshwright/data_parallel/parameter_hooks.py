@@ -27,12 +27,12 @@ __all__ = [
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether anything waits for the gradient of ``parameter``."""
+    """Check that anything waits for the gradient of ``parameter``."""
     return bool(parameter._backward_hooks) or has_after_hooks(parameter)
 
 
 def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
-    """Let ``target``, which takes the place of ``source``, have its hooks; handles remove both."""
+    """Give ``target``, which takes the place of ``source``, its hooks; handles remove both."""
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     carry_after_hooks(source, target, name)
@@ -54,7 +54,7 @@ def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
 def refuse_past_hooks(
     parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
 ) -> object | None:
-    """Let no backward give ``parameter``, at rest, a gradient itself while it has hooks.
+    """Refuse a backward that gives ``parameter``, at rest, a gradient itself while it has hooks.
 
     A loss that has read it does: the hooks would run for that term, and again for the mean.
     ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which

@@ -1,4 +1,4 @@
-"""Where a parameter goes: the ranks it is cut over, along which dim, and what it is at rest.
+"""The places of parameters: the ranks each is cut over, along which dim, and its form at rest.
 
 A plain parameter is cut along one dim of the data mesh. A parameter that is a DTensor already, on
 the axes of tensor parallelism, is cut once more: this rank's part of it over the data axes::
@@ -53,7 +53,7 @@ PlacementChoice = Callable[[torch.nn.Parameter], Any]
 
 @dataclass(frozen=True, kw_only=False)
 class ShardPlacementResult:
-    """What a ``shard_placement_fn`` returns for a parameter with a mesh of its own."""
+    """The result of a ``shard_placement_fn`` for a parameter with a mesh of its own."""
 
     placement: Any
     """Has the ``dim`` to cut along; None for dim 0."""
@@ -77,7 +77,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one parameter goes."""
+    """The place of one parameter."""
 
     axes: DataAxes
     dim: int
@@ -132,7 +132,7 @@ def _named_target(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Target:
 def place(
     name: str, parameter: torch.nn.Parameter, target: Target, choose: PlacementChoice | None
 ) -> Place:
-    """Where ``parameter`` goes; ``choose`` is the user's ``shard_placement_fn``.
+    """Find the place of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
 
     Raises AssertionError for a dim that it does not have, NotImplementedError for one that cannot
     be cut evenly and must, ValueError for what is no placement or not on the mesh.

@@ -1,4 +1,4 @@
-"""What `fully_shard` is told about dtypes and about where shards live."""
+"""The policies of `fully_shard` for dtypes and for the device of shards."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of a mesh of all axes are data parallel; parameters are DTensors on that mesh.
+    """The data-parallel dims of a mesh of all axes; parameters are DTensors on that mesh.
 
     Several names count as one axis. Raises ValueError when there is none at all.
     """

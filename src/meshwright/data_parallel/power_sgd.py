@@ -84,7 +84,7 @@ class PowerSGDState:
         return (before / after if after else 0.0), before, after
 
     def starts(self, bucket: GradBucket) -> bool:
-        """Whether ``bucket`` is to be compressed; counts the pass with its last bucket."""
+        """Check that ``bucket`` is to be compressed; counts the pass with its last bucket."""
         is_started = self.iter >= self.start_powerSGD_iter
         if bucket.is_last():
             self.iter += 1
@@ -101,7 +101,7 @@ class PowerSGDState:
         return is_started
 
     def is_worthwhile(self, rows: int, columns: int) -> bool:
-        """Whether a matrix is compressed; counts what it saves."""
+        """Check that a matrix is worth compressing; counts what it saves."""
         size = rows * columns
         rank = min(rows, columns, self.matrix_approximation_rank)
         thin = (rows + columns) * rank

@@ -49,7 +49,7 @@ __all__ = ["GradientReducer", "ReductionPhase"]
 
 
 class ReductionPhase(StrEnum):
-    """Whether a backward pass is under way."""
+    """The phase of a reducer: in a backward pass, or between two."""
 
     IDLE = "idle"
     BACKWARD = "backward"
@@ -132,7 +132,7 @@ class GradientReducer:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients are multiplied by another factor than the mean's."""
+        """True when gradients are multiplied by another factor than the mean's."""
         return self._scale is not None
 
     def scale_by(self, scale: Callable[[], float] | None) -> None:
@@ -143,7 +143,7 @@ class GradientReducer:
         self._scale = scale
 
     def register_hook(self, state: object, hook: CommunicationHook) -> None:
-        """Let ``hook`` reduce the buckets from now on, see `GradBucket`. It makes the mean itself.
+        """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It makes the mean itself.
 
         Raises RuntimeError when there is one already, or in a backward pass.
         """
@@ -363,7 +363,7 @@ class GradientReducer:
         bucket.take(place, self._current_factor())
 
     def _current_factor(self) -> float:
-        """What gradients are multiplied by in this backward pass."""
+        """Compute the factor of gradients in this backward pass."""
         if self._factor is None:
             mean = self._mean
             if self.on_reduction is not None:
@@ -471,7 +471,7 @@ class GradientReducer:
 
     @property
     def _is_local(self) -> bool:
-        """Whether the communication hook leaves gradients on this rank."""
+        """True when the communication hook leaves gradients on this rank."""
         registered = self.registered_hook
         return registered is not None and bool(getattr(registered.hook, "is_local", False))
 

@@ -112,7 +112,7 @@ class Replica:
 
     @property
     def is_driven(self) -> bool:
-        """Whether a pipeline schedule says when gradients are reduced and buffers broadcast."""
+        """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         return self.marking.is_driven
 
     @is_driven.setter
@@ -253,7 +253,7 @@ class Replica:
         return "\n".join(self.buffers.look())
 
     def after_forward(self, output: object) -> None:
-        """Let the backward pass of ``output`` tell the reducer when it begins.
+        """Make the backward pass of ``output`` tell the reducer when it begins.
 
         Without this a rank that uses none of the parameters would never join the reductions.
         """

@@ -47,7 +47,7 @@ NAME = "replicate"
 
 
 class ReplicateState:
-    """What `replicate` knows about one module: options now, a `Replica` from the first forward."""
+    """The state of one replicated module: options now, a `Replica` from the first forward on."""
 
     def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
         self.options = options
@@ -88,13 +88,13 @@ class ReplicateState:
         return self._replica
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether forward passes from now on lead to a reduction of their gradients."""
+        """Set whether forward passes from now on lead to a reduction of their gradients."""
         self.is_synchronised = requires_gradient_sync
         if self._replica is not None:
             self._replica.reducer.is_wanted = requires_gradient_sync
 
     def register_hook(self, state: object, hook: object) -> None:
-        """Let ``hook`` reduce the gradients, from the set-up on when that is still to come."""
+        """Have ``hook`` reduce the gradients, from the set-up on when that is still to come."""
         checked = check_hook(hook)
         if self._hook is not None:
             raise RuntimeError(
@@ -131,7 +131,7 @@ class ReplicateState:
     def forward(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401
-        """What ``run``, the forward of the module's own class, returns, compiled or not."""
+        """Call ``run``, the forward of the module's own class, compiled or not."""
         module = self._module()
         if module is None:
             raise RuntimeError("the replicated module is gone")
@@ -162,7 +162,7 @@ class ReplicateState:
 
     @constant
     def _is_traceable(self) -> bool:
-        """Whether the module's class computes its forward; sets the replica up, a collective."""
+        """Check that the module's class computes its forward; sets the replica up, a collective."""
         module = self._module()
         if self.replica is None or module is None or "forward" in vars(module):
             return False
@@ -172,14 +172,14 @@ class ReplicateState:
 
 
 class ReplicatedModule(OfThisProcess):
-    """What the class of a replicated module has beside its own members."""
+    """The members that the class of a replicated module has beside its own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Make a module of the class before: a slice of a container has no gradients to reduce."""
         return cls.__bases__[1](*args, **kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether forward passes from now on lead to a reduction of their gradients.
+        """Set whether forward passes from now on lead to a reduction of their gradients.
 
         Gradients of passes without one stay on this rank and are part of the next reduction.
         """
@@ -220,14 +220,14 @@ class ReplicatedModule(OfThisProcess):
         )
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Let ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
+        """Have ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
 
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
         """
         replicate.state(self).register_hook(state, hook)
 
     def pipeline_residency(self) -> ReplicaResidency:
-        """What a pipeline's schedule drives."""
+        """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
         return replicate.state(self).residency
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -317,7 +317,7 @@ class Replicate:
         return module
 
     def state(self, module: nn.Module) -> ReplicateState:
-        """What replicate knows about ``module``. Raises ValueError when it was not applied."""
+        """Find the state of a replicated ``module``. Raises ValueError for any other."""
         state = module.__dict__.get(STATES, {}).get(NAME)
         if not isinstance(state, ReplicateState):
             raise ValueError(

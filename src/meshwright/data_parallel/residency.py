@@ -90,7 +90,7 @@ class ReplicaResidency:
             self._replica().reducer.finish()
 
     def drop(self) -> None:
-        """Let the module's hooks work again."""
+        """Set the module's hooks to work again."""
         self._replica().is_driven = False
 
 
@@ -204,7 +204,7 @@ class ShardedResidency:
         self._iteration.end_driven(training=self._is_training)
 
     def drop(self) -> None:
-        """Let hooks work again."""
+        """Set hooks to work again."""
         if self._root.iteration is not None:
             for driver in self._root.iteration.drivers:
                 driver.is_driven = False

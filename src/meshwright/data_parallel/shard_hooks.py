@@ -35,7 +35,7 @@ __all__ = ["register_bucket_hook"]
 
 
 def register_bucket_hook(units: Sequence[Unit], state: object, hook: object) -> None:
-    """Let ``hook`` reduce the gradients of ``units``, which are in the order of their forward.
+    """Have ``hook`` reduce the gradients of ``units``, which are in the order of their forward.
 
     Raises TypeError or ValueError for what cannot be a hook, RuntimeError for a second one.
     """
@@ -88,7 +88,7 @@ class _UnitHook:
 
 
 def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
-    """What lies where in shard ``rank`` of the whole line: chunks, or flat pieces when packed."""
+    """List the parts of shard ``rank`` of the whole line: chunks, or flat pieces when packed."""
     layout, slots = group.buffer.layout, group.slots
     if isinstance(layout, ChunkedLayout):
         found = [(i, layout.offsets[i], tuple(box.shape)) for i, box in layout.owned(rank)]

@@ -58,7 +58,7 @@ class _ShardedDriver(Driver):
 
 
 class ShardedState:
-    """What `fully_shard` knows about one module."""
+    """The state of one module that `fully_shard` was applied to."""
 
     def __init__(self, driver: Driver, options: ShardOptions) -> None:
         self.driver = driver
@@ -181,7 +181,7 @@ class FullyShard:
         return module
 
     def state(self, module: nn.Module) -> ShardedState:
-        """What fully_shard knows about ``module``. Raises ValueError when it was not applied."""
+        """Find the state of the sharded ``module``. Raises ValueError when it is not sharded."""
         state = module.__dict__.get(STATES, {}).get(NAME)
         if not isinstance(state, ShardedState):
             raise ValueError(
@@ -195,7 +195,7 @@ fully_shard = FullyShard()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let the method ``method_name`` gather and free parameters as ``forward`` does.
+    """Make the method ``method_name`` gather and free parameters as ``forward`` does.
 
     Does nothing to a module that is not sharded. Raises ValueError when it has no such method.
     """
@@ -262,7 +262,7 @@ def _put_away(driver: Driver, *_: object) -> None:
 
 
 def _make_savable(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """What state dicts hold can be copied and saved, also where nobody asks us."""
+    """Make what state dicts hold fit to be copied and saved, also where nobody asks us."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):

@@ -138,7 +138,7 @@ class _Joined:
         _share(self._attendance.communicators, json.dumps([max_norm, norm_type]).encode())
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``optimizer`` has parameters of the root."""
+        """Check that ``optimizer`` has parameters of the root."""
         mine = {id(parameter) for parameter in self._module.parameters()}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
@@ -210,7 +210,7 @@ class _Joined:
 
 
 class JoinsUnevenInputs(nn.Module):
-    """What the classes of sharded modules have in common."""
+    """The members that the classes of sharded modules have in common."""
 
     def join(
         self,
@@ -231,7 +231,7 @@ class JoinsUnevenInputs(nn.Module):
 
 
 def joins(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` steps a root that is inside of a `join_sharded` block."""
+    """Check that ``optimizer`` steps a root that is inside of a `join_sharded` block."""
     owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
     return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
 

@@ -1,4 +1,4 @@
-"""What the class of a module has beside its own members after `fully_shard`."""
+"""The members that the class of a module has beside its own after `fully_shard`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward passes reduce. Without it whole gradients gather on this rank."""
+        """Set whether backward passes reduce. Without it whole gradients gather on this rank."""
         self._set(recurse, synchronise=requires_gradient_sync)
 
     @contextlib.contextmanager
@@ -98,15 +98,15 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
                 unit.settings = replace(unit.settings, synchronise=synchronise)
 
     def pipeline_residency(self) -> ShardedResidency:
-        """What a pipeline's schedule drives: this module's unit and all units below it."""
+        """Return what lets a pipeline's schedule drive this module's unit and those below."""
         return sharded_residency(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether reductions also run over the replicating axis of a 2-D mesh."""
+        """Set whether reductions also run over the replicating axis of a 2-D mesh."""
         self._set(recurse, all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward passes are the last of a step, from now on, for the whole root.
+        """Set whether the next backward passes are the last of a step, for the whole root.
 
         One that is not leaves its reductions under way, and its gradients, the sums of all since,
         come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
@@ -118,7 +118,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # --------------------------------------------------------------------------- freeing
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward."""
+        """Set whether parameters are freed between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 "reshard_after_forward should be a bool, got "
@@ -131,7 +131,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are freed after the backward pass.
+        """Set whether parameters are freed after the backward pass.
 
         What is kept is gathered again where gradients have come to ``.grad``, since an optimizer
         may have stepped: keeping pays while gradients gather without a reduction.
@@ -139,7 +139,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self._set(recurse, keep_full_after_backward=not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this module's backward pass needs its parameters; an embedding's does not."""
+        """Set whether this module's backward pass needs its parameters; an embedding's does not."""
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -161,7 +161,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self.set_gradient_divide_factor(factor)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Let ``hook(state, bucket)`` reduce the gradients of the units here, see `comm_hooks`.
+        """Have ``hook(state, bucket)`` reduce the gradients of the units here, see `comm_hooks`.
 
         On a 2-D mesh it runs on this rank's shards over the replicating dim, see `shard_hooks`.
         Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
@@ -205,7 +205,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many reductions may be under way at once; each holds its gradients in memory.
+        """Bound the reductions that are under way at once; each holds its gradients in memory.
 
         The largest number in the tree of the root counts. Raises TypeError or ValueError for what
         is not a positive int.
@@ -290,7 +290,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots share streams; without effect on a CPU, where there are none.
+    """Make several roots share streams; without effect on a CPU, where there are none.
 
     Raises ValueError for a module that is not sharded.
     """
@@ -298,7 +298,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 def rebuild(unit: Unit) -> None:
-    """Let the shard of ``unit`` follow what its modules hold now."""
+    """Make the shard of ``unit`` follow what its modules hold now."""
     if isinstance(unit.exposure, ExposedTensors):
         unit.exposure.take_over(unit)
 

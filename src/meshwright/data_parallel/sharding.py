@@ -101,7 +101,7 @@ def build_unit(
 
 
 def on_one_mesh(modules: Iterable[nn.Module]) -> None:
-    """Let parameters that tensor parallelism has left whole lie on the mesh of those it has cut.
+    """Put parameters that tensor parallelism has left whole on the mesh of those it has cut.
 
     They are replicated there. torch's functions of lists of DTensors, as clipping and optimizers
     with ``foreach``, take one mesh only. Where the units below ``modules`` know several meshes

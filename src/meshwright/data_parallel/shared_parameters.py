@@ -40,7 +40,7 @@ def remember(driver: Driver) -> None:
 
 
 def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
-    """Which of ``slots`` a new unit of ``modules`` takes, and which move to it from units inside.
+    """Sort ``slots`` into those that a new unit of ``modules`` takes and those from units inside.
 
     The local values of the latter are on ``slot.original``, in the shape of this rank's chunk.
     """

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and in which order: fixed by parameter index.
+"""The gradients that are reduced together, and their order: fixed by parameter index.
 
 Nothing here runs: the layouts are the same on every rank and in every run, because they depend on
 the model and the settings alone.
@@ -53,7 +53,7 @@ class GradientSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """Which parameters one reduction holds, and where their gradients lie in its buffer."""
+    """The parameters of one reduction, and the places of their gradients in its buffer."""
 
     index: int
     """Position in the order of the launches."""
@@ -69,7 +69,7 @@ class BucketLayout:
 
     @property
     def label(self) -> str:
-        """What the reduction is called in records and reports."""
+        """The name of the reduction in records and reports."""
         return f"reduce bucket {self.index}"
 
     @property

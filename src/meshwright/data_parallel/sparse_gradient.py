@@ -28,7 +28,7 @@ __all__ = ["SparseGradient"]
 
 
 class _Instead(IntEnum):
-    """What a rank says instead of a number of rows."""
+    """The words that a rank sends in place of a number of rows."""
 
     ABSENT = -1
     """It had no gradient."""

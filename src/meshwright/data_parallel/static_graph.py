@@ -1,4 +1,4 @@
-"""Whether every backward pass uses what the first one used, for models that promise it."""
+"""The check that every backward pass uses what the first one used, for models that promise it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CountedBucket(Protocol):
 
 
 class StaticGraph:
-    """How often each parameter's gradient arrives in the first backward pass, and since.
+    """Counts of the arrivals of each parameter's gradient, in the first backward pass and since.
 
     From the second pass on a gradient is complete when it has arrived as often as in the first:
     a reentrant activation checkpoint around a module that is used twice works then.
@@ -33,7 +33,7 @@ class StaticGraph:
         self._is_skipped = False
 
     def skip(self) -> None:
-        """What is reduced now is of several passes, in which arrivals were not counted."""
+        """Leave out a reduction of several passes, in which arrivals were not counted."""
         self._is_skipped = True
 
     def arrived(self, index: int) -> bool:
@@ -42,7 +42,7 @@ class StaticGraph:
         return self._expected is not None and self._seen[index] == self._expected[index]
 
     def deviates(self) -> bool:
-        """Whether this pass used something else than the first, as far as it has come."""
+        """Check that this pass used something else than the first, as far as it has come."""
         if self._is_skipped:
             return False
         return self._expected is not None and self._seen != self._expected

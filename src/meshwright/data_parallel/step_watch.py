@@ -1,4 +1,4 @@
-"""Whether the optimizers of some parameters have stepped on this rank, or raised on the way.
+"""The steps that optimizers of some parameters have made on this rank, or raised in.
 
 Versions of tensors alone cannot tell: a step that raised may have changed half of the weights, and
 an optimizer that holds nothing of this rank's changes none.
@@ -21,7 +21,7 @@ __all__ = ["StepWatch", "Steps"]
 
 
 class Steps(Enum):
-    """What optimizers have done since they were asked about before."""
+    """The steps of optimizers since the last question."""
 
     NONE = "none"
     ENDED = "ended"
@@ -65,7 +65,7 @@ class StepWatch:
                 del hooks[key]
 
     def take(self) -> Steps:
-        """What has happened since the last call. A step that runs now counts as one that raised."""
+        """Return the steps since the last call. A step that runs now counts as one that raised."""
         begun, ended = self._begun, self._ended
         self._begun = self._ended = 0
         self.has_seen = self.has_seen or bool(begun or ended)
@@ -111,7 +111,7 @@ class _Hook:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its watch is gone."""
+        """True when its watch is gone."""
         return self._method() is None
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -49,10 +49,10 @@ Route = str
 
 
 class GradientMarking(Protocol):
-    """What a compiler does with marks. Asked while a graph is traced, but for `ran`."""
+    """The interface of a compiler to marks. Asked while a graph is traced, but for `ran`."""
 
     def route(self, module: nn.Module | None) -> tuple[Route, str]:
-        """Where marks of ``module`` go, and how buckets are sent; gets ready to fuse them."""
+        """Choose the route of marks of ``module`` and say how buckets are sent; ready to fuse them."""
         ...
 
     def ran(self, plan: str) -> None:
@@ -65,7 +65,7 @@ class GradientMarking(Protocol):
 
 
 class Marking:
-    """How the gradients of one replica are marked."""
+    """The marks of the gradients of one replica."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Marking:
     # ------------------------------------------------------------------ while a graph is traced
 
     def route(self) -> Route:
-        """Where the marks of the pass that is traced go."""
+        """Choose the route of the marks of the pass that is traced."""
         reducer = self._reducer
         if self.is_driven:
             return "eager"
@@ -155,7 +155,7 @@ class Marking:
         return route
 
     def obstacle(self) -> str:
-        """Why marks cannot express what was asked for; "" when they can."""
+        """Name what was asked for and marks cannot express; "" when they can express all."""
         reducer, module = self._reducer, self._module()
         settings = reducer.settings
         reasons = {
@@ -192,7 +192,7 @@ class Marking:
         self.keeps = self.is_open = True
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the module's own
-        """What ``module`` computes with copies of its parameters whose gradients are marked.
+        """Call ``module`` with copies of its parameters whose gradients are marked.
 
         Hooks have nothing to reduce after that. Where a frame of the forward is not traced after
         all, this is not called either, and they do.
@@ -274,7 +274,7 @@ class Marking:
             self.is_open = False
 
     def take_kept(self, index: int) -> torch.Tensor | None:
-        """What passes without a reduction have left of parameter ``index``; ``.grad`` gives it."""
+        """Take from ``.grad`` what passes without a reduction have left of parameter ``index``."""
         self._takes = True
         return self._reducer.leaves.take(index, self._reducer.named[index][1])
 
@@ -333,7 +333,7 @@ class Marking:
         _marking().ran(plan)
 
     def _rest(self, indices: Sequence[int]) -> _Rest:
-        """Where this graph leaves gradients of passes without a reduction as they are."""
+        """Find when to reduce gradients of passes without a reduction that this graph leaves."""
         in_hooks = self._reducer.is_synchronising
         takes, self._takes = self._takes or in_hooks, False
         kept, self.is_open = self.keeps, self.is_open and not in_hooks
@@ -350,7 +350,7 @@ class Marking:
     @torch.no_grad()
     @apart
     def _reduce_rest(self, indices: Sequence[int]) -> None:
-        """Let all gradients be means but those of ``indices``; what is equal stays as it is."""
+        """Make all gradients means but those of ``indices``; what is equal stays as it is."""
         payload = json.dumps(self._beside(indices)).encode()
         rows = self._communicator.gather_bytes(payload, label="which gradients are left")
         for index in sorted({index for row in rows for index in json.loads(row)}):
@@ -422,7 +422,7 @@ class Marking:
 
 
 class _Rest(IntEnum):
-    """When to reduce what a graph does not, of passes that have left gradients on their rank."""
+    """The time to reduce gradients that were left on their rank and no graph reduces."""
 
     NONE = 0
     NOW = 1
@@ -461,7 +461,7 @@ class TracedForward(nn.Module):
         self.module = module
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
-        """What ``run``, the forward of the module's class, computes."""
+        """Call ``run``, the forward of the module's class."""
         return run(self.module, *args, **kwargs)
 
 

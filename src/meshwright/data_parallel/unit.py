@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Phase(StrEnum):
-    """Where the parameters of a unit are."""
+    """The phase of a unit's parameters and gradients."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -66,10 +66,10 @@ LEGAL = MappingProxyType(
 
 
 class Exposure(Protocol):
-    """How the parameters of a unit look outside of the computation."""
+    """The look of a unit's parameters outside of the computation."""
 
     def show_sharded(self, unit: Unit) -> None:
-        """Let modules hold what optimizers and state dicts see."""
+        """Put into the modules what optimizers and state dicts see."""
         ...
 
     def show_full(self, unit: Unit) -> bool:
@@ -87,7 +87,7 @@ class Exposure(Protocol):
         ...
 
     def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
-        """What optimizers may hold of the unit."""
+        """List the parameters of the unit that optimizers may hold."""
         ...
 
     def version(self, unit: Unit) -> int:
@@ -95,11 +95,11 @@ class Exposure(Protocol):
         ...
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
-        """Which of the group's parameters require grad now."""
+        """List, for each of the group's parameters, that it requires grad now."""
         ...
 
     def has_gradients(self, unit: Unit) -> bool:
-        """Whether an optimizer that steps now would change this rank's part of the unit."""
+        """Check that an optimizer that steps now would change this rank's part of the unit."""
         ...
 
     def set_gradients(
@@ -151,7 +151,7 @@ class Unit:
 
     @property
     def phase(self) -> Phase:
-        """Where the parameters are."""
+        """The phase of the parameters."""
         return self._phase
 
     def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
@@ -223,7 +223,7 @@ class Unit:
             group.buffer.forget_kept()
 
     def reshard(self) -> None:
-        """Let the modules hold the sharded parameters and give the memory of the rest back."""
+        """Put the sharded parameters into the modules and give the memory of the rest back."""
         if self.settings.block is not None:
             self.forget_block()
         if self._phase in (Phase.SHARDED, Phase.REDUCING):
@@ -266,7 +266,7 @@ class Unit:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether whole gradients of this rank wait for a reduction."""
+        """True when whole gradients of this rank wait for a reduction."""
         return any(
             group.has_new_gradient or (group.buffer.has_gradient and not self.is_reducing)
             for group in self.groups
@@ -279,7 +279,7 @@ class Unit:
 
     @property
     def has_mean(self) -> bool:
-        """Whether there are means to `deliver`."""
+        """True when there are means to `deliver`."""
         return any(group.mean is not None for group in self.groups)
 
     @property
@@ -341,7 +341,7 @@ class Unit:
                 group.buffer.distrust()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the memory of the whole parameters."""
+        """Check that ``tensor`` lies in the memory of the whole parameters."""
         if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
             return False
         address = tensor.data_ptr()
