@@ -1,4 +1,4 @@
-"""What plain parameters have become, where tensor parallelism has made DTensors of them.
+"""The DTensors that tensor parallelism has made of plain parameters.
 
 A tied parameter becomes one DTensor. Whoever still holds the plain one finds on it what it became.
 """
@@ -37,7 +37,7 @@ class Became:
 
 
 def note_became(given: nn.Parameter, became: Became) -> None:
-    """Let ``given`` know what it has become."""
+    """Note on ``given`` what it has become."""
     vars(given)[_BECAME] = became
 
 

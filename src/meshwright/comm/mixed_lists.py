@@ -24,7 +24,7 @@ _Handlers = dict[_Operator, _Operator]
 
 
 def take_lists_apart() -> None:
-    """Let mixed lists through from now on. Lists on one mesh pay one look at each tensor."""
+    """Take mixed lists apart from now on. Lists on one mesh pay one look at each tensor."""
     if are_lists_taken_apart():
         return
     handlers, stack = _handlers(), torch.ops.aten.stack.default

@@ -133,7 +133,7 @@ class Bucket:
         self.missing = len(self.parameters)
 
     def takes(self, slot: int) -> bool:
-        """Check that `take` should copy this gradient: a large one, whose own memory is free then."""
+        """Check that `take` should copy this gradient: it is large, and frees its own memory."""
         return self.is_gradient_view and self._single[slot]
 
     def is_taken(self, slot: int) -> bool:

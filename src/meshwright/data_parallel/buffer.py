@@ -235,7 +235,7 @@ class FlatBuffer:
 
     @property
     def is_stale(self) -> bool:
-        """True when the shard was, or may have been, written since the last gather; see `distrust`."""
+        """True when the shard was, or may have been, written since `gather`; see `distrust`."""
         return not self._alias and self._gathered_version != self.shard._version
 
     def distrust(self) -> None:

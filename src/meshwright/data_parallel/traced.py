@@ -52,7 +52,7 @@ class GradientMarking(Protocol):
     """The interface of a compiler to marks. Asked while a graph is traced, but for `ran`."""
 
     def route(self, module: nn.Module | None) -> tuple[Route, str]:
-        """Choose the route of marks of ``module`` and say how buckets are sent; ready to fuse them."""
+        """Choose the route of marks of ``module``, and name how buckets are sent and fused."""
         ...
 
     def ran(self, plan: str) -> None:

@@ -1,4 +1,4 @@
-"""What sender and receiver both know of the outputs of stages, and so need not send again.
+"""The outputs of stages as sender and receiver both know them, so that they need not send it again.
 
 Each stage announces an id for every microbatch. What a rank knows of them it has sent or received
 itself, or has learned from its own stages. Of each stage the ids used last are kept, and forgotten
@@ -19,7 +19,7 @@ KEPT = 256
 
 
 class Agreed:
-    """What this rank knows, of its own stages and of those whose outputs it reads."""
+    """The knowledge of this rank of its own stages, and of those whose outputs it reads."""
 
     def __init__(self) -> None:
         self._stages: dict[int, _Stage] = {}
@@ -51,7 +51,7 @@ class Agreed:
 
 
 class _Stage:
-    """What is known of the outputs of one stage."""
+    """The knowledge of the outputs of one stage."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, Signature] = {}

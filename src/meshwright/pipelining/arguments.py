@@ -1,4 +1,4 @@
-"""What the forward of a stage takes, compared with what a step was given, before anything runs."""
+"""The arguments of a stage's forward, compared with those of a step before anything runs."""
 
 from __future__ import annotations
 

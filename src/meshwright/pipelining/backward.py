@@ -225,7 +225,7 @@ def _pairs(
 
 @dataclass(slots=True)
 class _Graph:
-    """What each node of a backward graph leads to."""
+    """The inputs and weights that each node of a backward graph leads to."""
 
     weights: Sequence[torch.Tensor] | None
     """Those whose gradients come later; all leaves that are not inputs when None."""
@@ -245,11 +245,11 @@ class _Graph:
         return found
 
     def is_on_path(self, node: Node) -> bool:
-        """Whether ``node`` leads to an input."""
+        """Check that ``node`` leads to an input."""
         return bool(self._reach.get(node, 0) & self._INPUT)
 
     def has_weights(self, node: Node) -> bool:
-        """Whether ``node`` leads to a weight."""
+        """Check that ``node`` leads to a weight."""
         return bool(self._reach.get(node, 0) & self._WEIGHT)
 
     def _search(self, root: Node, found: list[Junction]) -> None:
@@ -339,7 +339,7 @@ def _keep_in(junction: Junction) -> Callable[[Gradients], None]:
 
 
 def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor | None]]:
-    """Where the branches of ``junction`` begin, and the gradient that each receives."""
+    """Yield the edges where branches of ``junction`` begin, each with the gradient it receives."""
     if not junction.edges:
         yield junction.node, junction.gradients[0]
         return

@@ -1,4 +1,4 @@
-"""What a step was given on this rank, and the ids of what its stages make of it.
+"""The arguments of a step on this rank, and the ids of the values that its stages make of them.
 
 An id stands for the shapes, strides and dtypes of what a stage gives for one microbatch. It follows
 from what the stage is given, so it is known before anything is computed.
@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(slots=True)
 class Microbatches:
-    """What a step was given, cut into microbatches, on this rank."""
+    """The arguments of a step on this rank, cut into microbatches."""
 
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[Mapping[str, Any]]
@@ -70,7 +70,7 @@ class Microbatches:
         return self.losses
 
     def context(self, run: Callable[[Action], None]) -> PipelineContext:
-        """What a function of the user is given of this step."""
+        """Make the context of this step for a function of the user."""
         return PipelineContext(
             self.schedule_ref,
             list(self.args),
@@ -182,7 +182,7 @@ class Identities:
         return found
 
     def _given(self, stage: int) -> Any:  # noqa: ANN401 - anything that can be a key
-        """What this rank's own arguments for ``stage`` look like; empty without any."""
+        """Describe this rank's own arguments for ``stage``; empty without any."""
         if not self._stages[stage].takes_batch and not self._batch.kwargs:
             return ()
         return self._texts(stage) if self._batch.key is None else self._batch.key

@@ -1,4 +1,4 @@
-"""Which call of a step a message belongs to.
+"""Numbers that tell to which call of a step a message belongs.
 
 A call that ends before the step has begun on its rank is made again under the same number. Other
 ranks may not have been asked for it, or wait in it: in the second case what they have sent, or are
@@ -30,11 +30,11 @@ class Call:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Call:
-        """What `numbers` gave."""
+        """Make a call of what `numbers` gave."""
         return cls(*numbers)
 
     def ended_below(self, other: Call) -> bool:
-        """Whether the rank of ``other`` has given up a call that this rank waits in.
+        """Check that the rank of ``other`` has given up a call that this rank waits in.
 
         Clocks are only asked where one rank has given up more calls than the other.
         """

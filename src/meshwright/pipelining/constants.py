@@ -1,4 +1,4 @@
-"""What crosses stages beside tensors: plain constants, as JSON in a message of a fixed size.
+"""The constants that cross stages beside tensors, as JSON in a message of a fixed size.
 
 They may differ from microbatch to microbatch, so they travel with each. Both sides know the size of
 the message before it is sent; what does not fit follows in a second one.
@@ -22,7 +22,7 @@ _LEAST_ROOM = 64
 
 
 def refusal(leaf: object, where: str) -> str:
-    """Why ``leaf`` cannot go to another stage."""
+    """Explain that ``leaf`` cannot go to another stage, and what can."""
     kind = type(leaf)
     return (
         f"{where} is of type {kind.__module__}.{kind.__qualname__}; expected a tensor, None, bool, "

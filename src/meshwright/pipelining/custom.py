@@ -22,7 +22,7 @@ CUSTOM = COMPUTE | {UNSHARD, RESHARD, REDUCE_GRAD}
 
 @dataclass(frozen=True, slots=True)
 class PipelineContext:
-    """What a custom function is given besides its action, with torch's names."""
+    """The arguments of a custom function besides its action, with torch's names."""
 
     schedule_ref: Any
     """The schedule."""

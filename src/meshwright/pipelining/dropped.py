@@ -71,7 +71,7 @@ def saved_tensor_hooks() -> object:
 
 
 def _recomputes() -> bool:
-    """Whether a reentrant checkpoint runs, which without gradients leaves no node of its own."""
+    """Check that a reentrant checkpoint runs, which without gradients leaves no node of its own."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:

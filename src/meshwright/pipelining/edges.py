@@ -1,4 +1,4 @@
-"""Where each argument of a stage comes from: the batch, or an output of an earlier stage."""
+"""The source of each argument of a stage: the batch, or an output of an earlier stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Source", "StageEdges", "adjacent", "edges_of", "only_source"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one argument comes from."""
+    """The source of one argument."""
 
     stage: int | None
     """The stage that makes it; None for the batch."""

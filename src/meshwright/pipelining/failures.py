@@ -1,4 +1,4 @@
-"""How a rank that fails in a step tells the others, whichever step they are in.
+"""The way in which a rank that fails in a step tells the others, whichever step they are in.
 
 Two notices of a schedule stand in the store. ``failed`` is the first failure that left messages
 behind: whoever is in that step or a later one raises, for what it waits for will not come. Ranks

@@ -40,7 +40,7 @@ class Halves:
         self._kept: dict[int, _Halfway] = {}
 
     def __contains__(self, microbatch: int) -> bool:
-        """Whether the second half is yet to come."""
+        """Check that the second half is yet to come."""
         return microbatch in self._kept
 
     def clear(self) -> None:

@@ -17,7 +17,7 @@ __all__ = ["advice", "copies", "writes_in_place"]
 
 
 def writes_in_place(module: nn.Module) -> bool:
-    """Whether a part of ``module`` says that it writes in place, or its graph does."""
+    """Check that a part of ``module`` says that it writes in place, or its graph does."""
     return any(
         getattr(part, "inplace", False)
         or (isinstance(part, fx.GraphModule) and any(map(_is_mutable, part.graph.nodes)))
@@ -26,7 +26,7 @@ def writes_in_place(module: nn.Module) -> bool:
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    """Whether ``node`` writes to a value; to a buffer it may."""
+    """Check that ``node`` writes to a value; to a buffer it may."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or not getattr(schema, "is_mutable", False) or not node.args:
         return False
@@ -44,7 +44,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def advice(error: Exception) -> str:
-    """What to do about ``error``, where it is about writing to what was received."""
+    """Advise about ``error``, where it is about writing to what was received."""
     text = str(error)
     if "leaf Variable that requires grad" not in text or "in-place operation" not in text:
         return ""

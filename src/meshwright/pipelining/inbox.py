@@ -1,4 +1,4 @@
-"""What has come to one stage from others, by microbatch, and the gradients that go back for it."""
+"""Values that one stage has received, by microbatch, and the gradients that go back for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What has come for one microbatch, and has not been used yet."""
+    """Values that have come for one microbatch and are not used yet."""
 
     outputs: dict[int, Values] = field(default_factory=dict)
     """By source stage."""
@@ -26,7 +26,7 @@ class _Microbatch:
 
 
 class Inbox:
-    """What lies between the arrival of values and their use.
+    """Values of one stage between their arrival and their use.
 
     ::
 
@@ -68,7 +68,7 @@ class Inbox:
         return nested
 
     def leaves(self, microbatch: int) -> list[Any]:
-        """What the forward of a microbatch has read from other stages, for a backward."""
+        """List what the forward of a microbatch has read from other stages, for a backward."""
         return [leaf for leaves in self._reads.get(microbatch, {}).values() for leaf in leaves]
 
     def added(self, microbatch: int, count: int) -> Gradients | None:
@@ -104,7 +104,7 @@ class Inbox:
         self._gradients[microbatch] = found
 
     def has_gradients(self, microbatch: int) -> bool:
-        """Whether the backward of a microbatch has run."""
+        """Check that the backward of a microbatch has run."""
         return microbatch in self._gradients
 
     def take_gradients(self, microbatch: int, source: int) -> Gradients:

@@ -30,7 +30,7 @@ class Start:
     """The weight as the gradient to start with, for a loss that it fits."""
 
     def of(self, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the backward of ``loss`` starts from, and with which gradient (None: 1).
+        """Find the tensor that the backward of ``loss`` starts from, and its gradient (None: 1).
 
         None is the loss itself; another one, as a user may have scaled it, has the same weight.
         """
@@ -55,7 +55,7 @@ class Losses:
         weights: Sequence[float],
         options: Mapping[str, Any],
     ) -> tuple[Any, Start]:
-        """What the function returns for one of ``outputs``, and where its backward starts."""
+        """Call the function for one of ``outputs``; returns loss and start of its backward."""
         loss = self._loss_fn(outputs[microbatch], targets[microbatch], **options)
         check_loss(loss, outputs, targets, microbatch, is_weighed=bool(weights))
         first = loss[0] if isinstance(loss, tuple) else loss

@@ -1,4 +1,4 @@
-"""What the operators of a traced model cost: parameters, operations, time, memory, and traffic."""
+"""The cost of a traced model's operators: parameters, operations, time, memory, and traffic."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _hint(extent: Any) -> int:  # noqa: ANN401
 
 
 def parameters(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """How many parameters each operator is the only one to use, and what several share."""
+    """Count the parameters that each operator uses alone, and those that several share."""
     return _weighed(module, nodes, lambda parameter: float(parameter.numel()), "parameters")
 
 
@@ -172,7 +172,7 @@ def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
 
 
 def _traced(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
-    """What a node was in the trace: a tensor without elements, or the graph of a region."""
+    """Return the value of a node in the trace: a tensor without elements, or a region's graph."""
     if "val" in node.meta:
         return node.meta["val"]
     return attribute(module, node) if node.op == "get_attr" else None

@@ -1,4 +1,4 @@
-"""What a value that crosses stages looks like: shapes, strides, dtypes, and where constants are.
+"""The look of a value that crosses stages: shapes, strides, dtypes, and the places of constants.
 
 A signature describes all outputs of a stage for one microbatch. Ranks send it as JSON, at most once
 for each signature, and know it by its id from then on. What is no tensor in it may differ from
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def as_outputs(value: object) -> tuple[Any, ...]:
-    """What a module has returned, as a tuple: each element is an argument of the next stage."""
+    """Return the outputs of a module as a tuple: each element is an argument of the next stage."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -86,7 +86,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What is known of a tensor without its elements."""
+    """The shape, strides and dtype of a tensor, without its elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -95,11 +95,11 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """What ``tensor`` is."""
+        """Describe ``tensor``."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def describes(self, tensor: object) -> bool:
-        """Whether ``tensor`` has this shape, stride and dtype."""
+        """Check that ``tensor`` has this shape, stride and dtype."""
         return (
             isinstance(tensor, torch.Tensor)
             and tensor.dtype is self.dtype
@@ -113,7 +113,7 @@ class TensorMeta:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it lies as it travels."""
+        """True when it lies as it travels."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:
@@ -122,7 +122,7 @@ class TensorMeta:
         return True
 
     def laid_out(self, received: torch.Tensor) -> torch.Tensor:
-        """What has travelled, with its strides; as it is where elements shared memory."""
+        """Give what has travelled its strides; as it is where elements shared memory."""
         if 0 in self.stride:
             return received
         made = torch.empty_strided(
@@ -133,7 +133,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What all leaves of a value are, and how they are nested."""
+    """The description of all leaves of a value, and of their nesting."""
 
     leaves: tuple[TensorMeta | None, ...]
     """None for a constant."""
@@ -190,7 +190,7 @@ class Signature:
         )
 
     def describes(self, values: Values) -> bool:
-        """Whether ``values`` are as described, whatever the values of constants."""
+        """Check that ``values`` are as described, whatever the values of constants."""
         if len(values.leaves) != len(self.leaves) or values.spec != self.spec:
             return False
         for meta, leaf in zip(self.leaves, values.leaves, strict=True):
@@ -219,7 +219,7 @@ def _requires_grad(leaf: object) -> bool:
 
 
 def signature_of(values: Values, where: str) -> Signature:
-    """What ``values`` are. ``where`` names them in messages.
+    """Describe ``values``. ``where`` names them in messages.
 
     Raises ``PipeliningShapeError`` for leaves that are neither dense tensors nor plain constants.
     """
@@ -242,7 +242,7 @@ def signature_of(values: Values, where: str) -> Signature:
 
 
 def declared(values: object, stage: int, name: str) -> Signature | None:
-    """What the user says, by the argument ``name``, that ``stage`` takes or gives.
+    """Describe what the user says, by the argument ``name``, that ``stage`` takes or gives.
 
     Raises as `signature_of` does.
     """
@@ -352,5 +352,5 @@ def detached(value: object) -> object:
 
 
 def trained(module: nn.Module) -> tuple[bool, ...]:
-    """Which parameters are trained now: on that depends which outputs require gradients."""
+    """List the parameters that are trained now: outputs that require gradients depend on that."""
     return tuple([parameter.requires_grad for parameter in module.parameters()])

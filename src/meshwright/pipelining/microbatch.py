@@ -86,7 +86,7 @@ class _Leaf:
 
     @property
     def is_cut_tensor(self) -> bool:
-        """Whether it is a tensor that is cut, and no mask."""
+        """True when it is a tensor that is cut, and no mask."""
         return self.dim is not None and not _is_block_mask(self.value)
 
 
@@ -128,7 +128,7 @@ def split_args_kwargs_into_chunks(
 
 
 def is_plain(args: tuple[Any, ...], chunks: int) -> bool:
-    """Whether ``args`` are tensors without gradients, equally long, that need no look inside."""
+    """Check that ``args`` are tensors without gradients, equally long, that need no look inside."""
     sizes = set()
     for value in args:
         if type(value) is not torch.Tensor or value.requires_grad or not value.dim():
@@ -239,7 +239,7 @@ def _cut(leaf: _Leaf, chunks: int) -> Sequence[Any]:
 
 
 def _is_block_mask(value: object) -> bool:
-    """Whether ``value`` is flex attention's mask, told by its name: that module is slow to load."""
+    """Check that ``value`` is flex attention's mask, by its name: that module is slow to load."""
     kind = type(value)
     return kind.__name__ == "BlockMask" and kind.__module__.startswith("torch.nn.attention")
 

@@ -31,7 +31,7 @@ _PREFIX = "submod_"
 
 
 class MultiUseParameterConfig(Enum):
-    """What becomes of a parameter that several stages use: as in torch, only copies are made."""
+    """The fate of a parameter that several stages use: as in torch, only copies are made."""
 
     TRANSMIT = 1
     REPLICATE = 2
@@ -39,7 +39,7 @@ class MultiUseParameterConfig(Enum):
 
 @dataclass
 class PipeInfo:
-    """What `build_stage` needs to know of a `Pipe`, without its parameters."""
+    """The facts of a `Pipe` that `build_stage` needs, without its parameters."""
 
     graph: fx.Graph
     num_stages: int
@@ -163,7 +163,7 @@ class Pipe(nn.Module):
         return self.split_gm.get_submodule(f"{_PREFIX}{stage_idx}")
 
     def info(self) -> PipeInfo:
-        """What `build_stage` needs; it does not keep this object."""
+        """Return what `build_stage` needs; it does not keep this object."""
         graph = fx.Graph()
         result = graph.graph_copy(self.split_gm.graph, {})
         graph.output(result)
@@ -232,7 +232,7 @@ class Pipe(nn.Module):
 
 
 def _named(target: object) -> str:
-    """What a node calls, alike in every process: the text of a function has its address."""
+    """Name the target of a node, alike in every process: the text of a function has its address."""
     if isinstance(target, FunctionType):
         return f"{target.__module__}.{target.__qualname__}"
     return str(target)
@@ -240,7 +240,7 @@ def _named(target: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a split graph knows of its stages."""
+    """The facts that a split graph has of its stages."""
 
     edges: tuple[StageEdges, ...] = ()
     ties: tuple[Tie, ...] = ()

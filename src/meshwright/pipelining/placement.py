@@ -28,7 +28,7 @@ Roots = frozenset[fx.Node]
 
 
 class Placement:
-    """Where the nodes of ``module``'s graph run.
+    """The stages in which the nodes of ``module``'s graph run.
 
     Raises ``ValueError`` for markers inside a region that is traced as one operator, and for
     changes in place that stages could not do one after the other.
@@ -85,7 +85,7 @@ class Placement:
         return stage + 1
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether a node gives the same wherever it runs, and no parameter or batch is read."""
+        """Check that a node gives the same wherever it runs, and reads no parameter or batch."""
         if (
             is_marker(node)
             or node.op == "placeholder"
@@ -187,7 +187,7 @@ class Placement:
 
 
 def source_of(node: fx.Node) -> str:
-    """Where the model called the operator of ``node``: module and line, as far as is known."""
+    """Name the module and line that called the operator of ``node``, as far as they are known."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     module = stack[-1][0] if stack and stack[-1][0] else "the model"
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
@@ -196,7 +196,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def _is_pure(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node's result follows from its arguments, and nothing else changes."""
+    """Check that a node's result follows from its arguments, and nothing else changes."""
     if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
@@ -253,7 +253,7 @@ def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
 
 
 def assigns(node: fx.Node) -> bool:
-    """Whether a node gives a buffer the value that the model has assigned to it: it comes last."""
+    """Check that a node gives a buffer what the model has assigned to it: it comes last."""
     target = node.args[0] if node.args else None
     if node.target is not torch.ops.aten.copy_.default or not isinstance(target, fx.Node):
         return False
@@ -274,7 +274,7 @@ def _refuse_inner_marker(module: nn.Module, node: fx.Node) -> None:
 
 
 def attribute(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401 - whatever it holds
-    """What a ``get_attr`` node of the graph of ``module`` gives: a tensor, a graph, a constant."""
+    """Look up the value of a ``get_attr`` node of ``module``: a tensor, a graph, a constant."""
     found: Any = module
     for part in str(node.target).split("."):
         found = getattr(found, part)

@@ -85,12 +85,12 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """How messages call it: of an overlap the part, too."""
+        """The name of it in messages: of an overlap with the part."""
         return self.text if self.part is self.action else f"{self.text} of {self.action}"
 
     @property
     def waits(self) -> bool:
-        """Whether something must have come before it runs."""
+        """True when something must have come before it runs."""
         if self.parts:
             return any(part.waits for part in self.parts)
         computes = self.operation is F or self.operation in BACKWARD
@@ -140,7 +140,7 @@ class _Compiler:
         return found
 
     def _is_overlap(self, action: Action) -> bool:
-        """Whether a function of the user runs the parts of ``action`` at once."""
+        """Check that a function of the user runs the parts of ``action`` at once."""
         if action.operation not in self._custom or not action.parts:
             return False
         needs = {need for part in action.parts for need in dependencies(part, self._schedule)}

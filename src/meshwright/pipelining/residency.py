@@ -1,4 +1,4 @@
-"""Where the parameters and gradients of a stage are: what a schedule drives, and never asks about.
+"""The parameters and gradients of a stage on this rank: a schedule drives them and never asks.
 
 A module whose parameters are spread or copied over ranks offers itself by a method
 ``pipeline_residency()``; modules that return the same object are driven as one. While a schedule
@@ -53,7 +53,7 @@ class Residency(Protocol):
         ...
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """What computes as parameter ``name`` of ``module``, with this rank's own gradient.
+        """Find the tensor that computes as parameter ``name``, with this rank's own gradient.
 
         None where that is the parameter itself, or another residency's.
         """
@@ -111,7 +111,7 @@ class Several:
             part.reshard()
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """What computes as parameter ``name`` of ``module``; None where there is no such."""
+        """Find the tensor that computes as parameter ``name`` of ``module``; None without one."""
         for part in self._parts:
             found = part.computing(module, name)
             if found is not None:
@@ -210,7 +210,7 @@ class _ForeignReplica:
         self.drop()
 
     def drop(self) -> None:
-        """Let the module's own reducer run again."""
+        """Set the module's own reducer to run again."""
         self._pending.clear()
         if self._is_wanted is not None:
             setattr(self._module, "require_backward_grad_sync", self._is_wanted)  # noqa: B010

@@ -96,7 +96,7 @@ class Runtime:
         }
 
     def register(self, functions: Mapping[Operation, CustomFunction]) -> None:
-        """Let functions of the user run in place of actions, from the next step on."""
+        """Register functions of the user to run in place of actions, from the next step on."""
         self._custom.update(functions)
         self._compile()
 
@@ -141,7 +141,7 @@ class Runtime:
         self.steps += 1
 
     def disagreement(self, rank: int) -> str:
-        """How the schedule of ``rank`` differs from that of this rank."""
+        """Describe the difference of the schedule of ``rank`` from that of this rank."""
         mine = json.loads(self._own)
         theirs = object_of(self._notices.read(f"plan/{rank}"), {}) or {}
         parts = [
@@ -174,7 +174,7 @@ class Runtime:
 
 
 def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str, Any]:
-    """What all ranks must agree on, in words."""
+    """List in words what all ranks must agree on."""
     return {
         "schedule": schedule.name,
         "microbatches": schedule.microbatches,
@@ -301,7 +301,7 @@ class _Step:
         stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
 
     def _pass_outputs(self, entry: Entry) -> None:
-        """What follows a forward."""
+        """Pass the outputs of a forward on: to the loss, or to the stages that read them."""
         k, stage = entry.microbatch, entry.stage
         known = stage.expected.get(k)
         if stage.is_last:
@@ -338,7 +338,7 @@ class _Step:
         entry.stage.backward_one_chunk(entry.microbatch, None, entry.operation is B)
 
     def _pass_gradients(self, entry: Entry) -> None:
-        """What follows a backward."""
+        """Pass the gradients of a backward on to stages of this rank, and count a whole one."""
         k, inbox = entry.microbatch, entry.stage.inbox
         if entry.operation is B:
             self._count(entry)
@@ -352,8 +352,8 @@ class _Step:
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
-        """What follows a weight half: of a last stage nothing keeps the graph, whose half is left
-        as it was when only the other was run."""
+        """Count a weight half; of a last stage let the graph go, whose half is left as it was
+        when only the other was run."""
         if entry.operation is W and entry.stage.is_last:
             k, results, losses = entry.microbatch, entry.stage.results, self.batch.losses
             if k in results:
@@ -432,13 +432,13 @@ class _Step:
                 after(self, part)
 
     def _run_part(self, entry: Entry) -> None:
-        """What the schedule would do for a part of what a function of the user runs."""
+        """Do what the schedule would do for a part of what a function of the user runs."""
         self.entry = entry
         _HANDLERS[entry.operation].run(self, entry)
 
 
 class _Handler(NamedTuple):
-    """How an operation is run."""
+    """The functions that run one kind of operation."""
 
     whole: Callable[[_Step, Entry], None]
     run: Callable[[_Step, Entry], None]

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: a marker that leaves a trace in the graph, and no effect.
+"""The marker of a cut between stages: it leaves a trace in the graph, and has no effect.
 
 The marker is an operator of our own library. Graphs that were traced elsewhere may have torch's; it
 is known by its name.
@@ -47,7 +47,7 @@ def pipe_split() -> None:
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Whether ``node`` cuts the graph."""
+    """Check that ``node`` cuts the graph."""
     return node.op == "call_function" and (
         node.target is _MARKER or str(node.target) == _TORCHS_MARKER
     )
@@ -60,7 +60,7 @@ def put_marker(graph: fx.Graph, before: fx.Node) -> None:
 
 
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Let modules of ``mod``, by name, mark a cut whenever they are called, from now on.
+    """Make modules of ``mod``, by name, mark a cut whenever they are called, from now on.
 
     Raises ``AttributeError`` for a name that is no module, ``ValueError`` for another kind of
     split point; then nothing is changed.

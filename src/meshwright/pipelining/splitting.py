@@ -23,7 +23,7 @@ __all__ = ["Argument", "Cut", "Expected", "Traced", "cut", "expected"]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a tensor must be, as far as the trace has fixed it."""
+    """The properties of a tensor that the trace has fixed."""
 
     shape: tuple[int | None, ...]
     """None where the trace left a size open."""
@@ -48,7 +48,7 @@ class Argument:
 
     @property
     def has_default(self) -> bool:
-        """Whether it is a constant of the graph: then it may be left out."""
+        """True when it is a constant of the graph: then it may be left out."""
         return self.spec.is_leaf() and not isinstance(self.leaves[0], Expected)
 
 
@@ -131,7 +131,7 @@ class _Cutter:
     # ------------------------------------------------------------------------- edges
 
     def _reads(self, stage: _Stage) -> list[fx.Node]:
-        """What the nodes of a stage read, those included that run everywhere, in their order."""
+        """List what the nodes of a stage read, with those that run everywhere, in their order."""
         place = self.placement
         mine = [n for n in place.nodes if place.stage.get(n) == stage.index]
         mine = [n for n in mine if n.op != "placeholder" and not self._is_check(n, stage)]
@@ -140,7 +140,7 @@ class _Cutter:
         return list(dict.fromkeys(a for n in mine for a in n.all_input_nodes))
 
     def _is_check(self, node: fx.Node, stage: _Stage) -> bool:
-        """Whether a node only asserts something of another stage's values, or marks a cut."""
+        """Check that a node only asserts something of another stage's values, or marks a cut."""
         if is_marker(node):
             return True
         place = self.placement
@@ -200,12 +200,12 @@ class _Cutter:
             stage.env[value] = stage.graph.call_function(torch.ops.aten.clone.default, (given,))
 
     def _across(self, stage: _Stage) -> list[fx.Node]:
-        """What a stage gets from earlier stages: what it reads, and what it passes on."""
+        """List what a stage gets from earlier stages: what it reads, and what it passes on."""
         found = [v for v in [*self._reads(stage), *stage.outputs] if not self._keyword(v)]
         return [v for v in dict.fromkeys(found) if self.placement.stage.get(v, 9**9) < stage.index]
 
     def _take(self, stage: _Stage, argument: Argument, given: fx.Node) -> None:
-        """Let the leaves of an argument be found in ``given``."""
+        """Map the leaves of an argument to their places in ``given``."""
         nodes = [node for node, (owner, _) in self.leaf.items() if owner is argument]
         if argument.spec.is_leaf():
             stage.env[nodes[0]] = given
@@ -368,7 +368,7 @@ def _refuse_hooks(tie: Tie, parameter: nn.Parameter) -> None:
 
 
 def expected(value: torch.Tensor, *, has_stride: bool = False) -> Expected:
-    """What the trace has fixed of a tensor."""
+    """Describe what the trace has fixed of a tensor."""
     shape = tuple(size if isinstance(size, int) else None for size in value.shape)
     stride = value.stride()
     if not has_stride or not all(isinstance(step, int) for step in stride):
@@ -377,7 +377,7 @@ def expected(value: torch.Tensor, *, has_stride: bool = False) -> Expected:
 
 
 def _listed(flat: Any) -> list[Any]:  # noqa: ANN401
-    """What an output node has, as a list."""
+    """List the values of an output node."""
     return list(flat) if isinstance(flat, Sequence) else [flat]
 
 

@@ -53,7 +53,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepOfStage:
-    """What a stage is told of the step that it is in."""
+    """The facts that a stage is told of the step that it is in."""
 
     has_backward: bool
     is_scaled: bool
@@ -147,12 +147,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes the batch."""
+        """True when it takes the batch."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its outputs are the model's."""
+        """True when its outputs are the model's."""
         return self.stage_index == self.num_stages - 1
 
     @property
@@ -162,7 +162,7 @@ class PipelineStage:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of it in messages."""
         return f"[Stage {self.stage_index}]"
 
     def clear_runtime_states(self) -> None:
@@ -200,7 +200,7 @@ class PipelineStage:
         return self._values[microbatch]
 
     def has_left(self, operation: Operation, microbatch: int) -> bool:
-        """Whether a compute action of a microbatch has not been run when it should have been."""
+        """Check that a compute action of a microbatch has not been run when it should have been."""
         if operation is F:
             return microbatch not in self._values
         return microbatch in (self._halves if operation is W else self.fwd_cache)
@@ -379,7 +379,7 @@ class PipelineStage:
     def _roots(
         self, microbatch: int, loss: torch.Tensor | None
     ) -> tuple[list[object], list[torch.Tensor | None] | None]:
-        """What the backward starts from, with gradients; None where that of a loss is 1."""
+        """List what the backward starts from, with gradients; None where that of a loss is 1."""
         values = self._values.pop(microbatch)
         start = self._starts.pop(microbatch, None)
         if start is None and loss is not None:

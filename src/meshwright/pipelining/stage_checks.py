@@ -1,4 +1,4 @@
-"""What stages must be like for a schedule, and what may be unusual about their modules."""
+"""The checks of stages for a schedule, and of what is unusual about their modules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_arguments(stages: object, microbatches: object, loss_fn: object) -> No
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` or a part of it was compiled; torch's class is not imported for that."""
+    """Check that ``module`` or a part of it was compiled, without an import of torch's class."""
     return any(
         type(part).__name__ == "OptimizedModule"
         or part._compiled_call_impl is not None

@@ -41,7 +41,7 @@ _NEEDS_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
 
 
 class Nesting:
-    """How the model nests its outputs. It never changes, and copies of a stage share it."""
+    """The nesting of the model's outputs. It never changes, and copies of a stage share it."""
 
     def __init__(self, spec: TreeSpec) -> None:
         self.spec = spec
@@ -112,7 +112,7 @@ class StageModule(fx.GraphModule):
 
 
 def follow_mode(node: fx.Node, *, is_training: bool) -> tuple[str, Any, Any] | None:
-    """Which keyword of a traced ``node`` follows the mode, with its values in both.
+    """Find the keyword of a traced ``node`` that follows the mode, with its values in both.
 
     None where none does, or where the model has fixed it. The node gets that argument by keyword.
     """

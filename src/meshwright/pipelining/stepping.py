@@ -1,4 +1,4 @@
-"""What all schedules have in common: they cut a batch, run it on a `Runtime`, merge its outputs."""
+"""The base of all schedules: they cut a batch, run it on a `Runtime`, and merge its outputs."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
 
 
 class Wire(Protocol):
-    """What carries tensors between stages of different ranks."""
+    """The carrier of tensors between stages of different ranks."""
 
     def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
         """Send message ``number`` of ``stage`` to stage ``target``."""
@@ -153,7 +153,7 @@ class TiedParameters:
         return sorted(found, key=lambda pair: (min(pair), max(pair)))
 
     def _look_up(self) -> None:
-        """Which tensors compute: they may be others in another step."""
+        """Look up the tensors that compute: they may be others in another step."""
         for held in self._held:
             for stage, (module, name) in held.places.items():
                 found = self._residencies[stage].computing(module, name)
@@ -289,7 +289,7 @@ class TiedParameters:
     # ----------------------------------------------------------------------- messages
 
     def _shared(self, stage: int, other: int) -> list[_Held]:
-        """What two stages hold together, in an order that both know."""
+        """List what two stages hold together, in an order that both know."""
         return [
             held
             for held in self._held
@@ -353,7 +353,7 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _facts(tensor: torch.Tensor) -> int:
-    """What a receiver must agree on, as a number."""
+    """Compute a number of what a receiver must agree on."""
     return digest(list(tensor.shape), str(tensor.dtype))
 
 

@@ -137,7 +137,7 @@ class TracedStage(PipelineStage):
 
 
 def mismatches(wanted: Expected | object, leaf: object, what: str) -> list[str]:
-    """How ``leaf`` differs from what the trace has fixed."""
+    """List the differences of ``leaf`` from what the trace has fixed."""
     if not isinstance(wanted, Expected):
         is_same = wanted is None or (type(leaf) is type(wanted) and leaf == wanted)
         return [] if is_same else [f"{what} was traced as {wanted!r}, actual {leaf!r}"]
@@ -160,6 +160,6 @@ def mismatches(wanted: Expected | object, leaf: object, what: str) -> list[str]:
 
 
 def _same_stride(wanted: tuple[int, ...], leaf: torch.Tensor) -> bool:
-    """Whether strides agree where there is more than one element along a dim."""
+    """Check that strides agree where there is more than one element along a dim."""
     steps = zip(wanted, leaf.stride(), leaf.shape, strict=True)
     return all(want == got or size <= 1 for want, got, size in steps)

@@ -1,4 +1,4 @@
-"""What stages of different ranks tell each other in one step.
+"""The messages between stages of different ranks in one step.
 
 In front of the first payload between a stage and a rank that reads it goes one header: what the
 sender takes the schedule to be, the step's number and which call of it this is, and an id of each
@@ -485,7 +485,7 @@ class Transfers:
 
 
 def first_tag(schedule: Schedule, number: int) -> int:
-    """Where the tags of schedule ``number`` of a group begin.
+    """Compute the first tag of schedule ``number`` of a group.
 
     A schedule that has failed may have left messages, which no later one must take for its own.
     Beginnings lie far apart, whatever the sizes of the schedules: number times the golden ratio.

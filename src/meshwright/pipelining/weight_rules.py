@@ -22,7 +22,7 @@ Found = Sequence[torch.Tensor | None] | None
 
 
 def weight_gradients(node: Node, gradients: Gradients, edges: Sequence[int]) -> list[Any]:
-    """What ``node`` sends along ``edges`` (indices of ``next_functions``), in that order.
+    """Compute what ``node`` sends along ``edges`` (indices of ``next_functions``), in that order.
 
     ``gradients`` are those of the node's outputs, None for outputs that have none.
     """
@@ -49,7 +49,7 @@ def weight_gradients(node: Node, gradients: Gradients, edges: Sequence[int]) -> 
 
 
 def reads_hooked(node: Node) -> bool:
-    """Whether what `weight_gradients` reads of ``node`` may have been packed away by a hook.
+    """Check that what `weight_gradients` reads of ``node`` may have been packed away by a hook.
 
     So a checkpoint keeps things, which recomputes all of them for each pass of autograd.
     """
@@ -60,7 +60,7 @@ def reads_hooked(node: Node) -> bool:
 
 
 def set_needs(node: Node, wanted: Callable[[int], bool]) -> None:
-    """Let a Python function compute gradients of those needed inputs that are ``wanted`` only."""
+    """Make a Python function compute gradients of those needed inputs that are ``wanted`` only."""
     node.needs_input_grad = tuple(
         needed and wanted(edge) for edge, needed in enumerate(node.needs_input_grad)
     )

@@ -67,7 +67,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """What the sender called, in words."""
+        """The call of the sender, in words."""
         return self.words.decode(errors="replace")
 
 

@@ -469,7 +469,7 @@ class SharedMemoryGroup(ProcessGroup):
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for."""
+        """Return the purpose of the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
