@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -401,6 +402,20 @@ def annotated(tree: Tree) -> Found:
                 yield source.path, function.lineno, f"{function.name} does not annotate: {told}"
 
 
+_NO_SENTENCE = re.compile(r"(What|Whether|Which|Who|How|Where|When|Why|One of|Let)\b")
+
+
+def docstrings(tree: Tree) -> Found:
+    """No docstring begins with a question word, One of or Let: it says an act, or a thing."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for source in tree.sources:
+        for node in ast.walk(source.tree):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if text is not None and (found := _NO_SENTENCE.match(text)):
+                said = f"a docstring begins with {found[0]!r}: begin with a verb or a noun"
+                yield source.path, getattr(node, "lineno", 1), said
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -420,6 +435,7 @@ RULES: dict[str, Rule] = {
         module_state,
         no_print,
         annotated,
+        docstrings,
     )
 }
 
