@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ from meshwright.fsdp import (
     StateDictType,
 )
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.fsdp.wrap import (
+    CustomPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 
@@ -190,3 +198,67 @@ def body_no_shard() -> None:
 
 def test_without_sharding_the_dict_is_full(ranks: Ranks) -> None:
     ranks(2, body_no_shard)
+
+
+class Twice(nn.Module):
+    """A layer and a block that have two names each, one of them in a list."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.again = self.layer
+        self.blocks = nn.ModuleList([self.block, nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.again(self.block(self.layer(x)))))
+
+
+def chosen_by_name(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) or getattr(module, "out_features", 0) == 4
+
+
+POLICIES: dict[str, Callable[..., Any]] = {
+    "types": ModuleWrapPolicy({nn.Linear}),
+    "types inside of types": ModuleWrapPolicy({nn.Linear, nn.Sequential}),
+    "sizes": partial(size_based_auto_wrap_policy, min_num_params=20),
+    "custom": CustomPolicy(chosen_by_name),
+    "function": partial(lambda_auto_wrap_policy, lambda_fn=chosen_by_name),
+    "always": always_wrap_policy,
+    "layers": partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
+}
+
+
+def body_policies(policy: str, use_orig_params: bool) -> None:
+    plain, inner = Twice().double(), Twice().double()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ModuleList.*")
+        model = FSDP(inner, auto_wrap_policy=POLICIES[policy], use_orig_params=use_orig_params)
+    optimizer, plain_optimizer = (
+        torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, plain)
+    )
+    for step in range(2):
+        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).double()
+        model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+        plain(batch).square().mean().backward()
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    model.load_state_dict({name: 2 * value for name, value in plain.state_dict().items()})
+    with kind(model, SHARDED):
+        model.load_state_dict(model.state_dict())
+    state = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert sorted(state) == sorted(name for name, _ in plain.named_parameters())
+    equal(model.state_dict(), {name: 2 * value for name, value in plain.state_dict().items()})
+
+
+def body_all_policies(use_orig_params: bool) -> None:
+    for policy in POLICIES:
+        body_policies(policy, use_orig_params)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["views", "flat"])
+def test_policies_wrap_a_module_under_two_names_once(ranks: Ranks, use_orig_params: bool) -> None:
+    ranks(2, body_all_policies, use_orig_params)
