@@ -14,7 +14,7 @@ from data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gr
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
 from meshwright.data_parallel.alignment import NOTES
-from meshwright.data_parallel.slots import GradientSlot, plan_buckets
+from meshwright.data_parallel.buckets import GradientSlot, plan_buckets
 from meshwright.testing import Ranks
 
 EVERY = ReductionSettings(alone_bytes=1)

@@ -12,8 +12,7 @@ from meshwright.comm import observe
 from meshwright.comm.dtensor import local_of
 from meshwright.comm.streams import Mark
 from meshwright.data_parallel.buffer import FlatBuffer
-from meshwright.data_parallel.gradient_lines import GradientLine
-from meshwright.data_parallel.kept_line import KeptLine
+from meshwright.data_parallel.gradient_lines import GradientLine, KeptLine
 from meshwright.data_parallel.sharded import fully_shard
 from meshwright.data_parallel.unit import Unit
 from meshwright.fsdp import FullyShardedDataParallel, fsdp_units

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from meshwright.comm.marks import GRAD_REDUCE
-from meshwright.data_parallel.slots import GradientSlot, plan_buckets
+from meshwright.data_parallel.buckets import GradientSlot, plan_buckets
 
 __all__ = ["ALONE_BYTES", "BucketPlan", "Mark", "describe", "marks_of", "plan_marks"]
 

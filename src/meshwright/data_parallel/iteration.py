@@ -29,8 +29,8 @@ from meshwright.data_parallel.exposed_tensors import ExposedTensors
 from meshwright.data_parallel.module_tree import ModuleTree
 from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
+from meshwright.data_parallel.parameter_group import sum_parts
 from meshwright.data_parallel.parameter_hooks import accumulator_of
-from meshwright.data_parallel.partial_sums import sum_parts
 from meshwright.data_parallel.pass_notes import NonFinite
 from meshwright.data_parallel.step_watch import Steps, StepWatch
 from meshwright.data_parallel.unit import ParameterGroup, Phase, Unit

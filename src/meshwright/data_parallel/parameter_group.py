@@ -20,20 +20,42 @@ from meshwright.comm.dtensor import dtensor_at_rest, is_dtensor, local_gradient,
 from meshwright.comm.leaves import take_over
 from meshwright.comm.subclasses import values_of
 from meshwright.data_parallel.buffer import BufferTypes, CustomCollective, DataAxes, FlatBuffer
-from meshwright.data_parallel.gradient_lines import GradientLine
-from meshwright.data_parallel.kept_line import KeptLine
-from meshwright.data_parallel.partial_sums import Summand, sum_parts, summands_of
+from meshwright.data_parallel.distributed_parameters import PartialSum
+from meshwright.data_parallel.gradient_lines import GradientLine, KeptLine
 from meshwright.data_parallel.starting_state import Start, digest_of, has_values_of
 from meshwright.data_parallel.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.data_parallel.unit_slots import Slot
 from meshwright.gradients import NonFiniteValues
 from meshwright.layout import ChunkedLayout, FlatLayout
 
-__all__ = [
-    "ParameterGroup",
-    "ReduceHook",
-    "UnitSettings",
-]
+__all__ = ["ParameterGroup", "ReduceHook", "Summand", "UnitSettings", "sum_parts", "summands_of"]
+
+Summand = tuple[PartialSum, torch.Tensor]
+"""A gradient, or a part of one, and over what it is to be summed."""
+
+
+def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
+    """The whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
+    parts = line.parts()
+    return [(add, part) for index, add in sums for part in parts[index]]
+
+
+@torch.no_grad()
+def sum_parts(summands: Iterable[Summand]) -> None:
+    """Sum in place: one all-reduce for each axis, dtype and device."""
+    together: dict[tuple[Communicator, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for add, part in summands:
+        if part.numel():
+            key = (add.communicator, part.dtype, part.device)
+            together.setdefault(key, []).append(part)
+    for (axis, _, _), parts in together.items():
+        line = torch.cat([part.reshape(-1) for part in parts]).to(axis.device)
+        axis.all_reduce(line, label="partial gradients").wait()
+        sums = line.split([part.numel() for part in parts])
+        torch._foreach_copy_(
+            parts, [each.view(part.shape) for each, part in zip(sums, parts, strict=True)]
+        )
+
 
 _REQUIRES_GRAD = attrgetter("full.requires_grad")
 

@@ -29,14 +29,19 @@ import torch
 from meshwright.comm import Communicator
 from meshwright.comm.untraced import apart
 from meshwright.data_parallel.alignment import NOTES
-from meshwright.data_parallel.buckets import Bucket, slot_of
+from meshwright.data_parallel.buckets import (
+    ARRIVED,
+    Bucket,
+    BucketLayout,
+    came_empty,
+    plan_buckets,
+    slot_of,
+)
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
 from meshwright.data_parallel.gradient_bucket import CommunicationHook, Deferred, RegisteredHook
 from meshwright.data_parallel.in_place import InPlaceGradient
 from meshwright.data_parallel.options import ReductionSettings
 from meshwright.data_parallel.pass_notes import PassNotes, sum_notes
-from meshwright.data_parallel.reductions import Reduction, build_reductions, gradients_in
-from meshwright.data_parallel.slots import ARRIVED, BucketLayout, came_empty, plan_buckets
 from meshwright.data_parallel.sparse_gradient import SparseGradient
 from meshwright.data_parallel.starting_state import compare_parameters
 from meshwright.data_parallel.static_graph import late_gradient, unexpected_gradient
@@ -45,7 +50,60 @@ from meshwright.errors import NonFiniteError
 if TYPE_CHECKING:
     from meshwright.data_parallel.traced import Marking
 
-__all__ = ["GradientReducer", "ReductionPhase"]
+
+__all__ = ["GradientReducer", "Reduction", "ReductionPhase", "build_reductions", "gradients_in"]
+
+Reduction = Bucket | InPlaceGradient | SparseGradient
+
+
+def build_reductions(
+    layouts: Sequence[BucketLayout],
+    parameters: Sequence[torch.nn.Parameter],
+    settings: ReductionSettings,
+    communicator: Communicator,
+) -> tuple[Reduction, ...]:
+    """One for each layout, whose slots count ``parameters``."""
+    built: list[Reduction] = []
+    alone: list[InPlaceGradient] = []
+    zeros = settings.zeros_for_unused
+    for layout in layouts:
+        members = [parameters[slot.index] for slot in layout.slots]
+        if layout.is_sparse:
+            built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros))
+            continue
+        if layout.is_alone:
+            alone.append(InPlaceGradient(layout, members[0], communicator.empty_shared))
+            built.append(alone[-1])
+            continue
+        is_view = settings.is_gradient_view and all(
+            parameter.dtype == layout.dtype for parameter in members
+        )
+        built.append(
+            Bucket(
+                layout,
+                members,
+                communicator.empty_shared(layout.numel, layout.dtype),
+                is_gradient_view=is_view,
+                riders=alone if layout is layouts[-1] else (),
+                zeros_for_unused=zeros,
+            )
+        )
+    return tuple(built)
+
+
+def gradients_in(reductions: Sequence[Reduction]) -> Iterator[torch.Tensor]:
+    """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
+
+    Of a sparse gradient the values.
+    """
+    for reduction in reductions:
+        if isinstance(reduction, Bucket) and reduction.is_gradient_view:
+            yield reduction.gradients
+            continue
+        for parameter in reduction.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 class ReductionPhase(StrEnum):

@@ -19,8 +19,8 @@ from enum import IntEnum
 import torch
 
 from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.buckets import BucketLayout
 from meshwright.data_parallel.gradient_bucket import BucketPart, GradBucket, tensor_of
-from meshwright.data_parallel.slots import BucketLayout
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.slots import BucketLayout
+from meshwright.data_parallel.buckets import BucketLayout
 
 __all__ = ["CountedBucket", "StaticGraph", "late_gradient", "unexpected_gradient"]
 

@@ -36,7 +36,7 @@ from meshwright.comm.dtensor import local_of
 from meshwright.comm.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.comm.untraced import apart, constant
 from meshwright.data_parallel.gradient_bucket import compressed_dtype
-from meshwright.data_parallel.kept_memory import KeptMemory
+from meshwright.data_parallel.in_place import KeptMemory
 from meshwright.data_parallel.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
 

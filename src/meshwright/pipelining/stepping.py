@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from meshwright.pipelining.batch import Microbatches, check_cut, check_declared
 from meshwright.pipelining.custom import check_custom
@@ -23,7 +24,6 @@ from meshwright.pipelining.program import CustomFunction
 from meshwright.pipelining.residency import find_residency
 from meshwright.pipelining.runtime import Runtime
 from meshwright.pipelining.stage import PipelineStage
-from meshwright.pipelining.stage_checks import check_arguments, is_compiled
 from meshwright.schedule.actions import (
     Action,
     F,
@@ -33,7 +33,40 @@ from meshwright.schedule.actions import (
 from meshwright.schedule.checks import check, check_lowered
 from meshwright.schedule.lowering import forward_part, lower
 
-__all__ = ["PipelineSchedule"]
+__all__ = ["PipelineSchedule", "check_arguments", "is_compiled"]
+
+
+def check_arguments(stages: object, microbatches: object, loss_fn: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what no schedule can be built with."""
+    listed = list(stages) if isinstance(stages, Sequence) else [stages]
+    wrong = [stage for stage in listed if not isinstance(stage, PipelineStage)]
+    if wrong or not isinstance(stages, Sequence):
+        raise TypeError(
+            "expected one PipelineStage for a schedule of single stages and a list of them for "
+            f"others, found {type(wrong[0] if wrong else stages).__name__}"
+        )
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool):
+        raise TypeError(f"expected n_microbatches to be an int, found {microbatches!r}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"expected loss_fn(output, target) or None, found {loss_fn!r}")
+    indices = [stage.stage_index for stage in listed]
+    if not listed or len(set(indices)) < len(indices):
+        raise ValueError(f"expected different stages, one or more, found {indices}")
+    ranks, count = listed[0].group_size, listed[0].num_stages
+    if count % ranks:
+        raise ValueError(
+            f"expected as many stages on each rank, found {count} stages for {ranks} ranks"
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Check that ``module`` or a part of it was compiled, without an import of torch's class."""
+    return any(
+        type(part).__name__ == "OptimizedModule"
+        or part._compiled_call_impl is not None
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
+        for part in module.modules()
+    )
 
 
 class PipelineSchedule:

@@ -22,9 +22,9 @@ from collections.abc import Generator, Sequence
 import torch
 
 from meshwright.comm.shared_memory.arena import Location, SharedTensors
+from meshwright.comm.shared_memory.buffers import bytes_of, flat, over
 from meshwright.comm.shared_memory.calls import Call, Records
 from meshwright.comm.shared_memory.reductions import accumulate
-from meshwright.comm.shared_memory.views import bytes_of, flat, over
 from meshwright.comm.shared_memory.waits import Meeting
 
 __all__ = ["SLOT_BYTES", "Exchange", "Steps"]
