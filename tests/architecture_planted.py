@@ -15,72 +15,99 @@ def long_function(lines: int, name: str = "work", docstring: int = 0) -> str:
     return f"def {name}() -> None:\n" + text + "    x = 1\n" * (lines - 1)
 
 
+LISTED = '"""Rooms.\n\nBottom-up:\n\n    a  the first\n"""\n'
+
 # `rule  file  source`, where ` | ` ends a line of the source.
 _LINES = """
-arrows            comm/failure.py            from meshwright.composition import x
-arrows            comm/failure.py            from ..data_parallel import unit
-arrows            pipelining/stage.py        import meshwright.data_parallel
-arrows            data_parallel/unit.py      from meshwright import fsdp
-arrows            composition.py             from meshwright.testing import ranks
-arrows            testing/pool.py            from meshwright.recipes import loop
-arrows            report/page.py             from meshwright.comm import connect
-arrows            errors.py                  from meshwright.axes import Axes
-arrows            gradients.py               from meshwright import parallelize
-arrows            gradients.py               import meshwright | meshwright.checkpoint.save()
-arrows            gradients.py               import importlib | importlib.import_module('meshwright.cli')
-arrows            wishes.py                  x = 1
-one_door          gradients.py               import torch.distributed
-one_door          gradients.py               import torch.distributed as dist
-one_door          gradients.py               from torch import distributed as d
-one_door          gradients.py               from torch.distributed import all_reduce
-one_door          gradients.py               import torch | torch.distributed.barrier()
-one_door          gradients.py               import torch | lib = torch | lib.distributed.barrier()
-one_door          gradients.py               import torch | x = getattr(torch, 'distributed')
-one_door          gradients.py               import torch | torch.ops._c10d_functional.wait()
-one_door          gradients.py               from importlib import import_module as m | m('torch.distributed')
-no_peers          comm/gloo.py               from torch.distributed import fsdp
-no_peers          comm/gloo.py               import torch.distributed as d | d.pipelining.pipeline()
-no_peers          comm/gloo.py               from torch.nn.parallel import DistributedDataParallel
-no_peers          composition.py             from torch import nn | X = nn.parallel.DistributedDataParallel
-no_peers          composition.py             X = 'torch.distributed.pipelining'
-no_peers          composition.py             __import__('torch.distributed.tensor.parallel')
-no_pickle         checkpoint/save.py         import pickle
-no_pickle         checkpoint/save.py         import torch | torch.save(1, 'x')
-no_pickle         comm/failure.py            import torch.distributed as d | d.all_gather_object([], 1)
-torch_free        plan.py                    import torch
-torch_free        schedule/actions.py        from torch import Tensor
-function_imports  plan.py                    def f() -> None: import json
-function_imports  plan.py                    import importlib | def f() -> None: importlib.import_module('x')
-optional_imports  comm/launch.py             import rich
-optional_imports  plan.py                    from tyro import cli
-optional_imports  cli.py                     import pytest
-module_names      comm/utils.py              x = 1
-module_names      comm/_gloo_helpers.py      x = 1
-module_names      manager/__init__.py        x = 1
-public_names      plan.py                    __all__ = []
-public_names      plan.py                    'A plan.'
-public_names      plan.py                    'A plan.' | __all__ = ['Plan']
-public_names      plan.py                    'A plan.' | __all__ = [] | class Plan: pass
-public_names      comm/__init__.py           'A.' | from meshwright.comm.x import y | __all__ = []
-module_state      plan.py                    cache = {}
-module_state      plan.py                    import threading | lock = threading.Lock()
-module_state      plan.py                    _found: list[int] = []
-module_state      plan.py                    class A: x: int = 0 | ONE = A()
-module_state      plan.py                    def f() -> None: global X; X = 2
-module_state      plan.py                    X = {} | def f() -> None: X['a'] = 2
-module_state      plan.py                    X = [] | def f() -> None: X.append(2)
-no_print          recipes/loop.py            print('x')
-annotated         plan.py                    def f(x) -> None: ...
-annotated         plan.py                    def f(x: int): ...
-annotated         plan.py                    def f(*x, **y: int) -> None: ...
-annotated         plan.py                    class A: |     def f(self, *, x) -> None: ...
-docstrings        plan.py                    '''What plans are.'''
-docstrings        plan.py                    def f() -> None: |     '''Whether it is so.'''
-docstrings        plan.py                    class A: |     '''One of the plans.'''
+arrows            comm/failures/failure.py      from meshwright.composition import x
+arrows            comm/failures/failure.py      from ...data_parallel import unit
+arrows            pipelining/stage.py           import meshwright.data_parallel
+arrows            data_parallel/shards/unit.py  from meshwright import fsdp
+arrows            composition.py                from meshwright.testing import ranks
+arrows            testing/pool.py               from meshwright.recipes import loop
+arrows            report/page.py                from meshwright.comm import connect
+arrows            errors.py                     from meshwright.axes import Axes
+arrows            gradients.py                  from meshwright import parallelize
+arrows            gradients.py                  import meshwright | meshwright.checkpoint.save()
+arrows            gradients.py                  import importlib | importlib.import_module('meshwright.cli')
+arrows            wishes.py                     x = 1
+one_door          gradients.py                  import torch.distributed
+one_door          gradients.py                  import torch.distributed as dist
+one_door          gradients.py                  from torch import distributed as d
+one_door          gradients.py                  from torch.distributed import all_reduce
+one_door          gradients.py                  import torch | torch.distributed.barrier()
+one_door          gradients.py                  import torch | lib = torch | lib.distributed.barrier()
+one_door          gradients.py                  import torch | x = getattr(torch, 'distributed')
+one_door          gradients.py                  import torch | torch.ops._c10d_functional.wait()
+one_door          gradients.py                  from importlib import import_module as m | m('torch.distributed')
+no_peers          comm/c10d/gloo.py             from torch.distributed import fsdp
+no_peers          comm/c10d/gloo.py             import torch.distributed as d | d.pipelining.pipeline()
+no_peers          comm/c10d/gloo.py             from torch.nn.parallel import DistributedDataParallel
+no_peers          composition.py                from torch import nn | X = nn.parallel.DistributedDataParallel
+no_peers          composition.py                X = 'torch.distributed.pipelining'
+no_peers          composition.py                __import__('torch.distributed.tensor.parallel')
+no_pickle         checkpoint/save.py            import pickle
+no_pickle         checkpoint/save.py            import torch | torch.save(1, 'x')
+no_pickle         comm/failures/failure.py      import torch.distributed as d | d.all_gather_object([], 1)
+torch_free        plan.py                       import torch
+torch_free        schedule/actions.py           from torch import Tensor
+function_imports  plan.py                       def f() -> None: import json
+function_imports  plan.py                       import importlib | def f() -> None: importlib.import_module('x')
+optional_imports  comm/groups/launch.py         import rich
+optional_imports  plan.py                       from tyro import cli
+optional_imports  cli.py                        import pytest
+module_names      comm/utils.py                 x = 1
+module_names      comm/_gloo_helpers.py         x = 1
+module_names      manager/__init__.py           x = 1
+public_names      plan.py                       __all__ = []
+public_names      plan.py                       'A plan.'
+public_names      plan.py                       'A plan.' | __all__ = ['Plan']
+public_names      plan.py                       'A plan.' | __all__ = [] | class Plan: pass
+public_names      comm/__init__.py              'A.' | from meshwright.comm.x import y | __all__ = []
+module_state      plan.py                       cache = {}
+module_state      plan.py                       import threading | lock = threading.Lock()
+module_state      plan.py                       _found: list[int] = []
+module_state      plan.py                       class A: x: int = 0 | ONE = A()
+module_state      plan.py                       def f() -> None: global X; X = 2
+module_state      plan.py                       X = {} | def f() -> None: X['a'] = 2
+module_state      plan.py                       X = [] | def f() -> None: X.append(2)
+no_print          recipes/loop.py               print('x')
+annotated         plan.py                       def f(x) -> None: ...
+annotated         plan.py                       def f(x: int): ...
+annotated         plan.py                       def f(*x, **y: int) -> None: ...
+annotated         plan.py                       class A: |     def f(self, *, x) -> None: ...
+docstrings        plan.py                       '''What plans are.'''
+docstrings        plan.py                       def f() -> None: |     '''Whether it is so.'''
+docstrings        plan.py                       class A: |     '''One of the plans.'''
 """
 
 _MANY: list[tuple[str, str, Files]] = [
     ("file_size", "plan.py", {"plan.py": "x = 1\n" * 601}),
+    (
+        "folder_size",
+        "comm/__init__.py",
+        {"comm/__init__.py": "", **{f"comm/a{i}.py": "" for i in range(15)}},
+    ),
+    (
+        "folder_size",
+        "comm/__init__.py",
+        {"comm/__init__.py": "", **{f"comm/a{i}/__init__.py": "" for i in range(13)}},
+    ),
+    ("listings", "comm/__init__.py", {"comm/__init__.py": "", "comm/a.py": ""}),
+    (
+        "listings",
+        "comm/__init__.py",
+        {
+            "comm/__init__.py": LISTED,
+            "comm/a.py": "",
+            "comm/b/__init__.py": "",
+        },
+    ),
+    (
+        "listings",
+        "comm/__init__.py",
+        {"comm/__init__.py": LISTED},
+    ),
     ("function_size", "plan.py", {"plan.py": long_function(61)}),
     (
         "function_size",
@@ -103,10 +130,10 @@ _MANY: list[tuple[str, str, Files]] = [
     ),
     (
         "cycles",
-        "comm/failure.py",
+        "comm/failures/failure.py",
         {
-            "comm/__init__.py": "from meshwright.comm.failure import x\n",
-            "comm/failure.py": "from meshwright.comm import y\n",
+            "comm/__init__.py": "from meshwright.comm.failures.failure import x\n",
+            "comm/failures/failure.py": "from meshwright.comm import y\n",
         },
     ),
     (
@@ -168,11 +195,25 @@ SOUND: Files = {
         ''',
     "axes.py": '"""Axes."""\n__all__ = ["Axes"]\nclass Axes:\n    """Axes."""\n',
     "comm/__init__.py": '''
-        """Communication."""
-        from meshwright.comm.registry import connect
+        """Communication.
+
+        Bottom-up:
+
+            groups  the state of a process
+        """
+        from meshwright.comm.groups.registry import connect
         __all__ = ["connect"]
         ''',
-    "comm/registry.py": '''
+    "comm/groups/__init__.py": '''
+        """Groups.
+
+        Bottom-up:
+
+            registry  all of it
+        """
+        __all__ = []
+        ''',
+    "comm/groups/registry.py": '''
         """Groups."""
         import torch.distributed as dist
         __all__ = ["connect"]
@@ -186,7 +227,7 @@ SOUND: Files = {
         from .replicated import replicate
         __all__ = ["replicate"]
         ''',
-    "data_parallel/replicated.py": '''
+    "data_parallel/replicas/replicated.py": '''
         """Replicas."""
         import torch
         from meshwright import __version__

@@ -38,6 +38,38 @@ def file_size(tree: Tree) -> Found:
             yield source.path, lines, f"{lines} lines; at most {table.FILE_LINES}: split it"
 
 
+def folder_size(tree: Tree) -> Found:
+    """A folder holds at most 14 modules, and the largest rooms at most 12 boxes on top."""
+    for source in tree.sources:
+        if not source.is_package or not source.room:
+            continue
+        modules = [child for child in tree.children(source) if not child.is_package]
+        if len(modules) > table.FOLDER_MODULES:
+            limit = f"at most {table.FOLDER_MODULES}"
+            yield source.path, 1, f"the folder holds {len(modules)} modules; {limit}: make shelves"
+        boxes = len(tree.children(source))
+        is_boxed = source.room in table.BOXED_ROOMS and source.module.count(".") == 1
+        if is_boxed and boxes > table.BOXES:
+            yield source.path, 1, f"{boxes} files and folders on top; at most {table.BOXES}"
+
+
+_ROW = re.compile(r"^    (\w+)(  |$)", re.MULTILINE)
+
+
+def listings(tree: Tree) -> Found:
+    """The docstring of a folder lists its files and folders, all of them and no others."""
+    for source in tree.sources:
+        if not source.is_package or not source.room:
+            continue
+        _, _, rest = (ast.get_docstring(source.tree) or "").partition("Bottom-up:\n\n")
+        listed = [name for name, _ in _ROW.findall(rest.partition("\n\n")[0])]
+        found = {child.module.rpartition(".")[2] for child in tree.children(source)}
+        for name in sorted(found - set(listed)):
+            yield source.path, 1, f"{name!r} is not in the listing under 'Bottom-up:'"
+        for name in sorted(set(listed) - found):
+            yield source.path, 1, f"the listing has {name!r}, which the folder does not hold"
+
+
 def function_length(function: Function) -> int:
     """Lines of a function without its docstring and decorators."""
     assert function.end_lineno is not None
@@ -420,6 +452,8 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         file_size,
+        folder_size,
+        listings,
         function_size,
         function_p90,
         arrows,

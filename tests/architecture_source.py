@@ -157,6 +157,14 @@ class Tree:
         )
         self.modules = {source.module: source for source in self.sources}
 
+    def children(self, package: Source) -> list[Source]:
+        """The modules and packages directly in the folder of a package."""
+        return [
+            source
+            for name, source in self.modules.items()
+            if name.rpartition(".")[0] == package.module and source is not package
+        ]
+
     def edges(self, source: Source) -> Iterator[tuple[str, int]]:
         """The modules of this package that ``source`` imports when it is loaded."""
         for node in _loaded(source.tree):

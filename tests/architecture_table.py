@@ -5,10 +5,13 @@ from __future__ import annotations
 __all__ = [
     "ALLOWED",
     "BANNED_WORDS",
+    "BOXED_ROOMS",
+    "BOXES",
     "C10D",
     "C10D_ROOMS",
     "CONSOLE_FILES",
     "FILE_LINES",
+    "FOLDER_MODULES",
     "FUNCTION_LINES",
     "FUNCTION_P90",
     "OPTIONAL",
@@ -24,6 +27,11 @@ __all__ = [
 FILE_LINES = 600
 FUNCTION_LINES = 60
 FUNCTION_P90 = 30
+FOLDER_MODULES = 14
+
+# The largest rooms show at most so many files and folders on top.
+BOXES = 12
+BOXED_ROOMS = frozenset({"comm", "data_parallel", "pipelining"})
 
 # Each room may import itself and the rooms of its row. A room yet to come has its row already.
 _PURE = frozenset(
@@ -73,7 +81,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 
 # The one way round the arrows: a file, and the lazy attribute of the package that it asks.
-WAYS_ROUND = frozenset({("data_parallel/traced.py", "meshwright.compiler.MARKING")})
+WAYS_ROUND = frozenset({("data_parallel/replicas/traced.py", "meshwright.compiler.MARKING")})
 
 # The pure row and what stands on it alone start without torch, so that `plan` and `simulate` do.
 TORCH_FREE = _PURE | {"planner", "report"}
@@ -126,7 +134,7 @@ OPTIONAL_ROOMS: dict[str, frozenset[str]] = {
 }
 
 # The registry of a process, and what it has compiled, are the only mutable state of modules.
-STATE_FILES = frozenset({"comm/registry.py", "compiler/marking.py"})
+STATE_FILES = frozenset({"comm/groups/registry.py", "compiler/marking.py"})
 
 # Only the command line writes to the console with `print`.
 CONSOLE_FILES = frozenset({"cli.py"})

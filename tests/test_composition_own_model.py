@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
-from meshwright.composition.other_stages import HeldElsewhere
+from meshwright.composition.pipelines.other_stages import HeldElsewhere
 from meshwright.errors import LayoutError, PipelinePeerError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed

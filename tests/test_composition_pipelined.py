@@ -13,8 +13,8 @@ from torch import nn
 from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
-from meshwright.composition.observing import observe
-from meshwright.composition.stages import _keep_unused, _partition
+from meshwright.composition.example_run import observe
+from meshwright.composition.pipelines.stages import _keep_unused, _partition
 from meshwright.errors import PlanError
 from meshwright.plan import PipelinePlan, Plan, TrainPlan
 from meshwright.testing import MODELS, Ranks, assert_same_training

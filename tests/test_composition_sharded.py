@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.comm.dtensor import mesh_communicators
+from meshwright.comm.dtensors.dtensor import mesh_communicators
 from meshwright.composition import parallelize
 from meshwright.errors import NonFiniteError, PlanError
 from meshwright.plan import Plan, ShardPlan, TrainPlan

@@ -14,14 +14,14 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.comm import Communicator, Recorder, communicator, observe
-from meshwright.comm.dtensor import (
+from meshwright.comm.dtensors.dtensor import (
     dtensor_at_rest,
     local_box,
     mesh_communicators,
     torch_placements,
 )
-from meshwright.comm.shard_view import ShardView
-from meshwright.comm.spread import is_distributed, spread_of, spread_over
+from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.comm.dtensors.sharded_axes import is_distributed, spread_of, spread_over
 from meshwright.errors import LayoutError, NonFiniteError
 from meshwright.gradients import (
     LossScale,

@@ -19,8 +19,8 @@ from torch import nn
 import meshwright as mw
 from meshwright.axes import Axes
 from meshwright.comm import communicator
-from meshwright.comm.gradient_part import GradientPart, gradient_part
-from meshwright.comm.spread import spread_of
+from meshwright.comm.dtensors.gradient_part import GradientPart, gradient_part
+from meshwright.comm.dtensors.sharded_axes import spread_of
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy, ShardingStrategy
 from meshwright.gradients import check_optimizer

@@ -27,7 +27,7 @@ import tyro
 
 from meshwright import __version__, checkpoint
 from meshwright.comm import connect, disconnect, phase
-from meshwright.comm.launch import is_launched, launch, record_failure
+from meshwright.comm.groups.launch import is_launched, launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
 from meshwright.errors import MeshwrightError, PlanError, ScheduleError
@@ -35,8 +35,8 @@ from meshwright.recipes.config import TrainConfig, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
-from meshwright.recipes.run_folder import require_folder, require_start
-from meshwright.recipes.tensor_trace import traced_modules
+from meshwright.recipes.runs.run_folder import require_folder, require_start
+from meshwright.recipes.runs.tensor_trace import traced_modules
 from meshwright.recipes.text import open_text
 from meshwright.report import compare_runs, read_chrome_trace, write_page
 from meshwright.schedule.actions import Schedule

@@ -20,7 +20,7 @@ import torch
 
 from meshwright import __version__
 from meshwright.comm import Communicator, connect, disconnect, shared_memory
-from meshwright.comm.launch import launch
+from meshwright.comm.groups.launch import launch
 from meshwright.errors import MeshwrightError
 
 __all__ = ["Finding", "examine", "measure", "memory_limit", "report_lines", "usable_cores"]

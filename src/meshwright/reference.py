@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from meshwright.comm.whole import whole
+from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.gradients import LocalLoss, apply_loss, call_module, clip_grad_norm_, cut_batch
 
 __all__ = [

@@ -39,7 +39,7 @@ STRATEGIES = {
         "model = replicate(plain)",
     ),
     "fully_shard": (
-        "from meshwright.data_parallel.sharded import fully_shard",
+        "from meshwright.data_parallel.sharded_modules.sharded import fully_shard",
         "fully_shard(plain[0]); model = fully_shard(plain)",
     ),
     "facade": (

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright import comm
 from meshwright.axes import Axes
-from meshwright.comm.dtensor import (
+from meshwright.comm.dtensors.dtensor import (
     at_rest,
     cut_once_more,
     dtensor_at_rest,
@@ -27,9 +27,9 @@ from meshwright.comm.dtensor import (
     mesh_communicators,
     torch_placements,
 )
-from meshwright.comm.shard_view import ShardView
-from meshwright.comm.whole import held, part_like
-from meshwright.comm.whole import whole as gathered
+from meshwright.comm.dtensors.gather_dtensor import held, part_like
+from meshwright.comm.dtensors.gather_dtensor import whole as gathered
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Partial, Replicate, Shard, TensorLayout
 from meshwright.mesh import init_device_mesh

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
 from meshwright import comm
-from meshwright.comm import registry
-from meshwright.comm.failure import FailureMonitor
-from meshwright.comm.whereabouts import one_line
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.groups import registry
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright import comm
-from meshwright.comm import Recorder, functional, observe
+from meshwright.comm import Recorder, observe
+from meshwright.comm.graphs import functional
 from meshwright.testing import Ranks
 
 pytestmark = pytest.mark.backends("shm", "gloo")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import comm
 from meshwright.comm import shared_memory
-from meshwright.comm.launch import launch
+from meshwright.comm.groups.launch import launch
 from meshwright.comm.shared_memory import arena, joining
 from meshwright.errors import CommunicationError
 from meshwright.testing import Ranks

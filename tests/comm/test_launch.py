@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.comm.launch import first_failure, launch, record_failure
+from meshwright.comm.groups.launch import first_failure, launch, record_failure
 from meshwright.errors import LaunchError, RankFailedError
 
 RANK = """
 import os, sys, time
 from pathlib import Path
-from meshwright.comm.launch import record_failure
+from meshwright.comm.groups.launch import record_failure
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["RANK"]
 (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -84,7 +84,10 @@ def test_a_signal_reaches_the_ranks_and_is_the_result(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     command = [sys.executable, str(script), str(tmp_path), "wait"]
-    program = f"from meshwright.comm.launch import launch; raise SystemExit(launch({command!r}, 2))"
+    program = f"""
+from meshwright.comm.groups.launch import launch
+raise SystemExit(launch({command!r}, 2))
+"""
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.env"))) < 2 and time.monotonic() < until:

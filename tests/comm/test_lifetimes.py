@@ -160,7 +160,7 @@ class Reductions:
 
 def body_after_the_wrapper() -> None:
     """A model that outlives its wrapper is plain again; a pass that was under way is reduced."""
-    from meshwright.comm.registry import observe
+    from meshwright.comm.groups.registry import observe
 
     rank = dist.get_rank()
     net, inputs = mlp(), torch.full((2, 16), 1.0 + rank)

@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 
-from meshwright.comm import pages
-from meshwright.comm.lines import LARGE, line_of
-from meshwright.comm.pages import BLOCK, PagePool
-from meshwright.comm.registry import PROCESS
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.memory import pages
+from meshwright.comm.memory.pages import BLOCK, PagePool
+from meshwright.comm.memory.reusable_storage import LARGE, line_of
 
 CPU = torch.device("cpu")
 

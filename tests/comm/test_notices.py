@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from meshwright.comm.board import STORE, Board
-from meshwright.comm.notices import Notices
+from meshwright.comm.failures.board import STORE, Board
+from meshwright.comm.failures.notices import Notices
 
 
 class _Group:

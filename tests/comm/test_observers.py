@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright import comm
-from meshwright.comm import Recorder, Timer, observe, registry
+from meshwright.comm import Recorder, Timer, observe
+from meshwright.comm.groups import registry
 from meshwright.comm.streams import Clock, current_stream, new_stream, synchronize
 from meshwright.testing import Ranks
 from meshwright.timeline import Collective

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from meshwright.comm import communicator
-from meshwright.comm.shard_view import ShardView
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.testing import Ranks
 
 SHAPE = (3, 4)

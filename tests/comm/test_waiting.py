@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import comm, fully_shard
-from meshwright.comm import membership, waiting, watching
+from meshwright.comm.failures import membership, waiting, watching
 from meshwright.errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from meshwright.testing import Ranks, RanksFailed
 from meshwright.testing.outcome import Ending

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from compiler.graphs import chain, mark, traced
-from meshwright.comm.marks import (
+from meshwright.comm.graphs.marks import (
     AGREE,
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,

@@ -11,7 +11,7 @@ import pytest
 from compiler.replicas import batch, compiled, heads
 from meshwright.comm import communicator
 from meshwright.data_parallel import replicate
-from meshwright.data_parallel.traced import Marking
+from meshwright.data_parallel.replicas.traced import Marking
 from meshwright.testing import Ranks, RanksFailed
 
 

@@ -20,7 +20,7 @@ from meshwright.compiler import compiled_autograd
 from meshwright.data_parallel import MixedPrecisionPolicy, fully_shard
 from meshwright.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from meshwright.mesh import init_device_mesh
-from meshwright.pipelining.stepping import is_compiled
+from meshwright.pipelining.stepping.stepping import is_compiled
 from meshwright.testing import Ranks
 
 # Dynamo looks at `.grad` of each input of a graph, and hides what torch says of those of blocks.

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import communicator
-from meshwright.comm.whole import part_like, whole
+from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.data_parallel import (
     DistributedDataParallel,
     MixedPrecisionPolicy,

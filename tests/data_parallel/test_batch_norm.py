@@ -22,7 +22,7 @@ from meshwright.data_parallel import (
     replicate,
     synchronise_batch_norm,
 )
-from meshwright.data_parallel.batch_norm import LocalStatistics
+from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.plan import Plan, TrainPlan
 from meshwright.testing import Ranks

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import comm
 from meshwright.comm import Recorder, observe
-from meshwright.comm.shard_view import ShardView
-from meshwright.data_parallel.sharded import fully_shard
+from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.layout import FlatLayout
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks

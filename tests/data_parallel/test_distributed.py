@@ -23,9 +23,9 @@ from meshwright.data_parallel import (
     keep_batch_norm_local,
     replicate,
 )
-from meshwright.data_parallel.alignment import NOTES
+from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.data_parallel.comm_hooks import allreduce_hook
-from meshwright.data_parallel.replicated import check_names
+from meshwright.data_parallel.replicas.replicated import check_names
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.comm import communicator
 from meshwright.data_parallel import replicate
-from meshwright.data_parallel.sharded import fully_shard
+from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.errors import CommunicationError
 from meshwright.fsdp import FullyShardedDataParallel, ShardingStrategy
 from meshwright.testing import Ranks

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import clip_grad_norm_, comm, parallelize_module, replicate
-from meshwright.comm.dtensor import local_of
+from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel import flat_groups
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel

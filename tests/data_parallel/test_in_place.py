@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from data_parallel.replica_samples import Branches, Breaks, batch, loss, same_gradients
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, replicate
-from meshwright.data_parallel.alignment import NOTES
-from meshwright.data_parallel.buckets import GradientSlot, plan_buckets
+from meshwright.data_parallel.checks.alignment import NOTES
+from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 from meshwright.testing import Ranks
 
 EVERY = ReductionSettings(alone_bytes=1)

@@ -18,7 +18,7 @@ from meshwright.data_parallel import (
     MixedPrecision,
     replicate,
 )
-from meshwright.data_parallel.alignment import NOTES
+from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.data_parallel.comm_hooks import noop_hook
 from meshwright.testing import Ranks
 

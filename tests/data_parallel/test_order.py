@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from meshwright import comm
-from meshwright.comm import Recorder, observe, registry
-from meshwright.data_parallel.order import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
+from meshwright.comm import Recorder, observe
+from meshwright.comm.groups import registry
+from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions, OrderRecord
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.testing import Ranks
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import Recorder, communicator, observe, registry
-from meshwright.data_parallel.sharded import fully_shard
+from meshwright.comm import Recorder, communicator, observe
+from meshwright.comm.groups import registry
+from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.errors import CollectiveMismatchError, CommunicationError, RankFailedError
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.testing import Ranks

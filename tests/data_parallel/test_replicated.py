@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.data_parallel import keep_batch_norm_local, replicate
-from meshwright.data_parallel.alignment import NOTES
+from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.errors import CollectiveMismatchError
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks

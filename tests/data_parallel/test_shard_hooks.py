@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Recorder, communicator, observe
-from meshwright.comm.dtensor import mesh_communicators
+from meshwright.comm.dtensors.dtensor import mesh_communicators
 from meshwright.data_parallel import GradBucket, fully_shard
 from meshwright.data_parallel import comm_hooks as hooks
 from meshwright.fsdp import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy

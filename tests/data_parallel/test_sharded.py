@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel.optimizer import flat_groups
-from meshwright.data_parallel.policies import MixedPrecisionPolicy
-from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
+from meshwright.data_parallel.flat.optimizer import flat_groups
+from meshwright.data_parallel.sharded_modules.sharded import (
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import MODELS, Ranks
 

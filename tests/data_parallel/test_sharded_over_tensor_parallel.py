@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from data_parallel import tensor_parallel_samples as samples
 from meshwright.comm import Recorder, observe
-from meshwright.comm.whole import held_boxes
+from meshwright.comm.dtensors.gather_dtensor import held_boxes
 from meshwright.data_parallel import MixedPrecisionPolicy, flat_groups, fully_shard
 from meshwright.errors import LayoutError
 from meshwright.gradients import clip_grad_norm_

@@ -20,8 +20,8 @@ from meshwright.data_parallel import (
     fully_shard,
     replicate,
 )
-from meshwright.data_parallel.alignment import NOTES
-from meshwright.data_parallel.gradient_bucket import GradBucket
+from meshwright.data_parallel.checks.alignment import NOTES
+from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.gradients import clip_grad_norm_

@@ -17,7 +17,7 @@ from meshwright.axes import Axes
 from meshwright.comm import communicator
 from meshwright.composition import parallelize
 from meshwright.data_parallel import fully_shard, keep_batch_norm_local
-from meshwright.data_parallel.starting_state import digest_of
+from meshwright.data_parallel.checks.starting_state import digest_of
 from meshwright.errors import CollectiveMismatchError
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ShardingStrategy

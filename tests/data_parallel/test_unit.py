@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, Recorder, communicator, observe, subgroup
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes
-from meshwright.data_parallel.driver import Driver, attach
-from meshwright.data_parallel.unit import (
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver, attach
+from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
+from meshwright.data_parallel.shards.unit import (
     ParameterGroup,
     Phase,
     Unit,

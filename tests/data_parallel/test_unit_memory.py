@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from meshwright.comm import observe
-from meshwright.comm.dtensor import local_of
+from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.streams import Mark
-from meshwright.data_parallel.buffer import FlatBuffer
-from meshwright.data_parallel.gradient_lines import GradientLine, KeptLine
-from meshwright.data_parallel.sharded import fully_shard
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.sharded_modules.sharded import fully_shard
+from meshwright.data_parallel.shards.buffer import FlatBuffer
+from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLine
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp import FullyShardedDataParallel, fsdp_units
 from meshwright.fsdp.wrap import ModuleWrapPolicy
 from meshwright.layout import ChunkedLayout, FlatLayout

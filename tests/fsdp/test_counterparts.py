@@ -10,7 +10,11 @@ from torch import nn
 from torch.distributed import fsdp as peer
 
 from meshwright import fsdp
-from meshwright.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from meshwright.data_parallel.shards.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.testing import Ranks
 

@@ -17,8 +17,8 @@ from torch.nn.parallel.distributed import _MixedPrecision as LowPrecision
 
 from meshwright.comm import Recorder, observe
 from meshwright.data_parallel import DistributedDataParallel, MixedPrecisionPolicy, fully_shard
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes
-from meshwright.data_parallel.unit import ParameterGroup, collect_slots
+from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
+from meshwright.data_parallel.shards.unit import ParameterGroup, collect_slots
 from meshwright.fsdp import (
     CPUOffload,
     MixedPrecision,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Peer
 from torch.distributed.fsdp import StateDictType as PeerType
 
 from meshwright.comm import Recorder, observe
-from meshwright.comm.shard_view import ShardView
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel import keep_batch_norm_local
 from meshwright.fsdp import (
     FullStateDictConfig,

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-import meshwright.tensor_parallel.embedding as embedding
+import meshwright.tensor_parallel.layers.embedding as embedding
 from matrix.cells import Cell
 from matrix.refusals import refusal_of
 from matrix.training import Outcome, body, expected_of
 from meshwright.comm import Communicator
 from meshwright.composition.data_layout import ReplicatedLayout
-from meshwright.composition.pipelined import PipelinedTrainable
-from meshwright.composition.pipelined_layout import PipelinedLayout
+from meshwright.composition.pipelines.pipelined import PipelinedTrainable
+from meshwright.composition.pipelines.pipelined_layout import PipelinedLayout
 from meshwright.composition.trainable import Trainable
 from meshwright.gradients import LossWindow, norm, scale_to_norm
-from meshwright.pipelining.ties import TiedParameters
+from meshwright.pipelining.stepping.ties import TiedParameters
 from meshwright.reference import ReferenceRun
 from meshwright.testing import Ranks
 

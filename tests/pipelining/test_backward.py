@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.pipelining import backward
-from meshwright.pipelining.backward import (
+from meshwright.pipelining.stepping import backward
+from meshwright.pipelining.stepping.backward import (
     stage_backward,
     stage_backward_input,
     stage_backward_weight,

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 from meshwright.pipelining import balanced, pipeline
-from meshwright.pipelining.balance import SLACK, best_cuts
-from meshwright.pipelining.measuring import Costs, cuttable, flops, parameters
-from meshwright.pipelining.placement import Placement
+from meshwright.pipelining.splitting.balance import SLACK, best_cuts
+from meshwright.pipelining.splitting.measuring import Costs, cuttable, flops, parameters
+from meshwright.pipelining.splitting.placement import Placement
 
 
 def largest(costs: Costs, cuts: tuple[int, ...]) -> float:

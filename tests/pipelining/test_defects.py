@@ -27,7 +27,7 @@ from meshwright.pipelining import (
     TensorChunkSpec,
     get_schedule_class,
 )
-from meshwright.pipelining.transfers import Transfers
+from meshwright.pipelining.messages.transfers import Transfers
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks, RanksFailed
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.composition.observing import observe
+from meshwright.composition.example_run import observe
 from meshwright.pipelining import SplitPoint, pipeline, stages_by_name
 
 X = torch.ones(2, 4)

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.comm import Clock, Timer, communicator, gather_timeline, observe
 from meshwright.pipelining import PipelineStage, ScheduleZBVZeroBubble
-from meshwright.pipelining.listener import Listener
+from meshwright.pipelining.stepping.listener import Listener
 from meshwright.schedule.actions import (
     RECV_B,
     RECV_F,

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 import meshwright as mw
 import meshwright.fsdp
 from meshwright.comm import Recorder, communicator, observe, subgroup
-from meshwright.comm.whole import whole
+from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.errors import CollectiveMismatchError, RankFailedError
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
-from meshwright.pipelining.residency import find_residency
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
+from meshwright.pipelining.stepping.residency import find_residency
 from meshwright.schedule.actions import UNSHARD
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks

@@ -23,7 +23,7 @@ from meshwright.pipelining import (
     StageEdges,
     get_schedule_class,
 )
-from meshwright.pipelining.metadata import Values, signature_of
+from meshwright.pipelining.messages.metadata import Values, signature_of
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks

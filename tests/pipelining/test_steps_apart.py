@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.comm import communicator
-from meshwright.comm.notices import Notices
+from meshwright.comm.failures.notices import Notices
 from meshwright.errors import CollectiveMismatchError, PipelinePeerError, RankFailedError
 from meshwright.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from meshwright.pipelining.failures import Failures
-from meshwright.pipelining.turns import Turns
+from meshwright.pipelining.failures.failures import Failures
+from meshwright.pipelining.failures.schedule_order_check import Turns
 from meshwright.testing import Ranks
 
 CPU = torch.device("cpu")

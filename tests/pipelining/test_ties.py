@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.comm import communicator
-from meshwright.comm.whole import whole
+from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.errors import LayoutError
 from meshwright.pipelining import (
     PipelineScheduleMulti,

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-from meshwright.composition.observing import copied as copied_model
+from meshwright.composition.example_run import copied as copied_model
 from meshwright.pipelining import (
     LossWrapper,
     Pipe,

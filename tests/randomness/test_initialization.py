@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.comm.dtensor import dtensor_at_rest
-from meshwright.comm.whole import held_boxes
+from meshwright.comm.dtensors.dtensor import dtensor_at_rest
+from meshwright.comm.dtensors.gather_dtensor import held_boxes
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import DeviceMesh, init_device_mesh

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import communicator
-from meshwright.comm.whole import whole
+from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.mesh import init_device_mesh
 from meshwright.randomness import DimPart, Draws, RandomOperators, replace_dropout

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from meshwright.cli import main
 from meshwright.comm import Communicator, connect
-from meshwright.comm.shard_view import ShardView
-from meshwright.comm.whole import Holding, held
+from meshwright.comm.dtensors.gather_dtensor import Holding, held
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.composition import Trainable
 from meshwright.layout import Box
 from meshwright.recipes import loop
-from meshwright.recipes.digest import digest
+from meshwright.recipes.runs.digest import digest
 from meshwright.report import Sums, compare_runs, trace_file
 from meshwright.testing import Ranks
 from recipes.runs import run_tiny, write_text

@@ -2,7 +2,7 @@
 
 Run it as ``python tests/soak/slow_ranks.py [--scale X] [--case NAME] [--backend NAME]``. It prints
 one row for each case, and ends with status 1 when one misses. With ``--scale 0.1`` everything takes
-a tenth, and the bounds of `meshwright.comm.waiting` too.
+a tenth, and the bounds of `meshwright.comm.failures.waiting` too.
 
 ============  ====================================================================================
 case          what rank 1 does while rank 0 waits for it
@@ -36,7 +36,9 @@ import logging, os, re, sys, time
 import torch
 import torch.distributed as dist
 from meshwright import comm
-from meshwright.comm import membership, waiting, watching
+from meshwright.comm.failures import membership
+from meshwright.comm.failures import waiting
+from meshwright.comm.failures import watching
 
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
 SCALE = float(os.environ["SCALE"])

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 import meshwright as mw
 from meshwright import comm
-from meshwright.comm import attendance
+from meshwright.comm.failures import attendance
 
 logging.basicConfig(format="%(message)s")
 R, N = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from meshwright import parallelize_module
-from meshwright.comm.whole import held_boxes, whole
+from meshwright.comm.dtensors.gather_dtensor import held_boxes, whole
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     FusedColwiseParallel,

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from meshwright import parallelize_module
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,

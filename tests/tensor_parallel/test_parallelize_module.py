@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright import comm, parallelize_module, tensor_parallel
 from meshwright.comm import Recorder, observe
-from meshwright.comm.leaves import local_leaf
+from meshwright.comm.dtensors.local_leaves import local_leaf
 from meshwright.data_parallel import fully_shard
 from meshwright.errors import LayoutError
 from meshwright.fsdp import FullyShardedDataParallel

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import comm, flat_groups, parallelize_module
 from meshwright.comm import phase
-from meshwright.comm.spread import singles_of
+from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.errors import CollectiveMismatchError, LayoutError, RankFailedError
 from meshwright.tensor_parallel import ColwiseParallel, RowwiseParallel
-from meshwright.tensor_parallel.equality import beyond_rounding, digest_of, is_due
+from meshwright.tensor_parallel.checks.equality import beyond_rounding, digest_of, is_due
 from meshwright.testing import Ranks, RanksFailed
 from tensor_parallel.samples import tensor_mesh
 

@@ -5,10 +5,31 @@ and a *manifest* that names every tensor, its *pieces* (boxes of the global shap
 checksums. A *torso* is what an interrupted save leaves: it has another name and is never read. No
 pickle anywhere. One job at a time writes to a folder of checkpoints, which it *claims*.
 
-Bottom-up: `document` (sealed JSON), `tensor_file` (bytes of a safetensors file), `manifest`,
-`pieces` (who writes what), `storage` (file operations), `claims` (one job in a folder), `reading`,
-`steps` (the folder), `writing`, `nested` (nested state as named tensors), `optimizers` (an
-optimizer's, by parameter name).
+Bottom-up:
+
+    document     sealed JSON
+    tensor_file  bytes of a safetensors file
+    manifest     pieces of tensors, files and checksums
+    pieces       who writes what
+    storage      file operations
+    claims       one job in a folder
+    reading      nothing is believed before it is verified
+    steps        the folder of checkpoints
+    writing      all of a checkpoint, or nothing
+    nested       nested state as named tensors
+    optimizers   an optimizer's state, by parameter name
+
+    document     sealed JSON
+    tensor_file  bytes of a safetensors file
+    manifest     pieces of tensors, files and checksums
+    pieces       who writes what
+    storage      file operations
+    claims       one job in a folder
+    reading      nothing is believed before it is verified
+    steps        the folder of checkpoints
+    writing      all of a checkpoint, or nothing
+    nested       nested state as named tensors
+    optimizers   an optimizer's state, by parameter name
 """
 
 from __future__ import annotations

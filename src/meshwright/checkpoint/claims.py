@@ -32,7 +32,7 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.comm.registry import PROCESS
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CheckpointClaimedError
 
 __all__ = ["CLAIM_NAME", "Claim", "Holder", "hold", "is_claimed", "release", "saving"]

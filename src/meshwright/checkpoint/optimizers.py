@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.errors import CheckpointMismatchError
 
 __all__ = ["load_optimizer_state", "optimizer_state"]

@@ -1,24 +1,41 @@
 """Communication: the only room that uses `torch.distributed`.
 
-Bottom-up: `lookup` (which c10d function to call), `streams`, `observers`, `pages` (memory that is
-moved), `registry` (the state of this process), `lines` (tensors whose memory comes and goes),
-`failure` and `waiting` (who failed, who is missing), `pending`, `ranges` (in traces of
-torch.profiler), `shown` (to CommDebugMode), `gloo`, `shared_memory` (a folder: the backend of CPU
-ranks on one host), `collectives` (the door), `comparison` and `events` (whether ranks do the
-same), `timelines` (measurements of all ranks), `process_groups` (joining and leaving),
-`functional` (autograd), `launch`, `spread` (over which axes a tensor lies), `subclasses` (tensors
-with calls of their own), `dtensor` and `shard_view` (state dicts and checkpoints), `mixed_lists`
-(operators on DTensors and plain tensors together), `leaves` (what modules compute on),
-`partial_gradients` (gradients that are summed at the end of a backward pass), `edges` (DTensors
-that enter and leave what computes on local tensors), `marks` (operators that stand for reductions
-in a graph), `untraced` (what compilers leave alone).
+Bottom-up:
+
+    memory          pages that move between tensors, and tensors whose memory comes and goes
+    streams         one vocabulary of streams, events and clocks for CPU and CUDA
+    c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
+    observing       who is told of collectives: observers, profilers, ``CommDebugMode``, timelines
+    groups          what a process knows of its communication, the ranks' meeting, and their start
+    failures        who failed or is missing, how long to wait, and whether ranks do the same
+    pending         a collective that has been issued, and the bounded wait for it
+    collectives     the door: one `Communicator` a process group, every collective through it
+    shared_memory   the c10d backend of CPU ranks on one host
+    process_groups  joining the ranks, making sub-groups, and leaving
+    graphs          collectives for autograd and compilers, marks of gradients in graphs
+    dtensors        torch's DTensors: their local tensors, their gradients, their whole values
+
+    memory          pages that move between tensors, and tensors whose memory comes and goes
+    streams         one vocabulary of streams, events and clocks for CPU and CUDA
+    c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
+    observing       who is told of collectives: observers, profilers, ``CommDebugMode``, timelines
+    groups          what a process knows of its communication, the ranks' meeting, and their start
+    failures        who failed or is missing, how long to wait, and whether ranks do the same
+    pending         a collective that has been issued, and the bounded wait for it
+    collectives     the door: one `Communicator` a process group, every collective through it
+    shared_memory   the c10d backend of CPU ranks on one host
+    process_groups  joining the ranks, making sub-groups, and leaving
+    graphs          collectives for autograd and compilers, marks of gradients in graphs
+    dtensors        torch's DTensors: their local tensors, their gradients, their whole values
 """
 
 from __future__ import annotations
 
+from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.lookup import Transfer
-from meshwright.comm.observers import Observer, Recorder, Timer
+from meshwright.comm.groups.registry import hears_actions, observe, phase, tell_ran
+from meshwright.comm.observing.observers import Observer, Recorder, Timer
+from meshwright.comm.observing.timelines import gather_timeline
 from meshwright.comm.pending import Pending, start_together
 from meshwright.comm.process_groups import (
     check_peers,
@@ -32,9 +49,7 @@ from meshwright.comm.process_groups import (
     union,
     watch_run,
 )
-from meshwright.comm.registry import hears_actions, observe, phase, tell_ran
 from meshwright.comm.streams import Clock, Mark
-from meshwright.comm.timelines import gather_timeline
 
 __all__ = [
     "Clock",

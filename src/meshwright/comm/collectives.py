@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from meshwright.comm import gloo, lookup, shared_memory, shown
-from meshwright.comm.lookup import Transfer
+from meshwright.comm import shared_memory
+from meshwright.comm.c10d import gloo, lookup
+from meshwright.comm.c10d.lookup import Transfer
+from meshwright.comm.groups.registry import PROCESS, PhaseRecord
+from meshwright.comm.observing import shown
+from meshwright.comm.observing.ranges import in_ranges
 from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
-from meshwright.comm.ranges import in_ranges
-from meshwright.comm.registry import PROCESS, PhaseRecord
 from meshwright.comm.streams import Clock
 from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective

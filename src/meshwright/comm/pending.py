@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from meshwright.comm.attendance import Answers
-from meshwright.comm.registry import PROCESS
-from meshwright.comm.waiting import Watch
+from meshwright.comm.failures.attendance import Answers
+from meshwright.comm.failures.waiting import Watch
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
 from meshwright.timeline import Collective
 

@@ -23,13 +23,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import membership, rendezvous, shared_memory
-from meshwright.comm.board import STORE
+from meshwright.comm import shared_memory
 from meshwright.comm.collectives import Communicator
-from meshwright.comm.failure import FailureMonitor
-from meshwright.comm.registry import PROCESS
-from meshwright.comm.waiting import explain
-from meshwright.comm.whereabouts import one_line
+from meshwright.comm.failures import membership
+from meshwright.comm.failures.board import STORE
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.waiting import explain
+from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.groups import rendezvous
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 
 __all__ = [
@@ -50,7 +52,7 @@ HANG_AFTER = 10.0
 
 TRANSPORT_TIMEOUT = timedelta(hours=24)
 """c10d's own bound where the user gave none. c10d's would close connections for good, and names
-nobody; waits end by the rules of `meshwright.comm.waiting`."""
+nobody; waits end by the rules of `meshwright.comm.failures.waiting`."""
 
 TRANSPORT_GRACE = 30.0
 """Seconds by which c10d's own bound is longer than the user's limit, so that ours speaks first."""
@@ -78,7 +80,7 @@ def connect(
 
     ``timeout`` and ``hang_after`` are in seconds. A wait longer than ``hang_after`` is reported,
     naming the missing ranks. Without a ``timeout`` a rank is waited for as long as it lives and
-    works: see `meshwright.comm.waiting`. With one, every wait ends at it, except for a rank
+    works: see `comm.failures.waiting`. With one, every wait ends at it, except for a rank
     that compiles or is in a phase with a longer limit of its own. The timeout of a default group
     that exists is taken for one, unless it is c10d's default.
 

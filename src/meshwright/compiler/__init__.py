@@ -1,9 +1,20 @@
 """Gradient reductions inside of graphs that `torch.compile` makes.
 
-Bottom-up: `bucket_plan` (which marks go together), `bucket_pass` (marks become fused reductions),
-`guarantees` (checked after the pass), `marking` (the pass and its settings, loaded by
-the first replica that is traced), `entries` (how to compile), `breaks`
-(where graphs end).
+Bottom-up:
+
+    bucket_plan  the marks that go together
+    bucket_pass  marks that become fused reductions
+    guarantees   properties that are checked after the pass
+    marking      the pass and its settings, loaded by the first traced replica
+    entries      ways to compile
+    breaks       the ends of graphs, with reasons
+
+    bucket_plan  the marks that go together
+    bucket_pass  marks that become fused reductions
+    guarantees   properties that are checked after the pass
+    marking      the pass and its settings, loaded by the first traced replica
+    entries      ways to compile
+    breaks       the ends of graphs, with reasons
 """
 
 from __future__ import annotations

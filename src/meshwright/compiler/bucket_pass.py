@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from meshwright.comm.marks import (
+from meshwright.comm.graphs.marks import (
     AGREE,
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,

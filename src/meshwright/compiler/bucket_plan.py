@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import fx
 
-from meshwright.comm.marks import GRAD_REDUCE
-from meshwright.data_parallel.buckets import GradientSlot, plan_buckets
+from meshwright.comm.graphs.marks import GRAD_REDUCE
+from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 
 __all__ = ["ALONE_BYTES", "BucketPlan", "Mark", "describe", "marks_of", "plan_marks"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm.marks import ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE, WAIT
+from meshwright.comm.graphs.marks import ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE, WAIT
 from meshwright.compiler.bucket_plan import BucketPlan
 from meshwright.errors import InternalError
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright import comm
+from meshwright.composition.axis_groups import Peers
 from meshwright.composition.checks import check_model
 from meshwright.composition.compiling import compiled
 from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.example_run import Inputs
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
     apply_dropout,
@@ -27,13 +29,11 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
-from meshwright.composition.loss_sources import check_own_parameters
-from meshwright.composition.observing import Inputs
-from meshwright.composition.peers import Peers
-from meshwright.composition.pipeline_assembly import pipelined
+from meshwright.composition.pipelines.loss_sources import check_own_parameters
+from meshwright.composition.pipelines.pipeline_assembly import pipelined
 from meshwright.composition.starting_values import is_drawn_in_parts, is_on_meta
-from meshwright.composition.tensor_check import WholeRun
-from meshwright.composition.tensor_rules import ModelCut
+from meshwright.composition.tensor_axis.tensor_check import WholeRun
+from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import (
     synchronise_batch_norm,

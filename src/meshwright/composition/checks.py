@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from torch import nn
 
 from meshwright.axes import DATA_AXES
-from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.composition.compiling import compile_problems
-from meshwright.composition.pipelined import SCHEDULES
-from meshwright.composition.stages import chunks_of
-from meshwright.composition.tensor_rules import rule_problems
+from meshwright.composition.pipelines.pipelined import SCHEDULES
+from meshwright.composition.pipelines.stages import chunks_of
+from meshwright.composition.tensor_axis.tensor_rules import rule_problems
 from meshwright.data_parallel import batch_norms
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineScheduleSingle

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from torch import nn
 
 import meshwright
-from meshwright.data_parallel.driver import driver_of
+from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.plan import Plan
 from meshwright.schedule.builders import build
 from meshwright.settings import Problem

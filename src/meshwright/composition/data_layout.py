@@ -11,8 +11,8 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.composition.description import Description, describe_replicated, describe_sharded
 from meshwright.data_parallel import Replica, keep_batch_norm_local
-from meshwright.data_parallel.equal_buffers import EqualBuffers
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import SpreadGradients, group_by_spread
 from meshwright.plan import Plan
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import is_replicated, known_at_rest
+from meshwright.comm.dtensors.dtensor import is_replicated, known_at_rest
 from meshwright.data_parallel import Replica
-from meshwright.data_parallel.unit import ParameterGroup, Unit
+from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
 from meshwright.gradients import LossWindow
 from meshwright.plan import Plan
 from meshwright.timeline import Collective

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.composition.laying_out import optimized_parameters
-from meshwright.composition.other_stages import HeldElsewhere
+from meshwright.composition.pipelines.other_stages import HeldElsewhere
 from meshwright.errors import PlanError
 from meshwright.gradients import check_optimizer
 from meshwright.plan import Plan

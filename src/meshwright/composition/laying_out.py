@@ -15,26 +15,26 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Communicator
-from meshwright.comm.became import check_ties
-from meshwright.comm.dtensor import mesh_communicators
-from meshwright.comm.whole import held_boxes
+from meshwright.comm.dtensors.dtensor import mesh_communicators
+from meshwright.comm.dtensors.gather_dtensor import held_boxes
+from meshwright.comm.dtensors.made_dtensors import check_ties
+from meshwright.composition.axis_groups import Peers
 from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
-from meshwright.composition.observing import Inputs
-from meshwright.composition.peers import Peers
+from meshwright.composition.example_run import Inputs
 from meshwright.composition.starting_values import draw, is_on_meta
-from meshwright.composition.tensor_rules import STYLES, ModelCut
+from meshwright.composition.tensor_axis.tensor_rules import STYLES, ModelCut
 from meshwright.data_parallel import (
     ReductionSettings,
     ReplicateOptions,
     flat_groups,
     replicate,
 )
-from meshwright.data_parallel.driver import driver_of
-from meshwright.data_parallel.optimizer import parts_of_flat
-from meshwright.data_parallel.policies import MixedPrecisionPolicy
-from meshwright.data_parallel.sharded import fully_shard
-from meshwright.data_parallel.starting_state import broadcast_tensors, compare_parameters
+from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
+from meshwright.data_parallel.flat.optimizer import parts_of_flat
+from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
+from meshwright.data_parallel.sharded_modules.sharded import fully_shard
+from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from meshwright.checkpoint import load_optimizer_state, optimizer_state
-from meshwright.comm.dtensor import local_of
-from meshwright.comm.whole import part_like, whole
-from meshwright.data_parallel.optimizer import parts_of_flat
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.gather_dtensor import part_like, whole
+from meshwright.data_parallel.flat.optimizer import parts_of_flat
 from meshwright.errors import CheckpointMismatchError
 
 __all__ = ["load_named_state", "named_state"]

@@ -24,14 +24,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator, phase
-from meshwright.comm.events import Event, EventCheck
-from meshwright.comm.whole import part_like, whole
+from meshwright.comm.dtensors.gather_dtensor import part_like, whole
+from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.composition.axis_groups import Peers
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description
-from meshwright.composition.loss_sources import LossSources
 from meshwright.composition.named_optimizer import load_named_state, named_state
-from meshwright.composition.peers import Peers
-from meshwright.composition.tensor_traffic import TensorTraffic, add_traffic
+from meshwright.composition.pipelines.loss_sources import LossSources
+from meshwright.composition.tensor_axis.tensor_traffic import TensorTraffic, add_traffic
 from meshwright.errors import LayoutError, PlanError
 from meshwright.gradients import (
     LossScale,
@@ -47,7 +47,7 @@ from meshwright.gradients import (
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
-from meshwright.tensor_parallel.equality import is_due, verify_gradients
+from meshwright.tensor_parallel.checks.equality import is_due, verify_gradients
 
 __all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "autocast_of", "tensors_in"]
 

@@ -1,56 +1,62 @@
 """Training the same parameters on different batches.
 
-Bottom-up: `options` (what users ask for), `starting_state` (what ranks must hold alike), `slots`
-(which gradients go together), `buckets` (gradients in one buffer), `kept_memory` and `in_place` (a
-large one alone), `sparse_gradient` (rows of one), `gradient_bucket` (what a hook sees),
-`static_graph` (the same parameters each time), `step_watch` and `alignment` (the same steps and
-passes on every rank), `pass_notes` (what ranks tell each other of a pass), `distributed_parameters`
-(DTensors of tensor parallelism), `reducer` (hooks and order of the reductions), `module_tensors`
-and `equal_buffers` (what a module holds now), `nested` (what it is given and returns),
-`low_precision` (computing in another dtype), `batch_norm` (whose statistics), `of_this_process`
-(what no file can hold), `replica` (a module that is kept equal), `join` (uneven inputs),
-`replicated` and `distributed` (the function and the class that users call), `comm_hooks`,
-`power_sgd` and `local_steps` (other ways to reduce).
+Bottom-up:
 
-Sharded: `gradient_lines` (whole gradients), `kept_line` (the memory of finished ones), `buffer`
-(one line of elements and its moves), `policies`, `placement` (where a parameter goes),
-`partial_sums` (over axes of tensor parallelism), `parameter_hooks` (what users wait for),
-`tensor_extensions` (parameters that say how they are gathered), `unit_slots`, `parameter_group` and
-`unit` (parameters that come and go together), `replaced_parameters` (what users put in their
-place), `order` and `iteration` (what units of one root share), `driver` (hooks),
-`shard_hooks` and `sharded_join` (as for replicas), `exposed_tensors` (DTensors at rest),
-`module_tree` (modules that came later), `shared_parameters`, `sharding` (from modules to a unit),
-`sharded_module` and `sharded` (`fully_shard`), `residency` (what a pipeline's schedule drives),
-`optimizer` (the flat view).
+    modules                 modules as users have them: what they hold, are given, and are called
+    distributed_parameters  parameters that are DTensors on axes of tensor parallelism
+    checks                  checks that the ranks of one model do the same
+    replicas                equal copies: `replicate` and `DistributedDataParallel`
+    comm_hooks              other ways to reduce a bucket of gradients than a plain sum
+    shards                  parameters in parts: their memory, their units, and what is seen of them
+    sharded_modules         `fully_shard`: how modules bring their units through an iteration
+    flat                    the flat view of a model, for optimizers
+    residency               replicated and sharded modules as a pipeline's schedule drives them
+
+    modules                 modules as users have them: what they hold, are given, and are called
+    distributed_parameters  parameters that are DTensors on axes of tensor parallelism
+    checks                  checks that the ranks of one model do the same
+    replicas                equal copies: `replicate` and `DistributedDataParallel`
+    comm_hooks              other ways to reduce a bucket of gradients than a plain sum
+    shards                  parameters in parts: their memory, their units, and what is seen of them
+    sharded_modules         `fully_shard`: how modules bring their units through an iteration
+    flat                    the flat view of a model, for optimizers
+    residency               replicated and sharded modules as a pipeline's schedule drives them
 """
 
 from __future__ import annotations
 
-from meshwright.data_parallel.batch_norm import (
+from meshwright.data_parallel.flat.optimizer import flat_groups
+from meshwright.data_parallel.modules.batch_norm import (
     batch_norms,
     keep_batch_norm_local,
     synchronise_batch_norm,
 )
-from meshwright.data_parallel.distributed import DistributedDataParallel
-from meshwright.data_parallel.gradient_bucket import GradBucket
-from meshwright.data_parallel.low_precision import MixedPrecision
-from meshwright.data_parallel.optimizer import flat_groups
-from meshwright.data_parallel.options import (
+from meshwright.data_parallel.replicas.distributed import DistributedDataParallel
+from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
+from meshwright.data_parallel.replicas.low_precision import MixedPrecision
+from meshwright.data_parallel.replicas.options import (
     ReductionSettings,
     ReplicateKeywords,
     ReplicateOptions,
 )
-from meshwright.data_parallel.placement import ShardPlacementResult
-from meshwright.data_parallel.policies import (
+from meshwright.data_parallel.replicas.replica import Replica
+from meshwright.data_parallel.replicas.replicated import replicate
+from meshwright.data_parallel.sharded_modules.sharded import (
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from meshwright.data_parallel.sharded_modules.sharded_module import (
+    FSDPModule,
+    UnshardHandle,
+    share_comm_ctx,
+)
+from meshwright.data_parallel.shards.placement import ShardPlacementResult
+from meshwright.data_parallel.shards.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.replicated import replicate
-from meshwright.data_parallel.sharded import fully_shard, register_fsdp_forward_method
-from meshwright.data_parallel.sharded_module import FSDPModule, UnshardHandle, share_comm_ctx
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import Communicator
-from meshwright.comm.after_hooks import run_after_hooks
-from meshwright.comm.dtensor import (
+from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.comm.dtensors.dtensor import (
     AtRest,
     dtensor_like,
     is_dtensor,
@@ -35,9 +35,9 @@ from meshwright.comm.dtensor import (
     local_of,
     mesh_communicators,
 )
-from meshwright.comm.leaves import add_to_gradient, give_up, local_leaf, take_over
-from meshwright.comm.spread import refuse_spread, spread_over
-from meshwright.comm.untraced import apart, constant
+from meshwright.comm.dtensors.local_leaves import add_to_gradient, give_up, local_leaf, take_over
+from meshwright.comm.dtensors.sharded_axes import refuse_spread, spread_over
+from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.gradients import look_at_optimizers
 
 __all__ = [

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.comm.comparison import Comparison
-from meshwright.data_parallel.driver import Driver, driver_of
-from meshwright.data_parallel.iteration import Iteration
-from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.unit import ParameterGroup, Unit
+from meshwright.comm.failures.comparison import Comparison
+from meshwright.data_parallel.replicas.replica import Replica
+from meshwright.data_parallel.sharded_modules.iteration import Iteration
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
+from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
 
 __all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
 

@@ -1,16 +1,42 @@
 """`FullyShardedDataParallel`, with the API of torch's class of that name, on our engine.
 
 `fully_shard` and what belongs to it are here as well, under the names that torch's package has.
-Bottom-up: `options` (what a user may choose), `counterparts` (options of other libraries), `wrap`
-(which modules become units), `groups`, `checks`, `tensor_axes` (parameters that tensor parallelism
-has cut), `pieces` (what this rank has of them), `waiting_gradients` (of passes without a
-reduction), `original_exposure` and `exposure` (how parameters look from outside), `spread` (over
-which axes), `listing` (inside of flat units), `traversal` (the tree of wrappers), `building` (from
-module to unit), `modes` (full or mixed precision), `auto_wrap`, `full_parameters`, `state_dicts`,
-`unit_wrapper` (one wrapper as a module), `residency` (what a pipeline's schedule drives),
-`state_dict_types`, `managed_parameters` (with their names), `optimizer_exchange` (what ranks tell
-each other), `optimizer_state`, `optimizer_keys`, `checkpoint_functions` (what torch's find here),
-`legacy_optimizer_state`, `wrapper` (the public class); `grad_scaler`.
+
+Bottom-up:
+
+    options         strategies, precision, kinds of state dicts
+    counterparts    options of other libraries' modules
+    wrap            policies: the submodules that become units
+    groups          the ranks that share parameters, and those that copy
+    checks          checks of a module that becomes a unit
+    exposures       the parameters of a unit as they look from outside
+    listing         lists of modules inside of a flat unit
+    traversal       the tree of wrappers, and names
+    building        from a module to a unit
+    precision_mode  mixed precision, or full while evaluating
+    auto_wrap       wrapping what a policy chose
+    states          state dicts of models and optimizers, and whole parameters
+    residency       wrappers as a pipeline's schedule drives them
+    unit_wrapper    one wrapper as a module
+    wrapper         the public class
+    grad_scaler     `ShardedGradScaler`
+
+    options         strategies, precision, kinds of state dicts
+    counterparts    options of other libraries' modules
+    wrap            policies: the submodules that become units
+    groups          the ranks that share parameters, and those that copy
+    checks          checks of a module that becomes a unit
+    exposures       the parameters of a unit as they look from outside
+    listing         lists of modules inside of a flat unit
+    traversal       the tree of wrappers, and names
+    building        from a module to a unit
+    precision_mode  mixed precision, or full while evaluating
+    auto_wrap       wrapping what a policy chose
+    states          state dicts of models and optimizers, and whole parameters
+    residency       wrappers as a pipeline's schedule drives them
+    unit_wrapper    one wrapper as a module
+    wrapper         the public class
+    grad_scaler     `ShardedGradScaler`
 
 Where this differs from torch's class on purpose:
 
@@ -55,7 +81,7 @@ from meshwright.data_parallel import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from meshwright.fsdp.exposure import FlatParameter
+from meshwright.fsdp.exposures.exposure import FlatParameter
 from meshwright.fsdp.grad_scaler import ShardedGradScaler
 from meshwright.fsdp.groups import hybrid_process_groups
 from meshwright.fsdp.options import (

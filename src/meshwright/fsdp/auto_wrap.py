@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.data_parallel.nested import map_tensors, tensors_in
+from meshwright.data_parallel.modules.nested import map_tensors, tensors_in
 from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.wrap import Targets, WrapPolicy, find_targets

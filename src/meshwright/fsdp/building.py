@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.comm.became import check_ties
-from meshwright.data_parallel.buffer import BufferTypes, DataAxes
+from meshwright.comm.dtensors.made_dtensors import check_ties
+from meshwright.data_parallel.checks.forward_writes import refuse_max_norm
+from meshwright.data_parallel.checks.starting_state import digest_of, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
-from meshwright.data_parallel.forward_writes import refuse_max_norm
-from meshwright.data_parallel.starting_state import digest_of, synchronise
-from meshwright.data_parallel.tensor_extensions import check_class
-from meshwright.data_parallel.unit import (
+from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
+from meshwright.data_parallel.shards.tensor_extensions import check_class
+from meshwright.data_parallel.shards.unit import (
     ParameterGroup,
     Slot,
     Unit,
@@ -24,11 +24,11 @@ from meshwright.data_parallel.unit import (
     group_slots,
 )
 from meshwright.fsdp.checks import Ignored
-from meshwright.fsdp.exposure import FlatExposure, FlatParameter
+from meshwright.fsdp.exposures.exposure import FlatExposure, FlatParameter
+from meshwright.fsdp.exposures.original_exposure import TAKEN, OriginalExposure
+from meshwright.fsdp.exposures.tensor_axes import take_part
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
-from meshwright.fsdp.original_exposure import TAKEN, OriginalExposure
-from meshwright.fsdp.tensor_axes import take_part
 from meshwright.fsdp.traversal import CHECKPOINTED, clean_name, name_alike, paths_alike
 from meshwright.layout import FlatLayout
 

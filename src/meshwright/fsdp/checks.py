@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.data_parallel.parameter_hooks import has_hooks
-from meshwright.data_parallel.starting_state import is_of_one_rank
+from meshwright.data_parallel.checks.starting_state import is_of_one_rank
+from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 
 __all__ = [
     "Ignored",

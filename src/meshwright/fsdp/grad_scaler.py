@@ -8,7 +8,7 @@ import torch
 from torch.amp import GradScaler
 
 from meshwright.comm import Communicator, communicator
-from meshwright.data_parallel.sharded_join import joins
+from meshwright.data_parallel.sharded_modules.sharded_join import joins
 
 __all__ = ["ShardedGradScaler"]
 

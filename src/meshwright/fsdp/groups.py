@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.comm import Communicator, communicator, subgroup
-from meshwright.data_parallel.buffer import DataAxes
+from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.fsdp.counterparts import own_member
 from meshwright.fsdp.options import ShardingStrategy, row_of
 from meshwright.mesh import DeviceMesh

@@ -8,8 +8,8 @@ from types import MethodType
 import torch
 from torch import nn
 
-from meshwright.data_parallel.checkpoint_names import asked_in
-from meshwright.data_parallel.unit import Unit
+from meshwright.data_parallel.modules.checkpoint_names import asked_in
+from meshwright.data_parallel.shards.unit import Unit
 
 __all__ = ["list_below", "named_parameters"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshwright.data_parallel.driver import Driver
 from meshwright.data_parallel.residency import ShardedResidency
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
 __all__ = ["WrapperResidency"]

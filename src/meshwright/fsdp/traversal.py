@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.comm.lookup import checks_in_detail
-from meshwright.data_parallel.driver import Driver, driver_of
-from meshwright.data_parallel.iteration import Iteration
-from meshwright.data_parallel.module_tree import PlacesIn
-from meshwright.data_parallel.order import OrderOptions
-from meshwright.data_parallel.starting_state import StartingBuffer
-from meshwright.data_parallel.unit import Phase, Unit
-from meshwright.fsdp.exposure import exposed_of
+from meshwright.comm.c10d.lookup import checks_in_detail
+from meshwright.data_parallel.checks.order import OrderOptions
+from meshwright.data_parallel.checks.starting_state import StartingBuffer
+from meshwright.data_parallel.sharded_modules.iteration import Iteration
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
+from meshwright.data_parallel.sharded_modules.module_tree import PlacesIn
+from meshwright.data_parallel.shards.unit import Phase, Unit
+from meshwright.fsdp.exposures.exposure import exposed_of
 
 __all__ = [
     "CHECKPOINTED",

@@ -12,25 +12,24 @@ from torch import nn
 from torch.profiler import record_function
 
 from meshwright.comm import Communicator
-from meshwright.comm.after_hooks import is_stepped
-from meshwright.comm.untraced import apart, untraced
-from meshwright.data_parallel.checkpoint_names import (
+from meshwright.comm.dtensors.after_hooks import is_stepped
+from meshwright.comm.graphs.untraced import apart, untraced
+from meshwright.data_parallel.modules.checkpoint_names import (
     Inside,
     SteppedOver,
     asked_in,
     place_of,
     rename,
 )
-from meshwright.data_parallel.nested import map_tensors
-from meshwright.data_parallel.of_this_process import OfThisProcess
-from meshwright.data_parallel.replaced_parameters import is_given_for_call
-from meshwright.data_parallel.unit import Phase, Unit, zero_kept
+from meshwright.data_parallel.modules.nested import map_tensors
+from meshwright.data_parallel.modules.of_this_process import OfThisProcess
+from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
+from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
 from meshwright.fsdp.counterparts import own_member
-from meshwright.fsdp.exposure import FLAT, FlatExposure, exposed_of
-from meshwright.fsdp.full_parameters import SummonOptions, summon_own
+from meshwright.fsdp.exposures.exposure import FLAT, FlatExposure, exposed_of
+from meshwright.fsdp.exposures.sharded_axes import gradients_by_axes
 from meshwright.fsdp.groups import Groups
-from meshwright.fsdp.modes import PrecisionMode
 from meshwright.fsdp.options import (
     PREFETCHES,
     BackwardPrefetch,
@@ -42,8 +41,9 @@ from meshwright.fsdp.options import (
     StateDictType,
     TrainingState,
 )
-from meshwright.fsdp.spread import gradients_by_axes
-from meshwright.fsdp.state_dicts import (
+from meshwright.fsdp.precision_mode import PrecisionMode
+from meshwright.fsdp.states.full_parameters import SummonOptions, summon_own
+from meshwright.fsdp.states.state_dicts import (
     load_entries,
     names_in_state,
     put_entries,

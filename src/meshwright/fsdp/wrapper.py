@@ -14,23 +14,18 @@ import torch
 from torch import nn
 
 from meshwright.comm import communicator
-from meshwright.data_parallel.driver import attach
-from meshwright.data_parallel.module_tree import places_in
+from meshwright.data_parallel.checks.starting_state import starting_buffers
+from meshwright.data_parallel.comm_hooks.shard_hooks import register_bucket_hook
 from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
-from meshwright.data_parallel.shard_hooks import register_bucket_hook
-from meshwright.data_parallel.sharded_join import JoinsUnevenInputs
-from meshwright.data_parallel.starting_state import starting_buffers
-from meshwright.data_parallel.unit import Unit, UnitSettings
+from meshwright.data_parallel.sharded_modules.module_hooks import attach
+from meshwright.data_parallel.sharded_modules.module_tree import places_in
+from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInputs
+from meshwright.data_parallel.shards.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
-from meshwright.fsdp.checkpoint_functions import CheckpointNames, prepare_optimizers
 from meshwright.fsdp.counterparts import own_config
-from meshwright.fsdp.full_parameters import SummonOptions, summon_all
+from meshwright.fsdp.exposures.tensor_axes import tensor_mesh
 from meshwright.fsdp.groups import find_groups
-from meshwright.fsdp.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
 from meshwright.fsdp.listing import list_below
-from meshwright.fsdp.modes import PrecisionMode
-from meshwright.fsdp.optimizer_keys import by_current_names, rekey
-from meshwright.fsdp.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.options import (
     PREFETCHES,
     BackwardPrefetch,
@@ -44,10 +39,15 @@ from meshwright.fsdp.options import (
     StateDictType,
     row_of,
 )
+from meshwright.fsdp.precision_mode import PrecisionMode
 from meshwright.fsdp.residency import WrapperResidency
-from meshwright.fsdp.state_dict_types import get_settings, set_settings, settings_for_a_while
-from meshwright.fsdp.state_dicts import clean_reported_names
-from meshwright.fsdp.tensor_axes import tensor_mesh
+from meshwright.fsdp.states.checkpoint_functions import CheckpointNames, prepare_optimizers
+from meshwright.fsdp.states.full_parameters import SummonOptions, summon_all
+from meshwright.fsdp.states.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
+from meshwright.fsdp.states.optimizer_keys import by_current_names, rekey
+from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
+from meshwright.fsdp.states.state_dict_types import get_settings, set_settings, settings_for_a_while
+from meshwright.fsdp.states.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,

@@ -1,8 +1,16 @@
 """Gradients over all axes: the loss they are of, their norm, clipping, the stop.
 
-Bottom-up: `loss` (a mean or (sum, count), over microbatches and ranks), `finite` (all ranks skip
-or stop together), `norm` (one norm over all axes, and clipping), `optimizers` (those that would
-compute other numbers from parts of parameters).
+Bottom-up:
+
+    loss        a mean, or (sum, count), over microbatches and ranks
+    finite      all ranks skip or stop together
+    norm        one norm over all axes, and clipping
+    optimizers  optimizers that parts of parameters would mislead
+
+    loss        a mean, or (sum, count), over microbatches and ranks
+    finite      all ranks skip or stop together
+    norm        one norm over all axes, and clipping
+    optimizers  optimizers that parts of parameters would mislead
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.comm.spread import local_part
+from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.comm.streams import is_at_hand
 from meshwright.errors import NonFiniteError
 

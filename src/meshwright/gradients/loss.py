@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.dtensor import is_dtensor
+from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.errors import InternalError
 
 __all__ = [

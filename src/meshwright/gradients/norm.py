@@ -22,8 +22,13 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator, union
-from meshwright.comm.gradient_part import refuse_waiting
-from meshwright.comm.spread import check_meshes, is_distributed, local_part, spread_of
+from meshwright.comm.dtensors.gradient_part import refuse_waiting
+from meshwright.comm.dtensors.sharded_axes import (
+    check_meshes,
+    is_distributed,
+    local_part,
+    spread_of,
+)
 from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
 
 __all__ = [

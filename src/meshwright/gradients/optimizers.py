@@ -27,8 +27,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
-from meshwright.comm.mixed_lists import are_lists_taken_apart
-from meshwright.comm.spread import (
+from meshwright.comm.dtensors.mixed_lists import are_lists_taken_apart
+from meshwright.comm.dtensors.sharded_axes import (
     is_distributed,
     is_line,
     is_marked_spread,

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.pipelining.custom import PipelineContext
 from meshwright.pipelining.edges import edges_of
 from meshwright.pipelining.microbatch import (
     TensorChunkSpec,
 )
 from meshwright.pipelining.stage import PipelineStage
-from meshwright.pipelining.stepping import PipelineSchedule
+from meshwright.pipelining.stepping.custom import PipelineContext
+from meshwright.pipelining.stepping.stepping import PipelineSchedule
 from meshwright.schedule import builders
 from meshwright.schedule.actions import (
     RECV_B,

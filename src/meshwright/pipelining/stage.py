@@ -22,19 +22,9 @@ from torch import nn
 from meshwright import comm
 from meshwright.errors import PipeliningShapeError
 from meshwright.gradients import mark_stage
-from meshwright.pipelining.arguments import CallCheck
-from meshwright.pipelining.backward import (
-    Junction,
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
 from meshwright.pipelining.edges import Source, StageEdges, adjacent, only_source
-from meshwright.pipelining.halves import DwBuilder, Halves
-from meshwright.pipelining.in_place import advice, copies, writes_in_place
-from meshwright.pipelining.inbox import Inbox
-from meshwright.pipelining.losses import Start
-from meshwright.pipelining.metadata import (
+from meshwright.pipelining.messages.inbox import Inbox
+from meshwright.pipelining.messages.metadata import (
     Signature,
     Values,
     as_outputs,
@@ -43,7 +33,17 @@ from meshwright.pipelining.metadata import (
     shapes,
     tensors_in,
 )
-from meshwright.pipelining.ties import Tie
+from meshwright.pipelining.stepping.arguments import CallCheck
+from meshwright.pipelining.stepping.backward import (
+    Junction,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from meshwright.pipelining.stepping.losses import Start
+from meshwright.pipelining.stepping.split_backward import DwBuilder, Halves
+from meshwright.pipelining.stepping.ties import Tie
+from meshwright.pipelining.stepping.written_inputs import advice, copies, writes_in_place
 from meshwright.schedule.actions import F, Operation, W
 
 __all__ = ["PipelineStage", "StageBuilder", "StepOfStage", "build_stage"]

@@ -1,8 +1,22 @@
 """Random numbers that do not depend on the layout: the same on every mesh as in one process.
 
-Bottom-up: `keys` (seeds from names), `counters` (random bits by position), `draws` (what a training
-step tells dropout), `dropout` (modules that draw by position), `refusals` (random operators that
-cannot), `initialization` (parameters from one generator), `blocks` (parameters from many).
+Bottom-up:
+
+    keys            seeds from names
+    counters        random bits by position
+    draws           what a training step tells dropout
+    dropout         modules that draw by position
+    refusals        random operators that cannot
+    initialization  parameters from one generator
+    blocks          parameters from many
+
+    keys            seeds from names
+    counters        random bits by position
+    draws           what a training step tells dropout
+    dropout         modules that draw by position
+    refusals        random operators that cannot
+    initialization  parameters from one generator
+    blocks          parameters from many
 """
 
 from __future__ import annotations

@@ -24,20 +24,20 @@ from meshwright.recipes.language_model import (
     cross_entropy,
     initialize,
 )
-from meshwright.recipes.metrics import MetricsFile, ProgressDisplay, show_progress
 from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate
 from meshwright.recipes.parity import Parity, check_parity
-from meshwright.recipes.run_folder import (
+from meshwright.recipes.runs.metrics import MetricsFile, ProgressDisplay, show_progress
+from meshwright.recipes.runs.run_folder import (
     RunFolder,
     choose_folder,
     describe_run,
     require_equal_ranks,
 )
-from meshwright.recipes.snapshot import restore_run, save_run
-from meshwright.recipes.stopping import StopRequest
-from meshwright.recipes.tensor_trace import TensorTrace, open_trace
+from meshwright.recipes.runs.snapshot import restore_run, save_run
+from meshwright.recipes.runs.stopping import StopRequest
+from meshwright.recipes.runs.tensor_trace import TensorTrace, open_trace
+from meshwright.recipes.runs.tracing import StepTrace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
-from meshwright.recipes.tracing import StepTrace
 from meshwright.recipes.validation import validation_loss
 from meshwright.report import Header, trace_file
 from meshwright.sampling import Sampler

@@ -1,10 +1,18 @@
 """Runs shown to readers: timelines as files that viewers open, and two runs compared.
 
-- ``chrome_trace``: a ``Timeline`` as a Chrome trace, which Perfetto shows, and back.
-- ``drawing``: a ``Timeline`` as an SVG picture.
-- ``tensor_rows``: what a run wrote of its tensors, by name, whatever its layout.
-- ``compare``: the first tensor in which two runs differ.
-- ``page``: an HTML file with the picture of what was measured and, for a pipeline, simulated.
+Bottom-up:
+
+    chrome_trace  a `Timeline` as a Chrome trace, and back
+    drawing       a `Timeline` as an SVG picture
+    tensor_rows   what a run wrote of its tensors
+    compare       the first tensor in which two runs differ
+    page          an HTML file of what was measured and simulated
+
+    chrome_trace  a `Timeline` as a Chrome trace, and back
+    drawing       a `Timeline` as an SVG picture
+    tensor_rows   what a run wrote of its tensors
+    compare       the first tensor in which two runs differ
+    page          an HTML file of what was measured and simulated
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from meshwright.comm.became import became, check_ties
-from meshwright.comm.dtensor import current_mesh, is_dtensor
-from meshwright.comm.mixed_lists import take_lists_apart
+from meshwright.comm.dtensors.dtensor import current_mesh, is_dtensor
+from meshwright.comm.dtensors.made_dtensors import became, check_ties
+from meshwright.comm.dtensors.mixed_lists import take_lists_apart
 from meshwright.mesh import DeviceMesh
-from meshwright.tensor_parallel.equality import verify_replicated
-from meshwright.tensor_parallel.following import follow_first_forward
+from meshwright.tensor_parallel.checks.equality import verify_replicated
+from meshwright.tensor_parallel.checks.following import follow_first_forward
+from meshwright.tensor_parallel.checks.optimizers import watch_optimizers
+from meshwright.tensor_parallel.checks.passes import Passes
 from meshwright.tensor_parallel.layouts import Site, check_mesh
-from meshwright.tensor_parallel.optimizers import watch_optimizers
-from meshwright.tensor_parallel.passes import Passes
 from meshwright.tensor_parallel.styles import ParallelStyle
 
 __all__ = ["apply_plan", "matches", "parallelize_module"]

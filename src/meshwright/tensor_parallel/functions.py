@@ -31,7 +31,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from meshwright.comm import Communicator
-from meshwright.comm.functional import (
+from meshwright.comm.graphs.functional import (
     is_traced,
     traced_all_gather,
     traced_all_reduce,

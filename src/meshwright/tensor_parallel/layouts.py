@@ -15,12 +15,12 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from meshwright.comm import Communicator
-from meshwright.comm.dtensor import is_dtensor, mesh_communicators
-from meshwright.comm.edges import entered, left, placement_on
-from meshwright.comm.untraced import apart
+from meshwright.comm.dtensors.dtensor import is_dtensor, mesh_communicators
+from meshwright.comm.dtensors.edges import entered, left, placement_on
+from meshwright.comm.graphs.untraced import apart
 from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
-from meshwright.tensor_parallel.following import check_mark, mark
+from meshwright.tensor_parallel.checks.following import check_mark, mark
 from meshwright.tensor_parallel.functions import (
     Labels,
     exchange,

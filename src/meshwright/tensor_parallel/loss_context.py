@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwright.comm.dtensor import (
+from meshwright.comm.dtensors.dtensor import (
     AtRest,
     is_dtensor,
     known_at_rest,
     mesh_communicators,
     our_placement,
 )
-from meshwright.comm.edges import entered, wrapped
+from meshwright.comm.dtensors.edges import entered, wrapped
 from meshwright.layout import Partial, Placement, Replicate, Shard
 from meshwright.tensor_parallel.loss import cross_entropy_of_parts
 

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from meshwright.comm.dtensor import AnyPlacement, is_dtensor, our_placement, torch_placements
+from meshwright.comm.dtensors.dtensor import (
+    AnyPlacement,
+    is_dtensor,
+    our_placement,
+    torch_placements,
+)
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layouts import Site, untraced
 from meshwright.tensor_parallel.styles import ParallelStyle

@@ -10,16 +10,20 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
-from meshwright.comm.dtensor import AnyPlacement, our_placement, torch_placements
-from meshwright.comm.partial_gradients import PartialGradient
-from meshwright.comm.whole import side_by_side
+from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
+from meshwright.comm.dtensors.gather_dtensor import side_by_side
+from meshwright.comm.dtensors.partial_gradients import PartialGradient
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
-from meshwright.tensor_parallel.embedding import ColumnEmbedding, RowEmbedding, check_embedding
+from meshwright.tensor_parallel.layers.embedding import (
+    ColumnEmbedding,
+    RowEmbedding,
+    check_embedding,
+)
+from meshwright.tensor_parallel.layers.linear import ColumnLinear, RowLinear, Settings
+from meshwright.tensor_parallel.layers.sequence import Sequence, SequencePart
+from meshwright.tensor_parallel.layers.transposed import ColumnConv1D, RowConv1D, is_conv1d
 from meshwright.tensor_parallel.layouts import Site, check_mesh
-from meshwright.tensor_parallel.linear import ColumnLinear, RowLinear, Settings
-from meshwright.tensor_parallel.sequence import Sequence, SequencePart
-from meshwright.tensor_parallel.transposed import ColumnConv1D, RowConv1D, is_conv1d
 from meshwright.tensor_parallel.weights import distribute, guard_loading
 
 __all__ = [

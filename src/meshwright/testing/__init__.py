@@ -1,9 +1,36 @@
 """The shipped test harness: tests on several ranks that read like tests in one process.
 
-Bottom-up: `wire` (messages), `modules` (test modules in ranks), `outcome` (how a rank ended),
-`rank_process`, `supervisor`, `server` (the processes), `pool` (the caller's side), `plugin`
-(pytest); `meeting`, `fake` (all ranks in one process); `models`, `training` (parity with one
-process), `faults`.
+Bottom-up:
+
+    wire          messages and their bytes
+    modules       test modules in ranks
+    outcome       the ends of ranks
+    rank_process  the life of one rank
+    supervisor    one call: its ranks, watched
+    server        the clean process that ranks are forked from
+    pool          the caller's side
+    plugin        the pytest plugin
+    meeting       the meeting of fake ranks
+    fake          all ranks in one process
+    masked        microbatches of the size of the batch
+    models        models that have broken a layout
+    training      parity with one process
+    faults        faults at a chosen place and step
+
+    wire          messages and their bytes
+    modules       test modules in ranks
+    outcome       the ends of ranks
+    rank_process  the life of one rank
+    supervisor    one call: its ranks, watched
+    server        the clean process that ranks are forked from
+    pool          the caller's side
+    plugin        the pytest plugin
+    meeting       the meeting of fake ranks
+    fake          all ranks in one process
+    masked        microbatches of the size of the batch
+    models        models that have broken a layout
+    training      parity with one process
+    faults        faults at a chosen place and step
 
 ::
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from meshwright.comm import communicator
-from meshwright.comm.whole import whole
+from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.composition import parallelize
 from meshwright.errors import ParityError
 from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch

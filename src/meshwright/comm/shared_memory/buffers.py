@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.comm.shared_memory.collectives import Steps
+from meshwright.comm.shared_memory.waits import Steps
 
 __all__ = [
     "bytes_of",

@@ -17,19 +17,18 @@ A tensor that lies in shared memory (see `SharedTensors`) is read where it is.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from meshwright.comm.shared_memory.arena import Location, SharedTensors
 from meshwright.comm.shared_memory.buffers import bytes_of, flat, over
-from meshwright.comm.shared_memory.calls import Call, Records
+from meshwright.comm.shared_memory.fingerprints import Call, Records
 from meshwright.comm.shared_memory.reductions import accumulate
-from meshwright.comm.shared_memory.waits import Meeting
+from meshwright.comm.shared_memory.waits import Meeting, Steps
 
-__all__ = ["SLOT_BYTES", "Exchange", "Steps"]
+__all__ = ["SLOT_BYTES", "Exchange"]
 
-Steps = Generator[None, None, None]
 Part = tuple[int, int]
 """Address and number of bytes."""
 

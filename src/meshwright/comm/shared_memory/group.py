@@ -22,14 +22,14 @@ from meshwright.comm.shared_memory.buffers import (
     on_cpu,
     writable,
 )
-from meshwright.comm.shared_memory.calls import Call
-from meshwright.comm.shared_memory.collectives import Exchange, Steps
+from meshwright.comm.shared_memory.collectives import Exchange
+from meshwright.comm.shared_memory.fingerprints import Call
 from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
 from meshwright.comm.shared_memory.reductions import check_reduction
 from meshwright.comm.shared_memory.sparse import sum_sparse
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.comm.shared_memory.transport import CpuTransport
-from meshwright.comm.shared_memory.waits import Meeting
+from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
 
 __all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]

@@ -20,10 +20,9 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from meshwright.comm.outside import watched
-from meshwright.comm.shared_memory.calls import Call
-from meshwright.comm.shared_memory.collectives import Steps
-from meshwright.comm.shared_memory.waits import Meeting, unusable
+from meshwright.comm.failures.outside import watched
+from meshwright.comm.shared_memory.fingerprints import Call
+from meshwright.comm.shared_memory.waits import Meeting, Steps, unusable
 from meshwright.errors import CollectiveTimeoutError
 
 __all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]

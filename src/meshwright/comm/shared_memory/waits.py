@@ -12,10 +12,10 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from meshwright.comm.processes import is_stopped, process_start
+from meshwright.comm.failures.processes import is_stopped, process_start
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -32,8 +32,12 @@ __all__ = [
     "Meeting",
     "Patience",
     "Peers",
+    "Steps",
     "unusable",
 ]
+
+Steps = Generator[None, None, None]
+"""A collective under way: it yields where it waits for other ranks."""
 
 LEFT, FAILED, MISMATCHED = 1, 2, 3
 """States of a rank that no longer takes part: it ended in order, it failed, it saw a mismatch."""

@@ -1,0 +1,402 @@
+"""Conversion between local tensors with our placements and torch's DTensor, at the edge only.
+
+Nothing here computes: a DTensor is built around a local tensor whose storage it shares, and taken
+apart again. Forward and backward run on local tensors, see `leaves`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.axes import Axes
+from meshwright.comm.collectives import Communicator
+from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.comm.process_groups import communicator, peers
+from meshwright.errors import CommunicationError, LayoutError
+from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
+
+__all__ = [
+    "AnyPlacement",
+    "AtRest",
+    "at_rest",
+    "concatenated_mesh",
+    "current_mesh",
+    "cut_once_more",
+    "dtensor_around",
+    "dtensor_at_rest",
+    "dtensor_like",
+    "flattened_mesh",
+    "is_dtensor",
+    "is_replicated",
+    "known_at_rest",
+    "layout_of",
+    "local_box",
+    "local_gradient",
+    "local_of",
+    "mesh_communicators",
+    "mesh_over",
+    "our_placement",
+    "put_on_mesh",
+    "savable",
+    "torch_placements",
+]
+
+
+def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
+    """The one number of a DTensor as Python has it: of the whole tensor, so all its ranks ask."""
+    (tensor,) = args
+    if all(is_replicated(placement) for placement in tensor.placements):
+        return tensor._local_tensor.item()
+    with torch.no_grad():
+        return tensor.full_tensor().item()
+
+
+# torch takes this rank's part of a sum or norm for the whole: an optimizer that asks for a norm as
+# a number would scale each rank's rows by another one. Where torch knows better, its own stays.
+cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers).setdefault(
+    torch.ops.aten._local_scalar_dense.default, _number_of
+)
+
+AnyPlacement = Placement | TorchPlacement
+"""A placement of ours, or the same as torch says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtRest:
+    """The makings of a DTensor."""
+
+    local: torch.Tensor
+    """This rank's part; it shares the DTensor's storage."""
+    mesh: DeviceMesh
+    placements: tuple[TorchPlacement, ...]
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    stride: tuple[int, ...]
+
+
+def dtensor_at_rest(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[AnyPlacement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor of global ``shape`` and ``stride`` around ``local``, which it does not copy.
+
+    ``placements`` has one entry a dim of ``mesh``, ours or torch's. Nothing is sent. The shape is
+    given and not derived, so that short and empty last chunks are right.
+
+    Raises `LayoutError` when ``local`` is not the part that the placements give this rank.
+
+    >>> dtensor_at_rest(torch.zeros(2, 3), mesh, [Shard(0)], (4, 3), (3, 1))  # on two ranks
+    """
+    spread = torch_placements(placements)
+    box = local_box(shape, mesh, spread)
+    if box is not None and tuple(local.shape) != box.shape:
+        raise LayoutError(
+            f"expected this rank's part of a tensor of shape {tuple(shape)}, placed {list(spread)} "
+            f"on {mesh}, to have shape {box.shape}; found {tuple(local.shape)}"
+        )
+    return DTensor.from_local(
+        local.detach(),
+        mesh,
+        spread,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+
+
+def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+    """A DTensor around ``local`` that is placed as ``like``, which it does not copy.
+
+    For every step: it takes a twentieth of the time of `dtensor_at_rest`, which derives and checks
+    the placement. Raises `LayoutError` when ``local`` has another shape or dtype than the part of
+    ``like``, TypeError when ``like`` is no DTensor.
+    """
+    if not isinstance(like, DTensor):
+        raise TypeError(f"expected a DTensor to follow, found {type(like).__name__}")
+    known = like._local_tensor
+    if local.shape != known.shape or local.dtype != known.dtype:
+        raise LayoutError(
+            f"expected a part of shape {tuple(known.shape)} and {known.dtype}, found "
+            f"{tuple(local.shape)} and {local.dtype}"
+        )
+    return _around(local, like)
+
+
+def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
+    """A DTensor placed as ``rest`` around ``local``, on the device and in the memory of that."""
+    meta = TensorMeta(torch.Size(rest.shape), rest.stride, local.dtype)
+    spec = DTensorSpec(rest.mesh, rest.placements, tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
+
+
+def savable(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor that `copy.deepcopy` and `torch.save` take, on the same memory; others as they are.
+
+    They look for memory of the wrapper's own where its local tensor is a view with an offset.
+    """
+    if not isinstance(tensor, DTensor) or not tensor._local_tensor.storage_offset():
+        return tensor
+    found = _around(tensor._local_tensor, tensor).requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        found._is_param = True
+    return found
+
+
+def _around(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor without an offset, whatever that of ``local`` is."""
+    begins = local.new_empty(0) if local.storage_offset() else local
+    found = DTensor(begins, like._spec, requires_grad=False)
+    found._local_tensor = local
+    return found
+
+
+def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[AnyPlacement]) -> None:
+    """Say that a DTensor lies on ``mesh``, where this rank has the part of it that it had before.
+
+    It stays the object that optimizers know; what was made of it before lies where that did.
+    """
+    found = cast("DTensor", tensor)
+    known = found._spec
+    found._spec = DTensorSpec(mesh, torch_placements(placements), tensor_meta=known.tensor_meta)
+
+
+def at_rest(tensor: DTensor) -> AtRest:
+    """Take ``tensor`` apart into its makings; the way back from `dtensor_at_rest`."""
+    return AtRest(
+        local=local_of(tensor),
+        mesh=tensor.device_mesh,
+        placements=tuple(tensor.placements),
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+    )
+
+
+def known_at_rest(tensor: torch.Tensor) -> AtRest | None:
+    """Take ``tensor`` apart into its makings when it is a DTensor; None for any other."""
+    return at_rest(tensor) if isinstance(tensor, DTensor) else None
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Check that ``tensor`` is torch's DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, outside autograd; any other tensor as it is.
+
+    Of a part that is a subclass with all-gather extensions the plain tensor with its values.
+    """
+    return values_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of(tensor: DTensor, name: str) -> TensorLayout:
+    """The layout of ``tensor``. Raises `LayoutError` for placements that ours cannot say."""
+    mesh = tensor.device_mesh
+    sizes = tuple(mesh.mesh.shape)
+    names = mesh.mesh_dim_names or tuple(f"dim{index}" for index in range(len(sizes)))
+    return TensorLayout(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        axes=Axes(tuple(names), sizes),
+        placements={
+            axis: our_placement(placement, name)
+            for axis, placement in zip(names, tensor.placements, strict=True)
+        },
+    )
+
+
+def local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TorchPlacement]
+) -> Box | None:
+    """The box of a tensor of ``shape`` that this rank holds.
+
+    None where the part is not one box: on a rank outside the mesh, or where a strided placement
+    gives each rank rows from all over the dim. What `cut_once_more` made is one box.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    offset, lengths = [0] * len(shape), list(shape)
+    cuts: list[tuple[int, TorchShard | _StridedShard]]
+    cuts = [(n, p) for n, p in enumerate(placements) if type(p) is TorchShard]
+    for number, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, _StridedShard):
+            later = [
+                mesh.size(n)
+                for n, p in enumerate(placements)
+                if n > number and isinstance(p, TorchShard | _StridedShard)
+                if p.dim == placement.dim
+            ]
+            if placement.split_factor != math.prod(later):
+                return None
+            # It cuts what all later dims of the mesh have left.
+            cuts.append((number, placement))
+        elif not isinstance(placement, TorchShard | TorchReplicate | TorchPartial):
+            return None
+    for number, placement in cuts:
+        dim = placement.dim % len(shape)
+        start, lengths[dim] = chunk(lengths[dim], mesh.size(number), coordinate[number])
+        offset[dim] += start
+    return Box(tuple(offset), tuple(lengths))
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh whose ``with`` block the caller is in. Raises RuntimeError where there is none."""
+    return _mesh_resources.get_current_mesh()
+
+
+def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Communicator, ...]:
+    """The communicator of each dim of ``mesh``, under the mesh's own axis names, or ``unnamed``.
+
+    Raises `CommunicationError` when the group of one was destroyed.
+    """
+    names = mesh.mesh_dim_names or (unnamed,) * mesh.ndim
+    try:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    except RuntimeError as error:
+        if "Could not resolve the process group" not in str(error):
+            raise
+        raise CommunicationError(
+            f"a process group of {mesh} was destroyed. torch gives DTensors of "
+            "a later mesh of the same ranks the mesh that it has seen first: keep the groups of a "
+            "mesh for as long as the process has DTensors on its ranks"
+        ) from error
+    return tuple(communicator(group, axis=name) for group, name in zip(groups, names, strict=True))
+
+
+def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:
+    """A mesh of the ranks of ``parent``, which ``axes`` number, with the axes ``names`` as dims.
+
+    Only the ranks of ``parent`` call it. ``names`` are those axes with more than one rank, in any
+    order; each dim has a group of its own, made for its ranks where there is none.
+    """
+    here = axes.coordinate(parent.rank)
+    groups = [
+        peers(parent, [parent.ranks[rank] for rank in axes.peers(parent.rank, name)], name)
+        for name in names
+    ]
+    sizes = [axes.size(name) for name in names]
+    numbers = [
+        parent.ranks[axes.rank({**here, **dict(zip(names, position, strict=True))})]
+        for position in itertools.product(*map(range, sizes))
+    ]
+    kind = parent.device.type
+    if len(names) == 1:
+        return DeviceMesh.from_group(groups[0].group, kind, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(
+        [each.group for each in groups],
+        kind,
+        mesh=torch.tensor(numbers).view(sizes),
+        mesh_dim_names=tuple(names),
+    )
+
+
+def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dims of all ``meshes``, which are slices of one mesh."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return mesh[tuple(names)]._flatten("_".join(names))
+
+
+def is_replicated(placement: TorchPlacement) -> bool:
+    """Check that every rank along the dim holds the same."""
+    return isinstance(placement, TorchReplicate)
+
+
+def cut_once_more(
+    placements: Sequence[AnyPlacement], mesh: DeviceMesh, cutting: int, dim: int
+) -> tuple[tuple[TorchPlacement, ...], bool]:
+    """Placements in which dim ``cutting`` of ``mesh`` cuts after all others, and if it is strided.
+
+    A DTensor is cut by the dims of its mesh in their order. Where a later dim of the mesh has cut
+    the same ``dim`` before, the pieces of ``cutting`` lie in strides over the whole tensor.
+    """
+    spread = list(torch_placements(placements))
+    later = range(cutting + 1, len(spread)) if mesh.size(cutting) > 1 else ()
+    factor = 1
+    for index in later:
+        placement = spread[index]
+        if isinstance(placement, TorchShard | _StridedShard) and placement.dim == dim:
+            factor *= mesh.size(index)
+    if factor > 1:
+        spread[cutting] = _StridedShard(dim, split_factor=factor)
+    return tuple(spread), factor > 1
+
+
+def local_gradient(
+    gradient: torch.Tensor | None, like: AtRest, kept: Sequence[int]
+) -> torch.Tensor | None:
+    """This rank's part of a gradient of ``like``, summed and cut as it except over ``kept``.
+
+    ``kept`` are dims of the mesh over which the caller sums.
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient
+    wanted = [
+        found if index in kept else placement
+        for index, (found, placement) in enumerate(
+            zip(gradient.placements, like.placements, strict=True)
+        )
+    ]
+    if tuple(wanted) != tuple(gradient.placements):
+        gradient = gradient.redistribute(placements=wanted)
+    return gradient._local_tensor
+
+
+def torch_placements(
+    placements: Sequence[AnyPlacement],
+) -> tuple[TorchPlacement, ...]:
+    """``placements`` as torch's; torch's own pass through."""
+    return tuple(_torch_placement(placement) for placement in placements)
+
+
+def _torch_placement(placement: AnyPlacement) -> TorchPlacement:
+    match placement:
+        case Shard(dim=dim):
+            return TorchShard(dim)
+        case Replicate():
+            return TorchReplicate()
+        case Partial(reduction=reduction):
+            return TorchPartial(reduction)
+        case _:
+            return placement
+
+
+def our_placement(placement: AnyPlacement, name: str) -> Placement:
+    """``placement`` as ours; ours pass through. Raises `LayoutError` for a strided one."""
+    if isinstance(placement, Shard | Replicate | Partial):
+        return placement
+    if type(placement) is TorchShard:
+        return Shard(placement.dim)
+    if isinstance(placement, TorchReplicate):
+        return Replicate()
+    if isinstance(placement, TorchPartial):
+        return Partial(placement.reduce_op)
+    raise LayoutError(
+        f"{name!r} is placed {placement}, which is not one box on each rank: expected Shard, "
+        "Replicate or Partial"
+    )

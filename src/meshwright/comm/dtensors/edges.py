@@ -1,0 +1,182 @@
+"""DTensors that enter and leave what computes on local tensors, with their gradients.
+
+The gradient of a DTensor is a DTensor; it is placed as the tensor, or Replicate where that is
+Partial. What has to be sent is the caller's to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
+from meshwright.layout import Partial, Placement, Replicate
+
+__all__ = ["Convert", "entered", "left", "placement_on", "wrapped"]
+
+Convert = Callable[[torch.Tensor, Placement, Placement, Sequence[int], bool], torch.Tensor]
+"""``convert(local, found, wanted, shape, is_backward)``: a local tensor of a whole of ``shape``,
+placed as wanted on a mesh of one dim."""
+
+_SHARED = "_meshwright_entered"
+
+
+def placement_on(tensor: torch.Tensor, mesh: DeviceMesh, name: str) -> Placement | None:
+    """Find the placement of a DTensor on ``mesh``, which has one dim; None for any other tensor.
+
+    Raises ValueError for a DTensor of another mesh; ``name`` says where it was found.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    if tensor.device_mesh != mesh:
+        raise ValueError(
+            f"{name}: expected a DTensor on {mesh}, found one of shape {tuple(tensor.shape)} on "
+            f"{tensor.device_mesh}: pass the local tensor, or redistribute it first"
+        )
+    return our_placement(tensor.placements[0], name)
+
+
+def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
+    """This rank's part of a DTensor; its gradient goes back as one.
+
+    ``partial``: on a mesh of one dim, each rank computes another part of what is made of it, so
+    its gradient is Partial. All who say so get one local tensor, and their gradients are added up
+    before they become a DTensor. Not for leaves, which the tensor that is kept would keep alive.
+    """
+    if not partial:
+        return _Enter.apply(tensor, False)
+    local = vars(tensor).get(_SHARED)
+    if local is None or local.requires_grad is not _is_recorded(tensor):
+        local = _Enter.apply(tensor, True)
+        vars(tensor)[_SHARED] = local
+    return local
+
+
+def left(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, Placement],
+    shape: Sequence[int],
+    convert: Convert,
+) -> torch.Tensor:
+    """A DTensor of global ``shape`` on ``mesh``, which has one dim.
+
+    ``placements`` are that of ``local`` and that of the DTensor; ``convert`` leads from one to the
+    other, and from the gradient, however that is placed, to the gradient of ``local``.
+    """
+    return _Leave.apply(local, mesh, placements, tuple(shape), convert)
+
+
+def wrapped(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
+) -> torch.Tensor:
+    """A DTensor of global ``shape`` around ``local``, on a mesh of any dims.
+
+    Raises ValueError in the backward for a gradient that is a part of a sum.
+    """
+    found = tuple(our_placement(placement, "result") for placement in placements)
+    return _Wrap.apply(local, mesh, found, tuple(shape))
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _gradient_of(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: DTensor, partial: bool) -> torch.Tensor:  # pyrefly: ignore[bad-override]
+        own = [our_placement(found, "input") for found in tensor.placements]
+        back = [Partial()] if partial else [_gradient_of(found) for found in own]
+        ctx.kept = tensor.device_mesh, back, tensor.shape  # pyrefly: ignore[missing-attribute]
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
+        mesh, placements, shape = ctx.kept  # pyrefly: ignore[missing-attribute]
+        return _dtensor(grad, mesh, placements, shape), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, Placement],
+        shape: tuple[int, ...],
+        convert: Convert,
+    ) -> DTensor:
+        own, wanted = placements
+        ctx.kept = _gradient_of(own), shape, convert  # pyrefly: ignore[missing-attribute]
+        if own != wanted:
+            local = convert(local, own, wanted, shape, False)
+        return _dtensor(local, mesh, [wanted], shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
+        wanted, shape, convert = ctx.kept  # pyrefly: ignore[missing-attribute]
+        if not isinstance(grad, DTensor):
+            return grad, None, None, None, None
+        found = our_placement(grad.placements[0], "gradient")
+        local = grad._local_tensor
+        if found != wanted:
+            local = convert(local, found, wanted, shape, True)
+        return local, None, None, None, None
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+    ) -> DTensor:
+        wanted = torch_placements([_gradient_of(each) for each in placements])
+        ctx.wanted = wanted  # pyrefly: ignore[missing-attribute]
+        return _dtensor(local, mesh, placements, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        if not isinstance(grad, DTensor):
+            return grad, None, None, None
+        wanted = ctx.wanted  # pyrefly: ignore[missing-attribute]
+        pairs = zip(grad.placements, wanted, strict=True)
+        if any(found != want and not found.is_replicate() for found, want in pairs):
+            raise ValueError(
+                f"expected a gradient placed {list(wanted)}, found {list(grad.placements)}: "
+                "redistribute the tensor before what is made of it"
+            )
+        # From Replicate to Shard is a slice.
+        return grad.redistribute(placements=wanted)._local_tensor, None, None, None
+
+
+def _dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    # Its strides are those of a whole tensor that is contiguous.
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local.detach(),
+        mesh,
+        torch_placements(placements),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )

@@ -1,0 +1,253 @@
+"""Whole tensors from DTensors that are spread over ranks, and the parts that a rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard, _StridedShardOffsetMode
+
+from meshwright.comm.dtensors.dtensor import (
+    AnyPlacement,
+    AtRest,
+    at_rest,
+    dtensor_at_rest,
+    is_replicated,
+    local_of,
+    mesh_communicators,
+    torch_placements,
+)
+from meshwright.comm.dtensors.shard_view import ShardView
+from meshwright.errors import LayoutError
+from meshwright.layout import Box, chunk
+
+__all__ = [
+    "Holding",
+    "held",
+    "held_boxes",
+    "is_side_by_side",
+    "part",
+    "part_like",
+    "side_by_side",
+    "whole",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holding:
+    """The elements of a tensor of ``shape`` that this rank holds."""
+
+    local: torch.Tensor
+    """The elements of one box after the other, each row-major."""
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def held(tensor: torch.Tensor, name: str) -> Holding:
+    """Find the part of a DTensor or `ShardView` that this rank holds; all of any other tensor.
+    Nothing is sent.
+
+    Raises `LayoutError`, with ``name``, where that is a summand.
+    """
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    parts = held_boxes(tensor, name)
+    local = tensor.local if isinstance(tensor, ShardView) else local_of(tensor)
+    if len(parts) > 1 and local.ndim > 1:
+        local = torch.cat([memory.flatten() for _, memory in parts])
+    return Holding(local=local, shape=tuple(tensor.shape), boxes=tuple(box for box, _ in parts))
+
+
+@torch.no_grad()
+def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
+    """All of ``tensor``, on every rank; any tensor but a DTensor as it is.
+
+    All ranks of the DTensor's mesh call it together: one gather for each axis that shards.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    rest = at_rest(tensor)
+    cutting = [n for n, placement in enumerate(rest.placements) if not is_replicated(placement)]
+    sizes = [rest.mesh.size(number) for number in cutting]
+    here = rest.mesh.get_coordinate()
+    if here is None:
+        raise LayoutError(f"{label}: this rank is not on {rest.mesh}, which holds the tensor")
+    places = [
+        _ranges(rest, [*_replaced(here, dict(zip(cutting, indices, strict=True)))], label)
+        for indices in itertools.product(*map(range, sizes))
+    ]
+    # Parts may differ in size; all travel in the largest.
+    room = max(math.prod(map(_length, ranges)) for ranges in places)
+    everyone = rest.local.new_zeros(room)
+    everyone[: rest.local.numel()] = rest.local.detach().reshape(-1)
+    axes = mesh_communicators(rest.mesh)
+    for number in reversed(cutting):
+        gathered = everyone.new_empty(axes[number].size * everyone.numel())
+        axes[number].all_gather(gathered, everyone, label=label).wait()
+        everyone = gathered
+    found = rest.local.new_empty(rest.shape)
+    for ranges, part in zip(places, everyone.view(len(places), room), strict=True):
+        shape = [_length(each) for each in ranges]
+        local = part[: math.prod(shape)].view(shape)
+        for box, memory in _boxes(ranges, local):
+            found[box.slices()] = memory
+    return found
+
+
+@torch.no_grad()
+def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the whole ``tensor``, spread as ``like``; nothing is sent.
+
+    Raises `LayoutError` when their shapes differ.
+    """
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    rest = at_rest(like)
+    if tuple(tensor.shape) != rest.shape:
+        raise LayoutError(f"expected a tensor of shape {rest.shape}, found {tuple(tensor.shape)}")
+    return part(tensor, rest.mesh, rest.placements, rest.stride)
+
+
+@torch.no_grad()
+def part(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[AnyPlacement],
+    stride: Sequence[int],
+) -> DTensor:
+    """This rank's part of the whole ``tensor``, copied, as a DTensor; nothing is sent.
+
+    ``stride`` is that of the whole.
+    """
+    spread, shape = torch_placements(placements), tuple(tensor.shape)
+    rest = AtRest(local=tensor, mesh=mesh, placements=spread, shape=shape, stride=tuple(stride))
+    coordinate = mesh.get_coordinate()
+    ranges: list[_Ranges] = [[] for _ in shape]
+    if coordinate is not None:
+        ranges = _ranges(rest, coordinate, "a tensor")
+    local = tensor.new_empty([_length(each) for each in ranges])
+    for box, memory in _boxes(ranges, local):
+        memory.copy_(tensor[box.slices()])
+    return dtensor_at_rest(local, mesh, spread, shape, stride)
+
+
+def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of the whole of ``tensor`` that this rank holds, each with its local memory.
+
+    One box for a plain tensor and for a plain placement; several where a strided placement gives
+    this rank rows from all over a dim; none where it holds nothing. Raises `LayoutError`, with
+    ``name``, for a partial sum.
+    """
+    if isinstance(tensor, ShardView):
+        return tensor.boxes()
+    if not isinstance(tensor, DTensor):
+        return [(Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor.detach())]
+    rest = at_rest(tensor)
+    coordinate = rest.mesh.get_coordinate()
+    local = rest.local.detach()
+    return [] if coordinate is None else _boxes(_ranges(rest, coordinate, name), local)
+
+
+def side_by_side(dim: int, parts: int) -> TorchPlacement:
+    """A cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    return _SideBySide(dim, split_factor=parts)
+
+
+class _SideBySide(_StridedShard):
+    """A strided cut whose parts are no box, for all that torch takes for the box of a rank."""
+
+    def _local_shard_size_and_offset(
+        self,
+        curr_local_size: int,
+        num_chunks: int,
+        rank: int | torch.SymInt,
+        offset_mode: _StridedShardOffsetMode = _StridedShardOffsetMode.FIRST,
+    ) -> tuple[int, int | list[int] | None]:
+        """The size; raises NotImplementedError where torch goes on to copy a box that begins there.
+
+        Those are its checkpoints, and what is broadcast from rank 0 into a state dict.
+        """
+        if num_chunks > 1 and offset_mode is not _StridedShardOffsetMode.NONE:
+            raise NotImplementedError(
+                f"{self.split_factor} tensors lie side by side along dim {self.dim}, and each rank "
+                "has a part of each: not one box, as torch.distributed.checkpoint and "
+                "broadcast_from_rank0 expect it. Use full_state_dict=True, or a Trainable's state"
+            )
+        return super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank, offset_mode)
+
+
+def is_side_by_side(rest: AtRest, dim: int) -> bool:
+    """Check for ranks that hold rows from several places along ``dim``, so that it is not cut
+    again.
+    """
+    return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
+
+
+_Ranges = list[tuple[int, int]]
+"""(first row, rows) of the whole along one dim, in the order in which a local tensor has them."""
+
+
+def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]:
+    """For each dim, what the rank at ``coordinate`` of the mesh holds."""
+    found = [[(0, size)] for size in rest.shape]
+    for size, index, placement in zip(
+        rest.mesh.mesh.shape, coordinate, rest.placements, strict=True
+    ):
+        if is_replicated(placement):
+            continue
+        if not isinstance(placement, TorchShard | _StridedShard):
+            raise LayoutError(
+                f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
+                "whole values, not summands"
+            )
+        # Strided: cut before by others, in so many pieces, of each of which it holds a part.
+        pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        dim = placement.dim
+        cuts = []
+        for piece in range(pieces):
+            start, rows = chunk(_length(found[dim]), pieces, piece)
+            inside, length = chunk(rows, size, index)
+            cuts.append((start + inside, length))
+        found[dim] = [part for cut in cuts for part in _narrowed(found[dim], *cut)]
+    return found
+
+
+def _boxes(ranges: Sequence[_Ranges], local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of ``ranges``, each with its memory in ``local``."""
+    found: list[tuple[Box, torch.Tensor]] = []
+    starts = [list(itertools.accumulate((n for _, n in held), initial=0)) for held in ranges]
+    for numbers in itertools.product(*(range(len(held)) for held in ranges)):
+        cut = [held[number] for held, number in zip(ranges, numbers, strict=True)]
+        box = Box(tuple(a for a, _ in cut), tuple(n for _, n in cut))
+        at = [held[number] for held, number in zip(starts, numbers, strict=True)]
+        found.append((box, local[Box(tuple(at), box.shape).slices()]))
+    return found
+
+
+def _length(ranges: _Ranges) -> int:
+    return sum(rows for _, rows in ranges)
+
+
+def _replaced(coordinate: Sequence[int], others: Mapping[int, int]) -> Iterator[int]:
+    for number, index in enumerate(coordinate):
+        yield others.get(number, index)
+
+
+def _narrowed(ranges: _Ranges, start: int, count: int) -> _Ranges:
+    """``count`` rows from row ``start`` on of ``ranges`` of (first row, rows) laid end to end."""
+    found: _Ranges = []
+    for first, rows in ranges:
+        skipped = min(start, rows)
+        taken = min(rows - skipped, count)
+        if taken:
+            found.append((first + skipped, taken))
+        start, count = start - skipped, count - taken
+    return found

@@ -1,0 +1,223 @@
+"""The leaves on which modules compute in place of DTensor parameters, and their gradients.
+
+A leaf lies over the storage of this rank's part of its parameter. What autograd has accumulated in
+it goes to ``.grad`` of the parameter, as a DTensor that is placed alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+
+from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
+from meshwright.comm.graphs.untraced import apart
+
+__all__ = [
+    "add_to_gradient",
+    "deliver",
+    "give_up",
+    "hand_over",
+    "local_leaf",
+    "sum_partial",
+    "take_over",
+]
+
+_HELD = "_meshwright_local_leaf"
+
+
+class _Held:
+    """The leaf of one parameter. A copy of the parameter makes a leaf of its own."""
+
+    __slots__ = (
+        "__weakref__",
+        "is_hooked",
+        "is_taken",
+        "leaf",
+        "local",
+        "parameter",
+        "partial",
+        "storage",
+    )
+
+    def __init__(self, parameter: nn.Parameter, leaf: nn.Parameter, local: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.leaf = leaf
+        self.local = local
+        """The tensor whose storage the leaf shares: the parameter's, unless that was replaced."""
+        self.storage = parameter.untyped_storage()
+        """Another object as soon as something is assigned to ``.data`` of the parameter."""
+        self.is_hooked = False
+        self.is_taken = False
+        self.partial: Callable[[nn.Parameter, torch.Tensor], None] | None = None
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter on which modules compute in place of ``parameter``, which is a DTensor.
+
+    * It lies over the storage of this rank's part, so what an optimizer writes is seen, and there
+      is one for each DTensor parameter: tied modules get the same. Conversion of the module
+      (``.to()``, ``to_empty()``) or assignment of another local tensor makes another on the next
+      call, so nobody keeps it from one forward to the next.
+    * ``requires_grad`` is that of ``parameter`` at the time of the call.
+    * As soon as autograd has accumulated into its ``.grad``, `hand_over` moves that to
+      ``parameter``, as a DTensor placed alike on the same storage; the leaf's ``.grad`` is None
+      outside of a backward. `take_over` switches this off for whoever hands over himself.
+    * It has no name and is in no module's ``parameters()``. Gradients of `torch.autograd.grad` are
+      those of the leaf, not of ``parameter``.
+
+    Raises RuntimeError for a DTensor that has a graph, whose gradient would go nowhere, and for one
+    to whose ``.data`` something was assigned since it was asked for before.
+
+    A parameter that is no DTensor is returned as it is: whoever manages the module has put its own
+    leaf there.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not parameter.is_leaf:
+        raise RuntimeError(
+            f"expected a parameter, found a DTensor of shape {tuple(parameter.shape)} that was "
+            "computed from others, as torch.func.functional_call gives it: modules that "
+            "parallelize_module has cut compute on local tensors, by which its gradient would be "
+            "lost. Write the values into the parameter, or leave that module out"
+        )
+    held = vars(parameter).get(_HELD)
+    if held is None or held.local is not parameter._local_tensor:
+        local = parameter._local_tensor
+        requires_grad = parameter.requires_grad
+        leaf = nn.Parameter(local.detach(), requires_grad=requires_grad)
+        held = _Held(parameter, leaf, local)
+        vars(parameter)[_HELD] = held
+    elif held.storage is not parameter.untyped_storage():
+        raise RuntimeError(
+            "something was assigned to .data of a parameter of shape "
+            f"{tuple(parameter.shape)}, which is a DTensor: torch leaves its values as they were. "
+            "Use copy_() under torch.no_grad(), or load a state dict"
+        )
+    leaf = held.leaf
+    if leaf.requires_grad is not parameter.requires_grad:
+        leaf.requires_grad_(parameter.requires_grad)
+    if not held.is_hooked and leaf.requires_grad:
+        _hook(held)
+    return leaf
+
+
+def give_up(parameter: nn.Parameter) -> None:
+    """Take `take_over` back."""
+    held = vars(parameter).get(_HELD)
+    if held is not None:
+        held.is_taken = False
+
+
+def take_over(parameter: nn.Parameter) -> nn.Parameter:
+    """Its `local_leaf`, whose gradient stays with it until the caller calls `hand_over`.
+
+    For a data-parallel unit, which reduces the gradient of the leaf over its axes first. Call it
+    wherever `local_leaf` would be called: it holds for the leaf, not for the parameter.
+    """
+    leaf = local_leaf(parameter)
+    if leaf is not parameter:
+        vars(parameter)[_HELD].is_taken = True
+    return leaf
+
+
+def sum_partial(
+    parameter: nn.Parameter, add: Callable[[nn.Parameter, torch.Tensor], None]
+) -> nn.Parameter:
+    """Its `local_leaf`, whose gradient is a part of a sum over ranks: ``add`` receives it.
+
+    `hand_over` calls ``add(parameter, gradient)``, and that `deliver` with the sum, now or later.
+    """
+    leaf = local_leaf(parameter)
+    if leaf is not parameter:
+        vars(parameter)[_HELD].partial = add
+    return leaf
+
+
+def hand_over(parameter: nn.Parameter) -> None:
+    """Move the gradient of the leaf of ``parameter`` to ``parameter.grad``, and add where one is.
+
+    Nothing happens when the leaf has none. A partial gradient arrives at the end of the backward
+    pass that is under way, at once when there is none. Hooks that were registered on ``parameter``
+    run as if autograd had accumulated into it.
+
+    Raises RuntimeError for a gradient that has a graph of its own (``create_graph=True``).
+    """
+    held = vars(parameter).get(_HELD)
+    gradient = None if held is None else held.leaf.grad
+    if held is None or gradient is None:
+        return
+    held.leaf.grad = None
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"a gradient of shape {tuple(gradient.shape)} has a graph of its own, which a DTensor "
+            "parameter cannot keep: call backward without create_graph=True, or differentiate "
+            "with respect to inputs (torch.autograd.grad) and call backward on the result"
+        )
+    if held.partial is not None:
+        held.partial(parameter, gradient)
+    else:
+        deliver(parameter, gradient)
+
+
+@torch.no_grad()
+def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add this rank's part of a whole ``gradient`` to ``parameter.grad``; it is not copied."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        changed = hook(dtensor_like(gradient, parameter))
+        gradient = gradient if changed is None else local_of(changed)
+    add_to_gradient(parameter, gradient)
+    run_after_hooks(parameter)
+
+
+def add_to_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add this rank's part of a gradient to ``parameter.grad``, or make it that."""
+    given = parameter.grad
+    if given is None:
+        parameter.grad = dtensor_like(gradient, parameter)
+        return
+    is_at_rest = isinstance(parameter, DTensor) and isinstance(given, DTensor)
+    if is_at_rest and given.placements != parameter.placements:
+        # From an operator on the DTensor itself: a part of a sum, or a whole.
+        given = parameter.grad = given.redistribute(placements=parameter.placements)
+    local_of(given).add_(gradient)
+
+
+def _hook(held: _Held) -> None:
+    outside = _disable_dynamo(hand_over)
+    # The garbage collector does not see what such a hook refers to: a cycle through it would stay.
+    # torch converts no parameter that has weak references itself.
+    vars(held.leaf)[_HELD] = held
+    owner = weakref.ref(held)
+
+    @apart
+    def accumulated(leaf: torch.Tensor) -> None:
+        held = owner()
+        if held is None:
+            return
+        if torch.compiler.is_compiling():
+            if not held.is_taken:
+                outside(held.parameter)
+            return
+        mine = vars(held.parameter).get(_HELD)
+        if mine is None or mine.leaf is not leaf:
+            raise RuntimeError(
+                f"a backward pass reached a parameter of local shape {tuple(leaf.shape)} that was "
+                "converted after its forward pass: run the forward pass again"
+            )
+        if not mine.is_taken:
+            hand_over(held.parameter)
+
+    held.leaf.register_post_accumulate_grad_hook(accumulated)
+    held.is_hooked = True

@@ -1,0 +1,239 @@
+"""Over which axes the elements of a tensor lie spread, so that sums over all of it can be taken.
+
+A DTensor says so itself. A plain shard is marked by whoever made it::
+
+    plain tensor              every rank holds the whole: nothing to sum
+    plain shard, marked       each rank of the named communicators holds other elements
+    DTensor, Shard on axis a  each rank of a holds other elements; on other axes the same ones
+    ShardView                 each rank of its communicator holds other elements
+
+torch's DTensor is known by its public attributes, and `ShardView` by its own, because importing
+torch's modules behind them takes longer than all of this library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+import torch
+
+from meshwright.comm.collectives import Communicator
+from meshwright.comm.dtensors.gradient_part import plain
+from meshwright.comm.process_groups import communicator
+from meshwright.errors import LayoutError
+
+__all__ = [
+    "ManyInOne",
+    "check_meshes",
+    "is_distributed",
+    "is_line",
+    "is_marked_spread",
+    "local_part",
+    "refuse_spread",
+    "singles_of",
+    "spread_of",
+    "spread_over",
+]
+
+
+_MARKER = "_meshwright_spread"
+
+
+class _Marker:
+    """The communicators of one shard. Copies of the tensor, and pickles, are not marked."""
+
+    __slots__ = ("communicators", "is_line", "refusal")
+
+    def __init__(
+        self,
+        communicators: tuple[Communicator, ...] = (),
+        refusal: str = "",
+        *,
+        is_line: bool = False,
+    ) -> None:
+        self.communicators = communicators
+        self.refusal = refusal
+        """Why there is no one answer."""
+        self.is_line = is_line
+        """Whether it is 1-D memory of parameters with other shapes."""
+
+    def __deepcopy__(self, memo: object) -> _Marker:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Marker], tuple[()]]:
+        return _Marker, ()
+
+
+class ManyInOne(torch.nn.Parameter):
+    """Several parameters as one."""
+
+    singles: tuple[torch.Tensor, ...]
+    """The parameters, for whoever looks at each of them."""
+
+
+class _Placement(Protocol):
+    def is_replicate(self) -> bool: ...
+
+    def is_partial(self) -> bool: ...
+
+
+class _Mesh(Protocol):
+    @property
+    def mesh(self) -> torch.Tensor: ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
+
+    def get_coordinate(self) -> Sequence[int] | None: ...
+
+    def get_group(self, mesh_dim: int) -> torch.distributed.ProcessGroup: ...
+
+
+class _Distributed(Protocol):
+    @property
+    def device_mesh(self) -> _Mesh: ...
+
+    @property
+    def placements(self) -> Sequence[_Placement]: ...
+
+    def to_local(self) -> torch.Tensor: ...
+
+
+class _View(Protocol):
+    @property
+    def communicator(self) -> Communicator | None: ...
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+
+def _view(tensor: torch.Tensor) -> _View | None:
+    return cast("_View", tensor) if hasattr(tensor, "boxes") else None
+
+
+def _distributed(tensor: torch.Tensor) -> _Distributed | None:
+    return cast("_Distributed", tensor) if hasattr(tensor, "device_mesh") else None
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Check that ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
+    return _distributed(tensor) is not None or _view(tensor) is not None
+
+
+def spread_over(
+    tensor: torch.Tensor, communicators: Sequence[Communicator], *, is_line: bool = False
+) -> None:
+    """Mark ``tensor`` as a shard of which each rank of ``communicators`` holds other elements.
+
+    ``is_line`` says that it holds parameters of other shapes in one line.
+    """
+    # An attribute lives and dies with the tensor, as no table beside it can.
+    axes = tuple(c for c in communicators if c.size > 1)
+    vars(tensor)[_MARKER] = _Marker(axes, is_line=is_line)
+
+
+def refuse_spread(tensor: torch.Tensor, why: str) -> None:
+    """Make `spread_of` raise: parts of ``tensor`` lie spread over other axes than others."""
+    vars(tensor)[_MARKER] = _Marker(refusal=why, is_line=True)
+
+
+def is_marked_spread(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor``, a plain one, was marked as a shard, with the rest on other ranks."""
+    marker = vars(tensor).get(_MARKER)
+    return isinstance(marker, _Marker) and bool(marker.communicators or marker.refusal)
+
+
+def is_line(tensor: torch.Tensor) -> bool:
+    """Tell whether ``tensor`` holds parameters of other shapes in one line."""
+    marker = vars(tensor).get(_MARKER)
+    return isinstance(marker, _Marker) and marker.is_line
+
+
+def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parameters that ``tensor`` is the memory of, itself where it is no `ManyInOne`."""
+    return tensor.singles if isinstance(tensor, ManyInOne) else (tensor,)
+
+
+def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
+    """The communicators over which ``tensor`` lies spread; none where each rank holds the whole.
+
+    Raises `LayoutError` for a partial sum, of which no rank holds any element, for a line of
+    several tensors that lie spread in several ways, and for a `ShardView` of a part that does not
+    know who holds the others.
+    """
+    view = _view(tensor)
+    if view is not None:
+        return _spread_of_view(tensor, view)
+    distributed = _distributed(tensor)
+    if distributed is None:
+        marker = vars(tensor).get(_MARKER) if hasattr(tensor, "__dict__") else None
+        if isinstance(marker, _Marker) and marker.refusal:
+            raise LayoutError(marker.refusal)
+        return marker.communicators if isinstance(marker, _Marker) else ()
+    mesh = distributed.device_mesh
+    names = mesh.mesh_dim_names or ("shard",) * mesh.mesh.ndim
+    found: list[Communicator] = []
+    for dim, placement in enumerate(distributed.placements):
+        if placement.is_partial():
+            raise LayoutError(
+                f"a tensor of shape {tuple(tensor.shape)} is a partial sum on axis {names[dim]}: "
+                "reduce it first, for example with .redistribute()"
+            )
+        if not placement.is_replicate() and mesh.mesh.shape[dim] > 1:
+            found.append(communicator(mesh.get_group(dim), axis=names[dim]))
+    return tuple(found)
+
+
+def _spread_of_view(tensor: torch.Tensor, view: _View) -> tuple[Communicator, ...]:
+    if view.communicator is not None:
+        return (view.communicator,) if view.communicator.size > 1 else ()
+    if view.local.numel() == tensor.numel():
+        return ()
+    raise LayoutError(
+        f"{tensor!r} holds {view.local.numel()} of {tensor.numel()} elements, and nobody knows who "
+        "holds the others: build it with communicator="
+    )
+
+
+@torch.no_grad()
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
+    view = _view(tensor)
+    if view is not None:
+        return view.local
+    distributed = _distributed(tensor)
+    return plain(tensor) if distributed is None else distributed.to_local()
+
+
+def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise `LayoutError` when a sum over DTensors of these meshes would differ between ranks.
+
+    Meshes may differ when all hold the same ranks, or are parts of one mesh: then every rank sees
+    every tensor. Of two meshes over other ranks, some ranks see one and not the other.
+    """
+    meshes: dict[int, _Mesh] = {}
+    for tensor in tensors:
+        distributed = _distributed(tensor)
+        if distributed is not None:
+            meshes.setdefault(id(distributed.device_mesh), distributed.device_mesh)
+    if not meshes:
+        return
+    first, *others = meshes.values()
+    for mesh in (first, *others):
+        if mesh.get_coordinate() is None:
+            raise LayoutError(f"this rank is not on {mesh}, so it does not see its tensors")
+        if not _cover_the_same(first, mesh):
+            raise LayoutError(
+                f"tensors on {first} and on {mesh} cannot be combined: some ranks hold one and not "
+                "the other, so they would find different sums. Slice both meshes from one mesh "
+                "that spans all ranks, or treat the two sets of tensors one after the other"
+            )
+
+
+def _cover_the_same(one: _Mesh, other: _Mesh) -> bool:
+    if one is other or set(one.mesh.flatten().tolist()) == set(other.mesh.flatten().tolist()):
+        return True
+    roots = [getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)() for mesh in (one, other)]
+    # Equal ones, since results of torch's DTensor operators may carry an equal mesh made before.
+    return roots[0] == roots[1]

@@ -1,0 +1,357 @@
+"""Events of a root on this rank, one after another, compared with the other ranks.
+
+Forward and backward passes bring collectives with them, so that a rank which does one more, one
+less or one of another kind would pair them with those of something else. A rank knows by itself
+when it does what it has not done before::
+
+    the two events before, and this one       known: go on, nothing is sent
+                                              new, or another mode: ask the other ranks first
+after a pass that raised                      ask, and go on only where every rank has issued as
+                                              many collectives: what a rank left out, others wait in
+
+Ranks ask through the board of `comm.failures.failure`, before any collective is issued: an answer
+that differs is an error on the rank that asks, and the others read it while they wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from meshwright.comm import Communicator
+from meshwright.comm.failures.attendance import Answers, Describer
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.waiting import Watch
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["Coming", "Event", "EventCheck", "register", "wait_for_all"]
+
+FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
+"""Seconds until, and between, the questions to ranks that have not come."""
+
+LONGEST_PAUSE = 0.02
+"""Seconds between two looks at whether all ranks have come."""
+
+REMEMBERED = 8
+"""Events that a rank can still be asked about."""
+
+REMEDY = (
+    "Every rank must run the same passes with the same settings: as many forward and backward "
+    "passes, all in training or all in evaluation, all with or all without a reduction, with the "
+    "same parameters frozen"
+)
+
+State = Mapping[str, list[Any]]
+"""What decides a unit's collectives, by unit: settings first, then frozen parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that all ranks do together."""
+
+    text: str
+    state: int = 0
+    """A digest of the units' settings, where the event depends on them."""
+
+
+class EventCheck:
+    """The events of one root on this rank. ``state`` says what is set, unit by unit.
+
+    ``axes`` are all communicators through which the root sends, in the same order on every rank.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        root: str,
+        state: Callable[[], State],
+        axes: Sequence[Communicator] = (),
+    ) -> None:
+        self._communicator = communicator
+        self._rank = communicator.ranks[communicator.rank]
+        self._root = root
+        self._state = state
+        self._axes = tuple(axes)
+        self._number = 0
+        self._tail: tuple[tuple[int, str, int, list[int]], ...] = ()
+        self._last: tuple[Event | None, Event | None] = (None, None)
+        self._known: set[tuple[Event | None, ...]] = set()
+        self._said = ""
+        """The key of what this rank has said last."""
+        self._key = register("events", communicator, self)
+
+    def is_new(self, event: Event) -> bool:
+        """Check that ``event`` has not followed on the two events before it so far."""
+        return (*self._last, event) not in self._known
+
+    def happens(self, event: Event, *, asks: bool = False, after: str = "") -> None:
+        """``event`` is next; call it before its first collective.
+
+        ``after`` names the pass that raised on this rank just before, if one did or may have.
+
+        Raises `CollectiveMismatchError` when another rank does something else, which is found out
+        when it has not followed on the two events before it so far, or when it ``asks``; and when
+        another rank waits for what this one left out.
+        """
+        monitor = PROCESS.monitor
+        if monitor is None or self._communicator.size == 1:
+            return
+        self._count(event)
+        turn = (*self._last, event)
+        self._last = (self._last[1], event)
+        if asks or after or turn not in self._known:
+            self._ask(monitor, event, after)
+            self._known.add(turn)
+
+    def exchange(self, event: Event, said: str) -> list[str]:
+        """Exchange the words of all ranks at ``event``, which is next, in rank order.
+
+        For a few words now and then. It goes through the board, beside the collectives; a
+        collective where no run is watched. ``event`` is no part of what follows on what.
+
+        Raises `CollectiveMismatchError` when another rank does something else or has left,
+        `RankFailedError` and `CollectiveTimeoutError` as a collective does.
+        """
+        monitor, ranks = PROCESS.monitor, self._communicator.ranks
+        if monitor is None or self._communicator.size == 1:
+            rows = self._communicator.gather_bytes(said.encode(), label=event.text)
+            return [row.decode() for row in rows]
+        self._count(event)
+        keys = [f"{self._key}/{self._number}/said/{rank}" for rank in ranks]
+        mine = keys[self._communicator.rank]
+        monitor.board.set(mine, said)
+        self._wait_until_said(monitor, event, keys)
+        rows = [monitor.board.get(key) or "" for key in keys]
+        if self._said:  # who is here has read what was said before
+            monitor.board.delete_key(self._said)
+        self._said = mine
+        return rows
+
+    def describe(self) -> Mapping[str, Any]:
+        """Describe the place of this rank, for peers that ask; called from the monitor's thread."""
+        return {"tail": self._tail, "state": self._state(), "issued": self._issued()}
+
+    # --------------------------------------------------------------------------- private
+
+    def _count(self, event: Event) -> None:
+        self._number += 1
+        here = (self._number, event.text, event.state, self._issued())
+        self._tail = (*self._tail[1 - REMEMBERED :], here)
+
+    def _issued(self) -> list[int]:
+        """Count the collectives that this rank has issued on each axis."""
+        return [axis.counts.get("", 0) for axis in self._axes]
+
+    def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
+        number = self._number
+        votes = f"{self._key}/{number}/{event.text}/{event.state}"
+        if after:
+            votes += f"/{self._tail[-1][-1]}"
+
+        def have_come(answers: Answers) -> bool:
+            return self._have_come(monitor, number, event, after, answers)
+
+        wait_for_all(monitor, votes, self._coming(event, after), have_come)
+
+    def _wait_until_said(self, monitor: FailureMonitor, event: Event, keys: list[str]) -> None:
+        """Wait for ``keys`` as for a collective."""
+        if monitor.board.check(keys):
+            return
+        number, pause = self._number, 0.0002
+        with _watch(monitor, self._coming(event)) as watch:
+            while not monitor.board.check(keys):
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                answers = watch.look()
+                if answers is not None:
+                    self._have_come(monitor, number, event, "", answers)
+
+    def _have_come(
+        self,
+        monitor: FailureMonitor,
+        number: int,
+        event: Event,
+        after: str,
+        answers: Answers,
+    ) -> bool:
+        """Check that there is nobody left to wait for. Raises when a rank does something else."""
+        is_complete = True
+        for rank in self._communicator.ranks:
+            if rank == self._rank:
+                continue
+            theirs = self._told(answers.get(rank))
+            if theirs is None:
+                is_complete = False
+                continue
+            tail = {at: (text, state) for at, text, state, _ in theirs["tail"]}
+            if after:
+                issued = next((n for at, *_, n in theirs["tail"] if at == number), theirs["issued"])
+                self._compare_issued(monitor, issued, rank, after)
+            if not tail or max(tail) < number:
+                is_complete = False
+            elif tail.get(number, (event.text, event.state)) != (event.text, event.state):
+                self._fail(monitor, event, rank, tail[number][0], theirs["state"])
+        return is_complete
+
+    def _coming(self, event: Event, after: str = "") -> Coming:
+        number, place = self._number, f"{event.text} of {self._root}"
+        if after:
+            place += f", which rank {self._rank} begins after it raised in {after}"
+
+        def has_come(answer: Mapping[str, Any]) -> bool:
+            theirs = self._told(answer)
+            return theirs is not None and any(at >= number for at, *_ in theirs["tail"])
+
+        return Coming(
+            communicator=self._communicator,
+            place=place,
+            name=f"{self._key}/{number}",
+            come=has_come,
+        )
+
+    def _told(self, answer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Find the same root's words in the ``answer`` of another rank; None without any."""
+        theirs = None if answer is None else answer["described"].get(self._key)
+        match theirs:
+            case {"tail": list(tail), "state": dict(), "issued": list()} if all(
+                isinstance(each, list) and len(each) == 4 for each in tail
+            ):
+                return theirs
+        return None
+
+    def _compare_issued(
+        self, monitor: FailureMonitor, theirs: Sequence[int], rank: int, after: str
+    ) -> None:
+        """Raise where ``rank`` has issued what this rank left out when it raised."""
+        mine = self._tail[-1][-1]
+        for axis, here, there in zip(self._axes, mine, theirs, strict=True):
+            if there > here:
+                error = CollectiveMismatchError(
+                    f"rank {self._rank} raised in {after} of {self._root}, after {here} "
+                    f"collectives on axis {axis.axis}, and goes on, while rank {rank} has issued "
+                    f"{there}: they would be mixed up with those of another pass. Let all ranks "
+                    "give up a pass together, before its first collective, or end the run"
+                )
+                monitor.publish(error, is_cause=True)
+                raise error
+
+    def _fail(
+        self, monitor: FailureMonitor, event: Event, rank: int, other: str, state: State
+    ) -> NoReturn:
+        if other != event.text:
+            found = f"{event.text} on rank {self._rank}, {other} on rank {rank}"
+        else:
+            difference = _first_difference(self._state(), state, self._rank, rank)
+            found = f"{event.text} with {difference}"
+        error = CollectiveMismatchError(
+            f"What the ranks do with {self._root} differs, at number {self._number}: {found}. "
+            f"Nothing of it has been sent. {REMEDY}"
+        )
+        monitor.publish(error, is_cause=True)
+        raise error
+
+
+def register(kind: str, communicator: Communicator, describer: Describer) -> str:
+    """Have ``describer`` answer roll calls under a name that is the same on all ranks; return it.
+
+    The name is "" where nobody asks.
+    """
+    monitor = PROCESS.monitor
+    if monitor is None or communicator.size == 1:
+        return ""
+    rank = communicator.ranks[communicator.rank]
+    number = monitor.board.add(f"{kind}/{communicator.name}/{rank}", 1)
+    key = f"{kind}/{communicator.name}/{number}"
+    monitor.ranks.describers[key] = describer
+    return key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coming:
+    """The other ranks' coming to a place of the program, as a `Watch` sees it."""
+
+    communicator: Communicator
+    place: str
+    name: str
+    """Tells it from every other place, the same on all ranks."""
+    come: Callable[[Mapping[str, Any]], bool]
+    """Tells from the answer of a rank whether it has come."""
+
+    @property
+    def lacks(self) -> str:
+        """Return what messages say of a rank that has not come."""
+        return "has not come to it"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The world's numbers of the other ranks."""
+        mine = self.communicator.rank
+        return [rank for n, rank in enumerate(self.communicator.ranks) if n != mine]
+
+    def describe(self) -> str:
+        """Name it in one phrase."""
+        return f"the comparison of {self.place},"
+
+    def topic(self, answers: Answers) -> str:
+        """Name it for reports."""
+        return self.name
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        """Tell whether ``rank``, which says ``answer``, has come."""
+        return self.come(answer)
+
+    def differences(self, answers: Answers) -> list[str]:
+        """Say which ranks will never come."""
+        left = [r for r in self.ranks if r in answers and answers[r]["leaving"]]
+        left = [rank for rank in left if not self.come(answers[rank])]
+        if not left:
+            return []
+        mine = self.communicator.ranks[self.communicator.rank]
+        return [f"ranks {left} leave the run, where rank {mine} is at {self.place}. {REMEDY}"]
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        """Say nothing more of where a rank is."""
+        return ""
+
+
+def wait_for_all(
+    monitor: FailureMonitor,
+    votes: str,
+    awaited: Coming,
+    have_come: Callable[[Answers], bool],
+) -> None:
+    """Vote for ``votes`` and wait until every rank has.
+
+    Ranks that do not vote are asked; ``have_come`` tells from their answers whether nobody is to
+    come any more, or raises. This wait keeps nobody from coming: what others need of this rank has
+    been issued.
+    """
+    pause, size = 0.0002, awaited.communicator.size
+    if monitor.board.add(votes, 1) >= size:
+        return
+    with _watch(monitor, awaited) as watch:
+        while monitor.board.add(votes, 0) < size:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            answers = watch.look()
+            if answers is not None and have_come(answers):
+                return
+
+
+def _watch(monitor: FailureMonitor, awaited: Coming) -> Watch:
+    limit = awaited.communicator.timeout
+    return Watch(monitor, awaited, limit, first=FIRST_ROLL_CALL, every=NEXT_ROLL_CALL)
+
+
+def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:
+    for name in [*mine, *theirs]:
+        here, there = mine.get(name), theirs.get(name)
+        if here != there:
+            for ours, others in zip(here or ["nothing"], there or ["nothing"], strict=False):
+                if ours != others:
+                    return f"unit {name!r} set to {ours} on rank {rank}, {others} on rank {other}"
+            return f"unit {name!r} set to {here} on rank {rank}, {there} on rank {other}"
+    return f"settings of rank {rank} and rank {other} that differed for a while"

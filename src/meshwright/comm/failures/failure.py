@@ -1,0 +1,488 @@
+"""The first failure: a board on the store that every rank reads, and what a rank says of itself.
+
+Ranks post notices in numbered slots of the store; a slot is won by compare-and-set, so all ranks
+see one order. The board's thread on each rank reads new slots a few times a second and answers roll
+calls, also while the main thread computes or waits.
+
+==========  =====================================================================
+notice      meaning
+==========  =====================================================================
+failed      a rank raised, or was found lost; the first one standing counts
+            for every rank that has not gone on since it raised for it
+recovered   the rank that had failed goes on, after its caller handled the error; a
+            difference between ranks still ends, once, what each of the others does
+ended       the error of a rank has ended its process: it does not go on
+leaving     a rank is done with the run
+call        everybody answers with where it is, under the slot's number
+report      a hang report that every rank logs, once for each operation
+deviation   a rank is about to do other than before; "" takes it back
+==========  =====================================================================
+
+What is on the store may be a stranger's: what is none of these is ignored, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.comm.failures.attendance import PATIENCE, Answers, Attendance
+from meshwright.comm.failures.board import STORE, Board, hosts
+from meshwright.comm.failures.whereabouts import (
+    last_operation,
+    object_of,
+    one_line,
+    phase_text,
+    source_line,
+)
+from meshwright.errors import CommunicationError, RankFailedError
+
+__all__ = ["Failure", "FailureMonitor"]
+
+_log = logging.getLogger("meshwright")
+
+SHARED_FOR = 0.5
+"""Seconds for which the roll call of one rank serves others, too."""
+
+_OF_A_FAILURE: Mapping[str, type] = {
+    "rank": int,
+    "by": int,
+    "phase": str,
+    "operation": str,
+    "error": str,
+    "line": str,
+    "attempt": int,
+}
+_NOTICES: Mapping[str, Mapping[str, type]] = {
+    "failed": {**_OF_A_FAILURE, "is_final": bool, "is_difference": bool, "past": list},
+    "recovered": {"rank": int},
+    "ended": {"rank": int},
+    "leaving": {"rank": int},
+    "call": {"about": list},
+    "report": {"text": str},
+    "deviation": {"rank": int, "text": str},
+}
+"""The fields of each kind of notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first failure of a run, as posted on the board."""
+
+    rank: int
+    """The world's number of the rank that failed or was lost; `STORE` for the run's store."""
+    by: int
+    """Who says so: the rank itself, or the one that found it lost."""
+    phase: str
+    operation: str
+    error: str
+    line: str
+    attempt: int = 0
+    """How often the rank that says so had gone on after it raised."""
+
+    @property
+    def what(self) -> tuple[str, str]:
+        """In which phase it was, and the type of the exception."""
+        return self.phase, self.error.partition(":")[0]
+
+    def __str__(self) -> str:
+        where = f" in {self.phase}" if self.phase else ""
+        last = f", after {self.operation}" if self.operation else ""
+        line = f" ({self.line})" if self.line else ""
+        found = "" if self.by == self.rank else f" [found by rank {self.by}]"
+        return f"rank {self.rank} failed first{where}{last}: {self.error}{line}{found}"
+
+
+class FailureMonitor:
+    """Posts this rank's failure, reads the others', and answers roll calls. One for a process."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        hang_after: float,
+        limit: float | None = None,
+        host: int = STORE,
+        interval: float = 0.25,
+    ) -> None:
+        """``host`` is the rank in whose process the store lives; `STORE` for none or unknown."""
+        self.rank = rank
+        self.world_size = world_size
+        self.hang_after = hang_after
+        """Seconds after which a wait is reported as a hang."""
+        self.limit = limit
+        """Seconds after which a wait ends whatever the others do; None without such a limit."""
+        self.board = Board(store, host=host, every=max(interval, world_size / 2000))
+        """The store on which the notices stand."""
+        self.ranks = Attendance(self.board, rank, world_size)
+        """The ranks, and their processes."""
+        self.pid = os.getpid()
+        self.has_raised = False
+        """True when an error that names another rank, or ends the process, has been raised here."""
+        self.deviations: dict[int, str] = {}
+        """What ranks have said they do otherwise than before, by rank; hang reports show it."""
+        self._is_hosting = hosts(store)
+        self._seen = 0
+        self._called = (0, float("-inf"))
+        """Slot and time of the last roll call of any rank."""
+        self._has_warned = False
+        self._posted = False
+        self._attempt = 0
+        self._gave_up: tuple[str, str] | None = None
+        """In which phase this rank has raised since it has gone on, and what, at first."""
+        self._left: tuple[str, str] | None = None
+        """Those of the attempt before."""
+        self._standing: dict[int, Failure] = {}
+        """Failures that were not taken back, by slot; the same on every rank. Slot 0 is not on the
+        board: it was found when that could not be reached any more."""
+        self._raised: set[int] = set()
+        """Those of other ranks that have ended what this rank did."""
+        self._past: set[int] = set()
+        """Those that this rank has gone on after."""
+        self._final: set[int] = set()
+        """Those that nobody goes on after."""
+        self._due: dict[int, Failure] = {}
+        """Differences between ranks, taken back or not, until this rank goes on after them.
+
+        Their finder may go on before another rank has read of them, which must not find the same
+        difference then and publish it a second time.
+        """
+
+    # ---------------------------------------------------------------- coming and going
+
+    def sign_in(self, entry: Mapping[str, Any]) -> None:
+        """Tell the others that this rank has come, and ``entry``; follow the board from now on."""
+        self.ranks.sign_in(entry, is_hosting=self._is_hosting)
+        self.board.look = self.read
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done with the run."""
+        if not self.ranks.is_leaving:
+            self.ranks.is_leaving = True
+            self._post({"kind": "leaving", "rank": self.rank})
+            self.read()
+
+    def stop(self) -> None:
+        """End the thread. The board stays as it is."""
+        self.board.stop()
+
+    def erase(self) -> None:
+        """Remove the notices, so that nothing of a finished run is left on the store."""
+        self.board.run(self._erase)
+
+    # ---------------------------------------------------------------- this rank's side
+
+    def publish(self, error: BaseException, *, is_cause: bool = False) -> None:
+        """Tell the other ranks that this one raised ``error``, unless somebody failed before.
+
+        An error of communication follows from another rank's, unless it ``is_cause`` itself.
+        """
+        self._gave_up = self._gave_up or (phase_text(), type(error).__name__)
+        if isinstance(error, CommunicationError) and not is_cause:
+            return
+        failure = self._failure_of(error)
+        try:
+            has_posted = self.board.run(lambda: self._post_first(failure, is_difference=is_cause))
+            self._posted = has_posted or self._posted
+        except RankFailedError:
+            self._tell_unpublished(failure)
+
+    def end(self, error: BaseException) -> None:
+        """Tell the other ranks that ``error`` ends this one's part in the run."""
+        self.has_raised = True
+        failure = self._failure_of(error)
+        try:
+            if not self._posted:
+                post = functools.partial(self._post_first, failure, is_difference=False)
+                self._posted = self.board.run(post)
+            if self._posted:
+                self._post({"kind": "ended", "rank": self.rank})
+                self.read()
+        except RankFailedError:
+            self._tell_unpublished(failure)
+
+    def post_failure(self, failure: Failure) -> None:
+        """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
+        own = {**_values(failure), "is_final": True, "is_difference": False}
+        try:
+            self._post({**own, "past": sorted(self._past)})
+            self.read()
+        except RankFailedError:
+            self._tell_unpublished(failure)
+
+    def found_ended(self, rank: int) -> None:
+        """The process of ``rank`` has ended: it failed, unless it has said more. Does not wait."""
+        self.board.later(lambda: self._found_ended(rank))
+
+    def go_on(self) -> None:
+        """Begin anew: what this rank has published or raised for ends nothing any more.
+
+        What others do not take back, because they have ended, shows when this rank waits for them.
+        A rank that raises the same a little later gives up what this one has given up before.
+        """
+        if self._gave_up is not None:
+            self._attempt += 1
+            self._left, self._gave_up = self._gave_up, None
+        if self._posted:
+            self._posted = False
+            self._post({"kind": "recovered", "rank": self.rank})
+            self.read()
+        for slot in list(self._raised):
+            self._due.pop(slot, None)
+        self._past |= self._raised
+        self._raised.clear()
+
+    def deviate(self, text: str) -> None:
+        """Say what this rank is about to do otherwise than before; "" takes it back.
+
+        The others show it when they wait in vain for this rank.
+        """
+        self._post({"kind": "deviation", "rank": self.rank, "text": text})
+        self.read()
+
+    def said(self) -> list[str]:
+        """List what ranks have said they do otherwise than before, one phrase each."""
+        return [f"rank {rank} had said: {text}" for rank, text in self.deviations.items() if text]
+
+    def check(self) -> None:
+        """Raise `RankFailedError` when a peer has failed, or has declared this rank lost."""
+        found = self._first(of_others=True)
+        if found is not None:
+            self._ended_by(*found)
+            raise self._error_of(found[1])
+        if self.board.lost is not None:
+            raise RankFailedError(str(self.board.lost), self.board.lost.rank)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure that stands, as far as this rank has read and not gone on after it."""
+        found = self._first(is_due=False)
+        return None if found is None else found[1]
+
+    def look(self) -> None:
+        """Read the board, where it can be reached, and `check`."""
+        with contextlib.suppress(RankFailedError):  # what stands already comes before that
+            self.read()
+        self.check()
+
+    @property
+    def trouble(self) -> RankFailedError | None:
+        """The error that `check` would raise now, without raising it."""
+        found = self._first(of_others=True)
+        return self.board.lost if found is None else self._error_of(found[1])
+
+    @property
+    def ending(self) -> RankFailedError | None:
+        """The error of a run that another rank has ended for good; None while it may go on."""
+        for slot in sorted(self._final & self._standing.keys()):
+            if self._standing[slot].rank != self.rank or self._standing[slot].by != self.rank:
+                return self._error_of(self._standing[slot])
+        return self.board.lost
+
+    def fence(self, rank: int) -> None:
+        """End ``rank`` if it is a stopped process of this host: it must not wake up later.
+
+        Only a stopped process: one that is merely slow to answer may still end by itself.
+        """
+        if self.ranks.kill_stopped(rank):
+            _log.warning("rank %d kills rank %d, a stopped process", self.rank, rank)
+
+    def report(self, topic: str, text: str, *, everywhere: bool = True) -> None:
+        """Log ``text`` on every rank, or on one, once for each ``topic``."""
+        if self.board.add(f"reports/{topic}", 1) == 1:
+            if everywhere:
+                self._post({"kind": "report", "text": text})
+            else:
+                _log.warning("%s", text)
+        self.read()
+
+    # ---------------------------------------------------------------- the board
+
+    def read(self) -> None:
+        """Read the notices posted since the last look."""
+        self.board.run(self._read)
+
+    def roll_call(self, patience: float = PATIENCE, about: Iterable[int] = ()) -> Answers:
+        """Ask every rank where it is; the answers within ``patience`` seconds, by rank.
+
+        Who can look at the processes of ranks ``about`` says what it sees. A call that another rank
+        has just made serves this one too, unless it is about somebody.
+        """
+        slot, when = self._called
+        if about or time.monotonic() - when > SHARED_FOR:
+            slot = self._post({"kind": "call", "about": sorted(about)})
+            self.read()
+        return self.ranks.collect(slot, patience, about)
+
+    # ---------------------------------------------------------------- private
+
+    def _erase(self) -> None:
+        for slot in range(1, self._seen + 1):
+            self.board.delete_key(f"slot/{slot}")
+
+    def _error_of(self, failure: Failure) -> RankFailedError:
+        if failure.rank != self.rank:
+            return RankFailedError(str(failure), failure.rank)
+        return RankFailedError(
+            f"rank {self.rank} (this one) was declared lost by rank {failure.by}: "
+            f"{failure.error}; its peers have gone on without it",
+            failure.rank,
+        )
+
+    def _tell_unpublished(self, failure: Failure) -> None:
+        text = f"{failure.error} ({failure.line})" if failure.line else failure.error
+        _log.warning("rank %d cannot reach the store to publish: %s", self.rank, text)
+
+    def _failure_of(self, error: BaseException) -> Failure:
+        return Failure(
+            rank=self.rank,
+            by=self.rank,
+            phase=phase_text(),
+            operation=last_operation(),
+            error=one_line(error),
+            line=source_line(error),
+            attempt=self._attempt,
+        )
+
+    def _found_ended(self, rank: int) -> None:
+        failure = Failure(
+            rank=rank,
+            by=self.rank,
+            phase="",
+            operation="",
+            error="its process has ended without a word (killed, or by os._exit)",
+            line="",
+        )
+        if self.board.lost is not None:  # its host failed before, and this rank may have for that
+            return
+        try:
+            self._read()
+            if rank in self.ranks.left or self._final & self._standing.keys():
+                return  # whoever has ended the run, this one or another, was first
+            if any(other.rank == rank for other in self._standing.values()):
+                self._post({"kind": "ended", "rank": rank})
+            else:
+                own = {**_values(failure), "is_final": True, "is_difference": False}
+                self._post({**own, "past": sorted(self._standing)})
+            self._read()
+        except RankFailedError:  # the store has gone with it, or soon after
+            if not self.ranks.has_ended(self.board.host) and self.failure is None:
+                self._standing[0] = failure
+                self._final.add(0)
+
+    def _post_first(self, failure: Failure, *, is_difference: bool) -> bool:
+        """Post ``failure`` unless one stands; two ranks that raise together post one.
+
+        A difference that this rank finds is not posted either after another that it has not gone
+        on after: it may be the same. What else it raises is posted then, and ends it for both.
+        """
+        own = {**_values(failure), "is_final": False, "is_difference": is_difference}
+        while True:
+            self._read()
+            slot = self._seen + 1  # taken, when something is read before the next line
+            found = self._first(is_due=is_difference)
+            if found is not None:
+                self._ended_by(*found)
+                return False
+            text = self._text({**own, "past": sorted(self._past)})
+            if self.board.compare_set(f"slot/{slot}", "", text) == text:
+                self._raised.update(list(self._due))
+                self._read()
+                return True
+
+    def _post(self, notice: Mapping[str, Any]) -> int:
+        """Win the next free slot for ``notice``; its number."""
+        text = self._text(notice)
+        slot = self._seen + 1
+        while self.board.compare_set(f"slot/{slot}", "", text) != text:
+            slot += 1
+        return slot
+
+    def _text(self, notice: Mapping[str, Any]) -> str:
+        return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
+
+    def _first(self, *, of_others: bool = False, is_due: bool = True) -> tuple[int, Failure] | None:
+        """The first failure that ends what this rank does, with its slot.
+
+        Without ``is_due`` only failures that stand count.
+        """
+        failures = {**self._due, **self._standing} if is_due else dict(self._standing)
+        for slot in sorted(failures):
+            failure = failures[slot]
+            is_own = failure.rank == failure.by == self.rank
+            if slot not in self._past and not (is_own and of_others):
+                return slot, failure
+        return None
+
+    def _ended_by(self, slot: int, failure: Failure) -> None:
+        """End this rank's work here. It cannot go on after a rank that was found lost."""
+        if slot not in self._final and failure.rank != self.rank:
+            self._raised.add(slot)
+
+    def _read(self) -> None:
+        if len(self.ranks.roll) < self.world_size:
+            self.ranks.meet()
+        while (text := self.board.get(f"slot/{self._seen + 1}")) is not None:
+            self._seen += 1
+            self._attend(self._seen, text)
+
+    def _attend(self, slot: int, text: str) -> None:
+        kind = (object_of(text, {"kind": str}) or {"kind": ""})["kind"]
+        notice = object_of(text, _NOTICES.get(kind, {"kind": type(None)}))
+        if notice is None or not STORE <= notice.get("rank", 0) < self.world_size:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "rank %d ignores a notice on the run's board that is none of Meshwright's: "
+                    "%.100r; does another program use the store?",
+                    self.rank,
+                    text,
+                )
+        elif kind == "failed":
+            self._attend_failure(slot, notice)
+        elif kind == "recovered":
+            for at, failure in list(self._standing.items()):
+                if failure.rank == notice["rank"] and at not in self._final:
+                    del self._standing[at]
+                    self._past.discard(at)
+                    if at not in self._due:
+                        self._raised.discard(at)
+        elif kind == "ended":
+            self._final |= {at for at, f in self._standing.items() if f.rank == notice["rank"]}
+        elif kind == "leaving":
+            self.ranks.left.setdefault(notice["rank"], time.monotonic())
+        elif kind == "call":
+            self._called = slot, time.monotonic()
+            self.ranks.answer(slot, [rank for rank in notice["about"] if isinstance(rank, int)])
+        elif kind == "deviation":
+            self.deviations[notice["rank"]] = notice["text"]
+        elif kind == "report":
+            _log.warning("%s", notice["text"])
+
+    def _attend_failure(self, slot: int, notice: Mapping[str, Any]) -> None:
+        if not self._standing.keys() <= {at for at in notice["past"] if isinstance(at, int)}:
+            return
+        failure = Failure(**{name: notice[name] for name in Failure.__slots__})
+        if notice["is_final"]:
+            self._final.add(slot)
+        elif notice["is_difference"] and failure.rank != self.rank:
+            self._due[slot] = failure
+        elif failure.attempt < self._attempt and self._left == failure.what:
+            self._past.add(slot)
+        self._standing[slot] = failure
+        self.board.set(f"heard/{self.rank}", str(slot))
+
+
+def _values(failure: Failure) -> dict[str, Any]:
+    return {"kind": "failed", **{name: getattr(failure, name) for name in Failure.__slots__}}

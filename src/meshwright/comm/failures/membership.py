@@ -1,0 +1,235 @@
+"""A rank's membership in a run, from its first word to its last.
+
+A member is watched, publishes the exception that ends it, and leaves with the others: a rank that
+closed its connections while another still finishes an operation would look like a failure there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.comm.failures.attendance import Answers
+from meshwright.comm.failures.board import STORE
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.waiting import Watch, blame
+from meshwright.comm.failures.watching import Watcher
+from meshwright.comm.groups.launch import record_failure
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.errors import CommunicationError, RankFailedError
+
+__all__ = ["ExceptionHook", "end_process", "enter", "leave", "resign"]
+
+_log = logging.getLogger("meshwright")
+
+LEAVE_TIMEOUT = 10.0
+"""Seconds that a rank which is done waits for the others before it closes its connections."""
+
+LINGER = 5.0
+"""Seconds that the store of a failed run stays, at most, for others to read who failed first."""
+
+
+def enter(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    *,
+    hang_after: float,
+    limit: float | None,
+    host: int = STORE,
+) -> FailureMonitor:
+    """Watch this rank, and those of its host, from now on."""
+    monitor = FailureMonitor(store, rank, world_size, hang_after=hang_after, limit=limit, host=host)
+    PROCESS.monitor, PROCESS.watcher = monitor, Watcher(monitor, end_process)
+    return monitor
+
+
+def resign() -> None:
+    """End a membership that others do not know of."""
+    monitor, watcher = PROCESS.monitor, PROCESS.watcher
+    PROCESS.monitor = PROCESS.watcher = None
+    if watcher is not None:
+        watcher.stop()
+    if monitor is not None:
+        monitor.stop()
+
+
+def leave() -> bool:
+    """End the membership; tells whether all ranks have ended theirs together, in order.
+
+    Raises `RankFailedError` for a rank that was lost, where nothing on this rank has raised for it.
+    """
+    monitor = PROCESS.monitor
+    if monitor is None or monitor.pid != os.getpid():  # a process that was forked is no rank
+        return True
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, SystemExit):
+        _tell(monitor, error)
+    is_clean, had_raised = False, monitor.has_raised
+    with contextlib.suppress(RankFailedError):  # it stands in `ending`
+        monitor.read()
+        is_clean = not had_raised and _leave_together(monitor)
+    if not is_clean:
+        with contextlib.suppress(RankFailedError):
+            monitor.leave()
+            monitor.board.add("left", 1)  # nobody who leaves in order need wait for this rank
+            _linger(monitor)
+    ending = None if had_raised or is_clean else monitor.ending
+    resign()
+    if ending is not None and ending.rank == monitor.rank:  # the others raise
+        _log.warning("%s", ending)
+    elif ending is not None:
+        raise RankFailedError(f"{ending}; rank {monitor.rank} was done without it", ending.rank)
+    return is_clean
+
+
+def end_process(error: BaseException) -> None:
+    """End this process for ``error`` now, with status 1 and without the interpreter's own end."""
+    _tell_end(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    logging.shutdown()
+    os._exit(1)
+
+
+def _tell_end(error: BaseException) -> None:
+    """Tell whoever listens of an error that ends the process without being raised."""
+    PROCESS.monitor = None  # the others know
+    sys.excepthook(type(error), error, None)
+
+
+# -------------------------------------------------------------------------- leaving
+
+
+class _End:
+    """The end of the run, to which all ranks come, as a `Watch` sees it."""
+
+    lacks = "has not come to it"
+
+    def __init__(self, monitor: FailureMonitor) -> None:
+        self._left = monitor.ranks.left
+        self.ranks = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
+
+    def describe(self) -> str:
+        return "the end of the run"
+
+    def topic(self, answers: Answers) -> str:
+        return "the end of the run"
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        return bool(answer["leaving"]) or rank in self._left
+
+    def differences(self, answers: Answers) -> list[str]:
+        return []
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        return ""
+
+
+def _leave_together(monitor: FailureMonitor) -> bool:
+    """Wait until every rank is done; the store's host waits until the others have seen that.
+
+    Who does not host the store waits `LEAVE_TIMEOUT` seconds at most. Returns whether all came.
+    """
+    ranks, rank, now = monitor.ranks, monitor.rank, time.monotonic()
+    for other, when in sorted(ranks.left.items()):
+        if now - when > LEAVE_TIMEOUT:
+            _log.warning("rank %d left the run %.0f s before rank %d", other, now - when, rank)
+    monitor.leave()
+    begun, pause = time.monotonic(), 0.001
+    is_host = monitor.board.host == rank
+    with Watch(monitor, _End(monitor), None) as watch:
+        while len(ranks.left) < monitor.world_size:
+            if monitor.ending is not None:
+                return False
+            if not is_host and time.monotonic() - begun > LEAVE_TIMEOUT:
+                missing = [r for r in range(monitor.world_size) if r not in ranks.left]
+                _log.info("rank %d leaves the run before ranks %s", rank, missing)
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+            monitor.read()
+            watch.look()
+    with contextlib.suppress(RankFailedError):  # who hosts the store may have gone before
+        monitor.board.add("left", 1)
+        if is_host or rank == 0:
+            _wait_for(lambda: monitor.board.add("left", 0) == monitor.world_size, LEAVE_TIMEOUT)
+        if rank == 0:
+            monitor.board.look = None
+            monitor.erase()
+        else:
+            _wait_for(lambda: monitor.board.get("slot/1") is None, 1.0)
+    return True
+
+
+def _linger(monitor: FailureMonitor) -> None:
+    """Keep the store until the others have read who failed, where this process hosts it."""
+    if monitor.board.host != monitor.rank or monitor.failure is None:
+        return
+    others = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
+
+    def has_heard(rank: int) -> bool:
+        is_gone = rank in monitor.ranks.left or monitor.ranks.has_ended(rank)
+        return is_gone or monitor.board.get(f"heard/{rank}") is not None
+
+    _wait_for(lambda: all(map(has_heard, others)), LINGER)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    until, pause = time.monotonic() + seconds, 0.001
+    while not condition() and time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+# -------------------------------------------------------------------------- last words
+
+
+def _tell(monitor: FailureMonitor, error: BaseException) -> None:
+    """Tell the other ranks of the ``error`` that ends this one, or it who failed first."""
+    first = blame(monitor, error)
+    if first:
+        monitor.has_raised = True
+        error.add_note(first)
+    elif not monitor.has_raised or not isinstance(error, CommunicationError):
+        monitor.end(error)
+
+
+class ExceptionHook:
+    """Publishes an exception that ends this process, before Python prints it."""
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self.before = before
+
+    def __call__(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell the other ranks and the launcher, then go on with the hook that was there."""
+        if PROCESS.monitor is not None and PROCESS.monitor.pid == os.getpid():
+            _tell(PROCESS.monitor, error)
+        record_failure(error)
+        self.before(kind, error, trace)
+
+    @classmethod
+    def install(cls) -> None:
+        """Put it before the hook that is there."""
+        if not isinstance(sys.excepthook, cls):
+            sys.excepthook = cls(sys.excepthook)
+
+    @classmethod
+    def remove(cls) -> None:
+        """Put the hook back that was there."""
+        if isinstance(sys.excepthook, cls):
+            sys.excepthook = sys.excepthook.before

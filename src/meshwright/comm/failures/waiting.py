@@ -1,0 +1,510 @@
+"""The wait for other ranks: how long it lasts, what it says meanwhile, and what ends it.
+
+Every wait of Meshwright is watched by a `Watch`, and ends in the same way, whatever is waited for::
+
+    the board names a failure                    raise that
+    a missing rank's process has ended           it failed first
+    a missing rank leaves the run, or does       a mismatch
+      something that can never fit
+    a missing rank does not answer               look at its process: one that is stopped or uses no
+                                                 CPU time for STILL seconds is lost; one at work is
+                                                 waited for; where nobody can look, UNSEEN seconds
+    every rank answers, and waits itself         nothing moves for DEADLOCK seconds: give up
+    the user's limit has passed                  give up
+
+A rank that answers and is busy, wherever, is waited for. After ``hang_after`` seconds the missing
+ranks are named on every rank, and then every `LINE_EVERY` seconds on one; none is named while all
+of them work alone, as they have said by an endless limit of their phase.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, Self
+
+from meshwright.comm.failures.attendance import PATIENCE, Answers
+from meshwright.comm.failures.failure import Failure, FailureMonitor
+from meshwright.comm.failures.processes import Look, Stillness
+from meshwright.comm.failures.whereabouts import one_line
+from meshwright.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    RankFailedError,
+)
+
+__all__ = ["Awaited", "Watch", "blame", "explain"]
+
+MISMATCH_AFTER = 3.0
+"""Seconds after which a wait looks whether the other ranks do something else or have left."""
+
+CALL_EVERY = 10.0
+"""Seconds between the roll calls of a long wait."""
+
+LINE_EVERY = 30.0
+"""Seconds between two lines that say who is waited for."""
+
+STILL = 60.0
+"""Seconds for which the process of a rank that does not answer may do nothing."""
+
+DEADLOCK = 60.0
+"""Seconds for which all ranks may wait for each other."""
+
+UNSEEN = 600.0
+"""Seconds for which a rank may be silent that nobody can look at, or data may be on its way."""
+
+GRACE = 1.0
+"""Seconds in which a rank that closed its connections may still say why."""
+
+_AWAKE = 5.0
+"""Seconds between two looks that count at most: while this process was stopped it did not wait."""
+
+_OF_A_TRANSPORT = re.compile(r"gloo/|\[gloo\]|RankFailedError: ", re.IGNORECASE)
+"""The words of a transport that has lost a peer: Gloo's, and ours as C++ callbacks repeat them."""
+
+
+class Awaited(Protocol):
+    """Something that other ranks have a part in, and that this one waits for."""
+
+    @property
+    def lacks(self) -> str:
+        """Words for a rank that has not done its part: `rank 1 has not issued it`."""
+        ...
+
+    def describe(self) -> str:
+        """Name it in one phrase."""
+        ...
+
+    def topic(self, answers: Answers) -> str:
+        """Name it for reports, the same on every rank that waits for it."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The world's numbers of the other ranks that have a part in it."""
+        ...
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        """Tell whether ``rank``, which says ``answer``, has done its part."""
+        ...
+
+    def differences(self, answers: Answers) -> list[str]:
+        """Say what other ranks do in its place, where the two can never fit."""
+        ...
+
+    def last_of(self, answer: Mapping[str, Any]) -> str:
+        """Say what a rank has done last on the same axis, to follow on where it is."""
+        ...
+
+
+class Watch:
+    """The watch over one wait of this rank. Use it in a ``with``, and `look` now and then."""
+
+    def __init__(
+        self,
+        monitor: FailureMonitor,
+        awaited: Awaited,
+        limit: float | None,
+        *,
+        first: float = MISMATCH_AFTER,
+        every: float = float("inf"),
+        since: float | None = None,
+    ) -> None:
+        """``limit`` is the user's, in seconds. Ranks are asked after ``first`` seconds, and then
+        ``every`` so many, until the wait is a long one.
+
+        ``since`` is when the wait began, on the monotonic clock; now when None.
+        """
+        self._monitor = monitor
+        self._awaited = awaited
+        self._limit = limit
+        self._give_up = float("inf") if limit is None else limit
+        self._every = every
+        self._looked = time.monotonic()
+        self._begun = self._looked if since is None else since
+        self._waited = self._looked - self._begun
+        """Seconds of this wait in which the process was awake."""
+        self._ask_at = min(monitor.hang_after, first)
+        self._report_at = monitor.hang_after
+        self._reports = 0
+        self._is_complete = False
+        """True where all ranks had done their part when they were last to be reported."""
+        self._has_excused = False
+        """True where the limit was last put off for a rank that may take its time."""
+        self._silent: dict[int, _Silence] = {}
+        self._alone: set[int] = set()
+        """Ranks that worked alone when they answered last."""
+        self._serials: Mapping[int, object] = {}
+        self._serials_since = 0.0
+
+    def __enter__(self) -> Self:
+        self._monitor.ranks.begin_wait(self._awaited.describe())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._monitor.ranks.end_wait()
+        self._monitor.has_raised = self._monitor.has_raised or error is not None
+
+    def look(self) -> Answers | None:
+        """Raise when the wait must end. Returns what ranks say, where they were asked now."""
+        self._check()
+        now = time.monotonic()
+        self._waited += min(now - self._looked, _AWAKE)
+        self._looked = now
+        if self._waited >= self._give_up:
+            answers = self._ask()
+            if not self._put_off(answers):
+                self._end(answers)
+            return answers
+        if self._waited < self._ask_at:
+            return None
+        answers = self._ask()
+        self._ask_at = self._waited + CALL_EVERY
+        if self._waited < self._monitor.hang_after:
+            until = min(self._waited + self._every, self._monitor.hang_after)
+            self._ask_at = min(self._ask_at, until)
+        if self._differs(answers) or self._lost(answers) or self._is_deadlocked(answers):
+            self._end(answers)
+        if self._waited >= self._report_at:
+            self._report(answers)
+        return answers
+
+    def explain(self, error: RuntimeError) -> NoReturn:
+        """Raise the reason why the transport gave ``error``, naming the rank behind it."""
+        if isinstance(error, CollectiveMismatchError | CollectiveTimeoutError):
+            raise error  # by a transport of ours, which names the ranks itself
+        monitor, what = self._monitor, self._awaited.describe()
+        explain(monitor, error, f"rank {monitor.rank} was waiting for {what}", self._awaited.ranks)
+        left = [rank for rank in self._awaited.ranks if rank in monitor.ranks.left]
+        if left:
+            raise CollectiveMismatchError(
+                f"{what} cannot end: {_left(left[0])}; {one_line(error)}"
+            ) from error
+        raise CommunicationError(
+            f"{what} failed although every rank of the axis answers: "
+            + "; ".join([one_line(error), *monitor.said()])
+        ) from error
+
+    # ---------------------------------------------------------------- steps
+
+    def _check(self) -> None:
+        try:
+            self._monitor.check()
+        except RankFailedError as failed:
+            raise RankFailedError(
+                f"{failed}; rank {self._monitor.rank} was waiting for {self._awaited.describe()}",
+                failed.rank,
+            ) from None
+
+    def _ask(self) -> Answers:
+        """Call the roll, and look at the processes of those that do not answer."""
+        unseen = [rank for rank, silence in self._silent.items() if silence.is_remote]
+        try:
+            answers = self._monitor.roll_call(PATIENCE, unseen)
+        except RankFailedError:
+            self._check()
+            raise
+        for rank in self._awaited.ranks:
+            if rank in answers:
+                self._silent.pop(rank, None)
+                is_alone = answers[rank]["alone"] and not answers[rank]["waiting"]
+                (self._alone.add if is_alone else self._alone.discard)(rank)
+            else:
+                look = self._monitor.ranks.look_at(rank)
+                told = [answer["seen"].get(str(rank)) for answer in answers.values()]
+                seen = [found for values in told if (found := Look.of(values)) is not None]
+                silence = self._silent.setdefault(rank, _Silence(self._waited))
+                silence.take(look, seen, self._waited)
+        return answers
+
+    def _put_off(self, answers: Answers) -> bool:
+        """Put the user's limit off where a missing rank compiles or has a longer limit itself."""
+        missing = self._missing(answers)
+        has_reason = any(answers[r]["compiling"] or answers[r]["excused"] for r in missing)
+        # Who was waited for may have come just now: its operation gets the limit of any other.
+        has_reason, self._has_excused = (
+            has_reason or (self._has_excused and not missing),
+            has_reason,
+        )
+        silent = [rank for rank in self._awaited.ranks if rank not in answers]
+        if not has_reason or silent or self._differs(answers):
+            return False
+        self._give_up = self._waited + (self._limit or 0.0)
+        return True
+
+    def _end(self, answers: Answers) -> NoReturn:
+        """Give up, naming the culprits on the board."""
+        monitor = self._monitor
+        text = self._describe(answers)
+        silent = [rank for rank in self._awaited.ranks if rank not in answers]
+        lost = self._lost(answers)
+        culprit = next(iter([*lost, *silent, *self._missing(answers)]), monitor.rank)
+        state = answers.get(culprit, {})
+        failure = Failure(
+            rank=culprit,
+            by=monitor.rank,
+            phase=str(state.get("phase", "")),
+            operation="",
+            error=text,
+            line=str(state.get("line", "")),
+        )
+        monitor.post_failure(failure)
+        for rank in silent:
+            monitor.fence(rank)
+        if lost and self._silent[lost[0]].has_ended:
+            self._check()  # who found it before may have ended it
+            raise RankFailedError(str(failure), culprit)
+        raise (CollectiveMismatchError if self._differs(answers) else CollectiveTimeoutError)(text)
+
+    def _report(self, answers: Answers) -> None:
+        """Tell who is missing: the first time on every rank, then on one."""
+        missing = self._missing(answers)
+        if not missing and len(answers) == self._monitor.world_size and not self._is_complete:
+            # The last has come just now.
+            self._is_complete = True
+            self._report_at = self._waited + self._monitor.hang_after
+            return
+        if self._works_alone([*missing, *(r for r in self._awaited.ranks if r not in answers)]):
+            return
+        self._report_at = self._waited + LINE_EVERY
+        self._reports += 1
+        if self._reports > 1 and missing and all(answers[r]["waiting"] for r in missing):
+            return  # those that they wait for are named by them
+        text = self._describe(answers)
+        topic = f"{self._awaited.topic(answers)}/{self._reports}"
+        self._monitor.report(topic, text, everywhere=self._reports == 1)
+
+    # ---------------------------------------------------------------- who is missing
+
+    def _works_alone(self, ranks: Sequence[int]) -> bool:
+        """Tell whether all of ``ranks``, who are missing, work at something of their own."""
+        silences = [self._silent[rank] for rank in ranks if rank in self._silent]
+        at_work = all(silence.is_at_work for silence in silences)
+        return bool(ranks) and self._alone.issuperset(ranks) and at_work
+
+    def _lost(self, answers: Answers) -> list[int]:
+        """Ranks whose processes have ended or stand still, or that nobody has seen for long."""
+        silent = [r for r in self._silent if r not in answers and r not in self._monitor.ranks.left]
+        return sorted(
+            (rank for rank in silent if self._silent[rank].is_lost),
+            key=lambda rank: not self._silent[rank].has_ended,
+        )
+
+    def _leaving(self, answers: Answers) -> list[int]:
+        """Ranks that will never do their part: they are done with the run."""
+        gone = [
+            r for r in self._awaited.ranks if r not in answers and r in self._monitor.ranks.left
+        ]
+        return gone + [rank for rank in self._missing(answers) if answers[rank]["leaving"]]
+
+    def _missing(self, answers: Answers) -> list[int]:
+        """Ranks that answer but have not done their part."""
+        return [
+            rank
+            for rank in self._awaited.ranks
+            if rank in answers and not self._awaited.has_come(rank, answers[rank])
+        ]
+
+    def _differs(self, answers: Answers) -> bool:
+        return bool(self._awaited.differences(answers) or self._leaving(answers))
+
+    def _is_deadlocked(self, answers: Answers) -> bool:
+        """Tell whether all ranks have waited, each in the same wait, for too long."""
+        serials: Mapping[int, object] = {
+            rank: answer["waiting"].get("number") for rank, answer in answers.items()
+        }
+        if len(answers) < self._monitor.world_size or None in serials.values():
+            serials = dict[int, object]()
+        if serials != self._serials:
+            self._serials, self._serials_since = serials, self._waited
+        bound = DEADLOCK if self._missing(answers) else UNSEEN
+        return bool(serials) and self._waited - self._serials_since >= bound
+
+    def _describe(self, answers: Answers) -> str:
+        ranks, monitor = self._awaited.ranks, self._monitor
+        parts = [self._describe_silent(rank) for rank in ranks if rank not in answers]
+        parts += self._awaited.differences(answers)
+        missing = self._missing(answers)
+        for rank in missing:
+            state = answers[rank]
+            if state["leaving"]:
+                parts.append(_leaves(rank))
+                continue
+            phase = f"in {state['phase']} " if state["phase"] else ""
+            busy = "compiling " if state["compiling"] else ""
+            waits = f", waits for {state['waiting'].get('what')}" if state["waiting"] else ""
+            parts.append(
+                f"rank {rank} {self._awaited.lacks}: it is {busy}{phase}at {state['line']}{waits}"
+                f"{self._awaited.last_of(state)}"
+            )
+        parts += monitor.said()
+        here = {monitor.rank, *(rank for rank in ranks if rank in answers)}
+        waiting = ", ".join(str(r) for r in sorted(here - set(missing)))
+        nobody = "no rank is missing: the transport is stuck, or ranks wait in different calls"
+        reason = "; ".join(parts) or nobody
+        return (
+            f"{self._awaited.describe()} has not ended after "
+            f"{time.monotonic() - self._begun:.0f} s: {reason}; waiting: rank {waiting}"
+        )
+
+    def _describe_silent(self, rank: int) -> str:
+        if rank in self._monitor.ranks.left:
+            return _left(rank)
+        silence = self._silent.get(rank)
+        why = "" if silence is None else silence.why()
+        if silence is not None and silence.is_at_work:
+            return f"rank {rank} does not answer: {why}"
+        return f"rank {rank} does not answer (stopped, killed or cut off){why and ': '}{why}"
+
+
+class _Silence:
+    """A rank that does not answer, as its process shows itself. Times are seconds of the wait."""
+
+    def __init__(self, since: float) -> None:
+        self.is_remote = True
+        """True when only others can look at its process, if anybody can."""
+        self._since = since
+        self._now = since
+        self._look: Look | None = None
+        self._stillness = Stillness()
+        self._still = 0.0
+
+    def take(self, own: Look | None, others: Sequence[Look], now: float) -> None:
+        """Take in what this rank and others see at the time ``now``."""
+        self.is_remote = own is None
+        self._now = now
+        look = own if own is not None else next(iter(others), None)
+        if look is not None:
+            self._look = look
+            self._still = self._stillness.take(look, now)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._look is not None and self._look.state == ""
+
+    @property
+    def is_at_work(self) -> bool:
+        return self._look is not None and not self._look.is_stopped and not self._still
+
+    @property
+    def is_lost(self) -> bool:
+        if self._look is None:
+            return self._now - self._since >= UNSEEN
+        return self.has_ended or self._still >= STILL
+
+    def why(self) -> str:
+        """Say what is known of the process."""
+        look = self._look
+        if look is None:
+            return f"silent for {self._now - self._since:.0f} s, and no rank can see its process"
+        if self.has_ended:
+            return "its process has ended"
+        if look.is_stopped:
+            return "its process is stopped by a signal"
+        if self._still:
+            return f"its process has used no CPU time for {self._still:.0f} s"
+        return "its process is at work, in a call that lets no other thread of it run"
+
+
+def explain(
+    monitor: FailureMonitor, error: BaseException, what: str, ranks: Sequence[int] | None = None
+) -> None:
+    """Raise `RankFailedError` for the rank behind ``error`` of a transport, if there is one.
+
+    ``what`` says what this rank did, ``ranks`` who may be behind it; None: any.
+    """
+    until = time.monotonic() + GRACE
+    while time.monotonic() < until:
+        try:
+            monitor.look()
+        except RankFailedError as failed:
+            raise RankFailedError(f"{failed}; {what}", failed.rank) from error
+        time.sleep(0.05)
+    if isinstance(error, RankFailedError):
+        if monitor.ranks.has_ended(error.rank):
+            _declare_lost(monitor, error.rank, str(error))
+        raise error  # nobody has said more within the grace
+    others = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
+    lost = _find_lost(monitor, others if ranks is None else ranks)
+    if lost is not None:
+        text = "it does not answer (killed, or cut off from the network)"
+        text = "; ".join([f"{text} while {what}", *monitor.said()])
+        _declare_lost(monitor, lost, text)
+        raise RankFailedError(f"rank {lost} failed first: {text}", lost) from error
+
+
+def blame(monitor: FailureMonitor, error: BaseException) -> str:
+    """Name the rank that failed first, where ``error`` came of it outside of our waits; "" if none.
+
+    A rank that is lost without a word is put on the board.
+    """
+    is_raw = any(
+        type(each) is RuntimeError and _OF_A_TRANSPORT.search(str(each)) for each in _chain(error)
+    )
+    try:
+        if is_raw or isinstance(error, RankFailedError):
+            explain(monitor, error, f"rank {monitor.rank} found out outside of a wait of its own")
+            left = monitor.ranks.left
+            if left:
+                error.add_note(_left(min(left)))
+        monitor.look()
+    except RankFailedError as failed:
+        failure = monitor.failure
+        is_said = str(failed) in str(error) or (failure is not None and failure.error in str(error))
+        return "" if is_said else str(failed)
+    return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what it came of."""
+    for _ in range(20):  # a chain may be closed by hand
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _find_lost(monitor: FailureMonitor, ranks: Iterable[int]) -> int | None:
+    """Return the first of ``ranks`` that is lost, now that a connection has been closed.
+
+    A rank that does not answer on this machine has not ended as long as its process is there, and
+    one that nobody can look at is asked twice.
+    """
+    ended = [rank for rank in ranks if monitor.ranks.has_ended(rank)]
+    silent: list[int] = []
+    for about in ((), ranks):
+        if ended or (about and not silent):
+            break
+        answers = monitor.roll_call(PATIENCE / 2, about)
+        seen = {rank: monitor.ranks.look_at(rank) for rank in ranks if rank not in answers}
+        for rank in seen:
+            told = [Look.of(answer["seen"].get(str(rank))) for answer in answers.values()]
+            seen[rank] = next((look for look in [seen[rank], *told] if look is not None), None)
+        ended = [rank for rank, look in seen.items() if look is not None and look.state == ""]
+        silent = [rank for rank, look in seen.items() if look is None]
+    lost = [rank for rank in [*ended, *silent] if rank not in monitor.ranks.left]
+    return lost[0] if lost else None
+
+
+def _declare_lost(monitor: FailureMonitor, rank: int, text: str) -> None:
+    monitor.post_failure(
+        Failure(rank=rank, by=monitor.rank, phase="", operation="", error=text, line="")
+    )
+
+
+def _leaves(rank: int) -> str:
+    return (
+        f"rank {rank} is done and leaves the run without it: run as many iterations on every rank"
+    )
+
+
+def _left(rank: int) -> str:
+    return f"rank {rank} was done and has left the run: run as many iterations on every rank"

@@ -1,0 +1,238 @@
+"""The thread that watches this process and its neighbours, and touches neither store nor network.
+
+It sees what others cannot say: a rank of this host whose process has ended; the store's host, when
+that does not answer; a call of `torch.distributed` that the main thread does not come out of. Where
+such a call can never end, since a rank is lost, the thread ends the process and names that rank: no
+exception can be raised in C++ from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from meshwright.comm.failures.attendance import Waiting
+from meshwright.comm.failures.board import STORE
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.outside import OutsideCall
+from meshwright.comm.failures.processes import Stillness
+from meshwright.comm.failures.stuck_calls import CallWatch, StuckCall
+from meshwright.comm.failures.waiting import STILL, UNSEEN, Watch
+from meshwright.errors import CommunicationError, RankFailedError
+
+__all__ = ["Watcher"]
+
+_log = logging.getLogger("meshwright")
+
+EVERY = 0.25
+"""Seconds between two looks."""
+
+SILENT_AFTER = 2.0
+"""Seconds without an answer of the store after which its host is looked at."""
+
+TELL_AFTER = 2.0
+"""Seconds after which a rank that has not raised for a failure says that it knows of it."""
+
+END_AFTER = 3.0
+"""Seconds for which a call may still come back by itself after a rank was lost."""
+
+RECOVER_AFTER = 30.0
+"""The same after a rank has raised, which may handle that and come."""
+
+
+class Watcher:
+    """Watches for one `FailureMonitor`, from its construction to `stop`."""
+
+    def __init__(self, monitor: FailureMonitor, end: Callable[[BaseException], object]) -> None:
+        """``end`` is called with the error that is to end the process."""
+        self._monitor = monitor
+        self._end = end
+        self._calls = CallWatch(monitor.ranks.is_watched)
+        self._neighbours = _Neighbours()
+        self._stillness = Stillness()
+        self._silent_since: float | None = None
+        self._known_since: float | None = None
+        self._has_told = False
+        self._inquiry: threading.Thread | None = None
+        self._given_up: tuple[int, float, CommunicationError] | None = None
+        """The call that this rank has given up itself, when, and why."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._neighbours.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+        self._neighbours.close()
+
+    def _run(self) -> None:
+        while True:
+            self._neighbours.wait(EVERY)
+            if self._stop.is_set():
+                return
+            try:
+                self._look()
+            except Exception:  # without this thread, ranks would hang in silence
+                _log.exception("rank %d: a look at its neighbours failed", self._monitor.rank)
+
+    def _look(self) -> None:
+        for rank in self._neighbours.ended(self._monitor):
+            self._monitor.found_ended(rank)
+        self._look_at_store()
+        call = self._calls.look()
+        if call is None:
+            self._monitor.ranks.stuck = None
+        else:
+            # Negative: the numbers of waits of ours are not.
+            self._monitor.ranks.stuck = Waiting(
+                what=f"{call.what}, called at {call.line}", number=-call.number, since=call.since
+            )
+        self._look_at_call(call)
+
+    # ---------------------------------------------------------------- the store's host
+
+    def _look_at_store(self) -> None:
+        """Give the store up when its host has ended, or does nothing for long."""
+        monitor, board = self._monitor, self._monitor.board
+        silence = board.silence
+        if board.lost is not None or silence < SILENT_AFTER:
+            self._silent_since = None
+            return
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since, self._stillness = now, Stillness()
+        look = None if board.host == STORE else monitor.ranks.look_at(board.host)
+        limit = STILL if monitor.limit is None else min(STILL, monitor.limit)
+        if look is None:
+            limit = UNSEEN if monitor.limit is None else monitor.limit
+            if silence >= limit:
+                board.give_up(f"it has not answered for {silence:.0f} s (stopped, or cut off)")
+        elif look.state == "":
+            board.give_up("its process has ended")
+        elif self._stillness.take(look, now) >= limit - SILENT_AFTER:
+            why = "is stopped by a signal" if look.is_stopped else "does nothing"
+            board.give_up(
+                f"it does not answer (stopped, killed or cut off): its process {why}, and the "
+                f"store has not answered for {silence:.0f} s"
+            )
+            monitor.fence(board.host)
+
+    # ---------------------------------------------------------------- calls outside of ours
+
+    def _look_at_call(self, call: StuckCall | None) -> None:
+        monitor, now = self._monitor, time.monotonic()
+        trouble = monitor.trouble
+        if trouble is not None:
+            self._look_at_trouble(trouble, call, now)
+            return
+        self._known_since, self._has_told = None, False
+        if call is None or now - call.since < monitor.hang_after:
+            return
+        if self._given_up is not None and self._given_up[0] == call.number:
+            if now - self._given_up[1] >= END_AFTER:
+                self._end(self._given_up[2])
+            return
+        if self._inquiry is None or not self._inquiry.is_alive():
+            self._inquiry = threading.Thread(
+                target=self._inquire, args=(call,), name="meshwright-inquiry", daemon=True
+            )
+            self._inquiry.start()
+
+    def _look_at_trouble(
+        self, trouble: RankFailedError, call: StuckCall | None, now: float
+    ) -> None:
+        """Name the failure; end the process where ``call`` is stuck for it."""
+        monitor = self._monitor
+        if self._known_since is None:
+            self._known_since = now
+        known = now - self._known_since
+        patience = RECOVER_AFTER if monitor.ending is None else END_AFTER
+        if call is not None and min(known, now - call.since) >= patience:
+            text = f"{trouble}; rank {monitor.rank} was in {call.what}, called at {call.line}"
+            self._end(RankFailedError(text, trouble.rank))
+        if known >= TELL_AFTER and not self._has_told and not monitor.has_raised:
+            self._has_told = True
+            where = f"in {call.what}, called at {call.line}" if call is not None else "at work"
+            _log.error("rank %d is %s: %s", monitor.rank, where, trouble)
+
+    def _inquire(self, call: StuckCall) -> None:
+        """Follow ``call`` as a wait of ours; what ends it is put on the board for every rank."""
+        monitor = self._monitor
+        what = f"{call.what}, called at {call.line},"
+        outside = OutsideCall(monitor, what)
+        watch = Watch(monitor, outside, monitor.limit, first=0.0, since=call.since)
+        try:
+            while not self._stop.wait(EVERY):
+                stuck = monitor.ranks.stuck
+                if stuck is None or stuck.number != -call.number:
+                    return
+                watch.look()
+        except CommunicationError as error:  # it stands on the board now
+            self._given_up = call.number, time.monotonic(), error
+
+
+class _Neighbours:
+    """Processes of other ranks on this host, by descriptors that tell when one has ended.
+
+    They are waited for, not looked at now and then: a launcher ends all other ranks within a tenth
+    of a second, and who ended first would be unknown.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._ended: dict[int, None] = {}
+        """In the order in which they were found."""
+        self._reading, self._writing = os.pipe()
+        self._poll.register(self._reading, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until one ends, `wake` is called, or ``seconds`` have gone."""
+        for descriptor, _ in self._poll.poll(1000 * seconds):
+            if descriptor in self._rank_of:
+                self._ended[self._rank_of.pop(descriptor)] = None
+                self._poll.unregister(descriptor)
+                os.close(descriptor)
+
+    def wake(self) -> None:
+        """End a `wait`, and all that follow."""
+        os.write(self._writing, b".")
+
+    def ended(self, monitor: FailureMonitor) -> list[int]:
+        """List those that have ended and have not said why."""
+        for rank, process in list(monitor.ranks.processes.items()):
+            if rank in self._known or rank == monitor.rank:
+                continue
+            self._known.add(rank)
+            if not process.is_visible or process.pid == os.getpid():
+                continue
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except (AttributeError, OSError):
+                descriptor = -1
+            if not process.has_ended and descriptor >= 0:
+                self._rank_of[descriptor] = rank
+                self._poll.register(descriptor, select.POLLIN)
+                continue
+            if process.has_ended:
+                self._ended[rank] = None
+            if descriptor >= 0:
+                os.close(descriptor)
+        if monitor.ending is not None:
+            return []
+        return [rank for rank in self._ended if rank not in monitor.ranks.left]
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in [*self._rank_of, self._reading, self._writing]:
+            os.close(descriptor)
+        self._rank_of.clear()
+        self._poll = select.poll()

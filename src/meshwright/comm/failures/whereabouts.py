@@ -1,0 +1,169 @@
+"""The whereabouts of a rank: its answer when others ask, and the reading of theirs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+import meshwright
+from meshwright.comm.groups.registry import PROCESS
+
+__all__ = [
+    "LIBRARIES",
+    "answer_of",
+    "last_operation",
+    "line_of",
+    "object_of",
+    "one_line",
+    "own_state",
+    "phase_text",
+    "source_line",
+]
+
+LIBRARIES = (
+    os.path.dirname(os.path.abspath(meshwright.__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
+)
+"""Where the files of Meshwright and of torch lie: no line of theirs is the user's."""
+
+LONGEST_ERROR, HEAD = 600, 200
+"""Characters of an error that are shown, and how many of them from its beginning."""
+
+
+def own_state() -> dict[str, Any]:
+    """Describe this process: phase, source line, and its last operations."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    now = time.monotonic()
+    groups = {}
+    for communicator in list(PROCESS.communicators.values()):
+        groups[communicator.name] = {
+            "axis": communicator.axis,
+            "counts": dict(communicator.counts),
+            "last": [
+                {"sequence": i.sequence, "kind": i.kind, "label": i.label}
+                for i in list(communicator.issued)
+            ],
+        }
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "phase": phase_text(),
+        "line": line_of(frame),
+        "compiling": _is_compiling(frame),
+        "excused": any(record.excused_until > now for record in list(PROCESS.phases)),
+        "alone": any(record.excused_until == math.inf for record in list(PROCESS.phases)),
+        "groups": groups,
+    }
+
+
+_OF_AN_ANSWER = {
+    "phase": str,
+    "line": str,
+    "compiling": bool,
+    "excused": bool,
+    "alone": bool,
+    "leaving": bool,
+    "waiting": dict,
+    "groups": dict,
+    "described": dict,
+    "seen": dict,
+}
+
+
+def answer_of(text: str | None) -> Mapping[str, Any] | None:
+    """Read a rank's answer to a roll call; None when it is none, whoever wrote it."""
+    answer = object_of(text, _OF_AN_ANSWER)
+    if answer is None:
+        return None
+    for group in answer["groups"].values():
+        if not isinstance(group, dict):
+            return None
+        counts, last = group.get("counts"), group.get("last")
+        if not isinstance(counts, dict) or not isinstance(last, list):
+            return None
+        if not all(isinstance(count, int) for count in counts.values()):
+            return None
+        if not all(_has(entry, {"sequence": int, "kind": str, "label": str}) for entry in last):
+            return None
+    return answer
+
+
+def object_of(text: str | None, keys: Mapping[str, type]) -> dict[str, Any] | None:
+    """Read a JSON object that has at least ``keys``, with values of these types; else None.
+
+    What lies in the store may be a stranger's.
+    """
+    try:
+        found = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return None
+    return found if _has(found, keys) else None
+
+
+def _has(found: object, keys: Mapping[str, type]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(k), t) for k, t in keys.items())
+
+
+def source_line(error: BaseException) -> str:
+    """Name the user's line that led to ``error``: the innermost frame outside the libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(LIBRARIES) and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Name the user's line that ``frame`` is in, or was called from."""
+    innermost = frame
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*LIBRARIES, "<")):
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    if innermost is None:
+        return ""
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno} in {innermost.f_code.co_name}"
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if "/torch/_dynamo/convert_frame" in filename or "/torch/_inductor/" in filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def phase_text() -> str:
+    """Name the phases that this rank is in."""
+    return " > ".join(str(record) for record in list(PROCESS.phases))
+
+
+def last_operation() -> str:
+    """Name the last operation that this rank has issued."""
+    last = [c.issued[-1] for c in list(PROCESS.communicators.values()) if c.issued]
+    return str(last[-1]) if last else ""
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and text of ``error`` in one bounded line.
+
+    Of a long text the end stays too: an error of a worker process has its cause there.
+    """
+    # c10d appends a C++ stack, which says nothing of the run.
+    text = " ".join(str(error).split("\nException raised from", 1)[0].split())
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[:HEAD]} [...] {text[HEAD - LONGEST_ERROR :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,16 @@
+"""Communication in graphs: of autograd, and of compilers.
+
+Bottom-up:
+
+    functional  collectives that autograd and the compiler understand
+    marks       operators that stand for gradient reductions until a pass fuses them
+    untraced    functions that `torch.compile` calls and does not look into
+
+    functional  collectives that autograd and the compiler understand
+    marks       operators that stand for gradient reductions until a pass fuses them
+    untraced    functions that `torch.compile` calls and does not look into
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

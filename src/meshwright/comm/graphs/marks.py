@@ -1,0 +1,196 @@
+"""The operators that stand for gradient reductions in a traced graph, until a pass fuses them.
+
+==================  ==============================================================================
+``grad_reduce``     the mean of one gradient over the ranks of a group. It carries all that a
+                    bucket's plan depends on, so equal graphs have equal plans, also from caches
+``with_kept``       a gradient plus what passes without a reduction have left in ``.grad``
+``deliver``         gives a gradient to a parameter that is a DTensor, in a compiled backward
+``divided``         a large gradient over the number of ranks, in memory that the model keeps
+``agree``           asks all ranks, before a graph's first reduction, whether theirs are the same
+==================  ==============================================================================
+
+They find what they need of this process by the name of the marked model, see `announce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+# Imported for its effect: c10d's operators for graphs exist from then on.
+from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
+
+from meshwright.comm.graphs.untraced import untraced
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.errors import InternalError
+
+__all__ = [
+    "AGREE",
+    "ALL_REDUCE",
+    "ALL_REDUCE_COALESCED",
+    "ALL_REDUCE_IN_PLACE",
+    "DIVIDED",
+    "GRAD_REDUCE",
+    "WAIT",
+    "MarkedModel",
+    "announce",
+    "deliver",
+    "grad_reduce",
+    "with_kept",
+]
+
+
+class MarkedModel(Protocol):
+    """A model whose gradients are marked in graphs."""
+
+    def take_kept(self, index: int) -> torch.Tensor | None:
+        """Take what passes without a reduction have left in ``.grad`` of parameter ``index``."""
+        ...
+
+    def deliver(self, index: int, gradient: torch.Tensor) -> None:
+        """Add this rank's part of a gradient to ``.grad`` of parameter ``index``, a DTensor."""
+        ...
+
+    def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+        """A new contiguous tensor with ``gradient``, of parameter ``index``, over ``ranks``."""
+        ...
+
+    def agree(self, indices: Sequence[int], plan: str) -> None:
+        """A graph is about to reduce the gradients of ``indices`` as ``plan`` says.
+
+        Raises on every rank when another one is about to do something else.
+        """
+        ...
+
+    def unfused(self) -> None:
+        """A mark runs as it is: no pass has put it into a bucket."""
+        ...
+
+
+def announce(name: str, model: MarkedModel) -> None:
+    """Announce ``model`` to the operators, for as long as somebody holds it."""
+    PROCESS.marked[name] = model
+
+
+torch.library.define(
+    "meshwright::grad_reduce",
+    "(Tensor gradient, int index, int ranks, str group, str model, str mode, int[] sizes)"
+    " -> Tensor",
+)
+torch.library.define("meshwright::with_kept", "(Tensor gradient, int index, str model) -> Tensor")
+torch.library.define(
+    "meshwright::divided", "(Tensor gradient, int index, int ranks, str model) -> Tensor"
+)
+# Nothing is written to the token: an operator without a result is kept where it seems to write.
+torch.library.define(
+    "meshwright::deliver", "(Tensor(a!) token, Tensor gradient, int index, str model) -> ()"
+)
+torch.library.define(
+    "meshwright::agree", "(Tensor(a!) anchor, int[] indices, str model, str plan) -> ()"
+)
+
+
+@torch.library.impl("meshwright::grad_reduce", "CompositeExplicitAutograd")
+def _grad_reduce(
+    gradient: torch.Tensor,
+    index: int,
+    ranks: int,
+    group: str,
+    model: str,
+    mode: str,
+    sizes: Sequence[int],
+) -> torch.Tensor:
+    untraced(_find(model).unfused)
+    return WAIT(ALL_REDUCE(gradient / ranks, "sum", group))
+
+
+@torch.library.register_fake("meshwright::grad_reduce")
+@torch.library.register_fake("meshwright::with_kept")
+def _alike(gradient: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+@torch.library.impl("meshwright::with_kept", "CompositeExplicitAutograd")
+def _with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
+    kept = untraced(_find(model).take_kept, index)
+    return gradient.clone() if kept is None else gradient + kept
+
+
+@torch.library.impl("meshwright::deliver", "CompositeExplicitAutograd")
+def _deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
+    untraced(_find(model).deliver, index, gradient.clone())
+
+
+@torch.library.register_fake("meshwright::deliver")
+@torch.library.register_fake("meshwright::agree")
+def _nothing(*_: object) -> None:
+    return None
+
+
+@torch.library.impl("meshwright::divided", "CompositeExplicitAutograd")
+def _divided(gradient: torch.Tensor, index: int, ranks: int, model: str) -> torch.Tensor:
+    found: torch.Tensor = untraced(_find(model).divided, index, gradient, ranks)
+    return found
+
+
+@torch.library.register_fake("meshwright::divided")
+def _contiguous(gradient: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
+@torch.library.impl("meshwright::agree", "CompositeExplicitAutograd")
+def _agree(anchor: torch.Tensor, indices: Sequence[int], model: str, plan: str) -> None:
+    untraced(_find(model).agree, indices, plan)
+
+
+GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default
+AGREE = torch.ops.meshwright.agree.default
+DIVIDED = torch.ops.meshwright.divided.default
+
+# What the compiler's passes emit and look for: c10d's operators that graphs may hold.
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
+ALL_REDUCE_COALESCED = torch.ops._c10d_functional.all_reduce_coalesced.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def grad_reduce(
+    gradient: torch.Tensor,
+    *,
+    index: int,
+    ranks: int,
+    group: str,
+    model: str,
+    mode: str,
+    sizes: Sequence[int],
+) -> torch.Tensor:
+    """The mean of ``gradient`` over ``ranks`` ranks of ``group``, same shape and dtype.
+
+    ``index`` counts the parameters of ``model``; buckets hold descending ones. ``mode`` is
+    ``"coalesced"``, ``"shared"`` (as that, and large gradients lie in memory that ranks of a host
+    share) or ``"concat"``; ``sizes`` are the bytes that close the buckets one by one, the last for
+    all that follow.
+    """
+    return GRAD_REDUCE(gradient, index, ranks, group, model, mode, sizes)
+
+
+def with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
+    """``gradient`` plus what ``.grad`` of the parameter holds when the graph runs; takes that."""
+    return torch.ops.meshwright.with_kept.default(gradient, index, model)
+
+
+def deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
+    """Add ``gradient`` to that of a DTensor parameter when the graph runs.
+
+    ``token`` is an input of the graph, the same for all of a model's gradients.
+    """
+    torch.ops.meshwright.deliver.default(token, gradient, index, model)
+
+
+def _find(name: str) -> MarkedModel:
+    model = PROCESS.marked.get(name)
+    if model is None:
+        raise InternalError(f"a graph reduces gradients of model {name}, which is gone")
+    return model

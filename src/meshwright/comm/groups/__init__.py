@@ -1,0 +1,16 @@
+"""Process groups: their state in this process, and how ranks come to them.
+
+Bottom-up:
+
+    registry    communicators, observers, phases, the monitor: the state of a process
+    rendezvous  the meeting of the ranks: the store, the roll, the backend of the world
+    launch      ranks of this machine, started through torch's elastic launcher
+
+    registry    communicators, observers, phases, the monitor: the state of a process
+    rendezvous  the meeting of the ranks: the store, the roll, the backend of the world
+    launch      ranks of this machine, started through torch's elastic launcher
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

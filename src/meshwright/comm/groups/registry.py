@@ -1,0 +1,201 @@
+"""The state of communication in this process: communicators, observers, phases, the monitor, pages.
+
+This is the only mutable state that the library keeps for a process. Communicators are held weakly
+by their c10d group, so that a destroyed group takes its communicator with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from meshwright.comm.memory.pages import PagePool
+from meshwright.comm.observing.observers import ActionObserver, Observer, SpanObserver
+from meshwright.comm.streams import Mark
+from meshwright.timeline import Collective, Lane
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
+    from meshwright.comm.failures.failure import FailureMonitor
+    from meshwright.comm.failures.watching import Watcher
+    from meshwright.comm.graphs.marks import MarkedModel
+
+__all__ = [
+    "PROCESS",
+    "PhaseRecord",
+    "ProcessState",
+    "go_on",
+    "hears_actions",
+    "observe",
+    "phase",
+    "tell_ran",
+]
+
+_log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """The phase in which this rank is: its name, and the step if there is one."""
+
+    name: str
+    step: int | None
+    excused_until: float = 0.0
+    """Until when (on the monotonic clock) other ranks go on waiting for this one."""
+
+    def __str__(self) -> str:
+        return self.name if self.step is None else f"{self.name}, step {self.step}"
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """The knowledge of this process about its communication. There is one, `PROCESS`."""
+
+    communicators: MutableMapping[Any, Communicator] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """One communicator for each c10d process group, which it does not keep."""
+    idle_waiters: list[Any] = field(default_factory=list)
+    """Threads that have waited for a transfer and may wait for the next; see `pending`."""
+    observers: list[Observer] = field(default_factory=list)
+    """Who hears of every collective; empty means that nothing is paid."""
+    phases: list[PhaseRecord] = field(default_factory=list)
+    """The phases that the main thread is in, outermost first."""
+    monitor: FailureMonitor | None = None
+    """Publishes this rank's failure and answers for it; None before `connect`."""
+    watcher: Watcher | None = None
+    """Watches this process and its neighbours, as long as there is a monitor."""
+    pages: PagePool = field(default_factory=PagePool)
+    """Memory of lines that come and go."""
+    marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
+    """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What this process keeps from others until it leaves its run or ends, by name; each has a
+    method ``release``."""
+    holding: threading.RLock = field(default_factory=threading.RLock)
+    """Whoever changes ``held`` has this; a fork waits for it."""
+
+    def release(self) -> None:
+        """Give back what is held."""
+        with self.holding:
+            for held in self.held.values():
+                held.release()
+            self.held.clear()
+
+    def tell_issued(self, collective: Collective) -> None:
+        """Tell every observer that ``collective`` is about to run."""
+        for observer in tuple(self.observers):
+            try:
+                observer.issued(collective)
+            except Exception:
+                self._remove(observer)
+
+    def tell_completed(self, collective: Collective, start: Mark, end: Mark) -> None:
+        """Tell every observer that ``collective`` ran between two marks."""
+        for observer in tuple(self.observers):
+            try:
+                observer.completed(collective, start, end)
+            except Exception:
+                self._remove(observer)
+
+    def tell_ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
+        """Tell every observer of actions that one ran between two marks."""
+        for observer in tuple(self.observers):
+            if isinstance(observer, ActionObserver):
+                try:
+                    observer.ran(name, lane, category, start, end)
+                except Exception:
+                    self._remove(observer)
+
+    def _remove(self, observer: Observer) -> None:
+        _log.exception("observer %r failed and is removed; the collectives go on", observer)
+        with contextlib.suppress(ValueError):
+            self.observers.remove(observer)
+
+
+PROCESS = ProcessState()
+
+
+def go_on() -> None:
+    """This rank begins something anew: an error that it has raised before ends it no more."""
+    if PROCESS.monitor is not None:
+        PROCESS.monitor.go_on()
+
+
+def hears_actions() -> bool:
+    """Check that somebody wants to hear of the actions of a schedule."""
+    return any(isinstance(observer, ActionObserver) for observer in PROCESS.observers)
+
+
+def tell_ran(name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
+    """Tell observers that an action of a schedule ran between two marks."""
+    PROCESS.tell_ran(name, lane, category, start, end)
+
+
+@contextlib.contextmanager
+def observe(*observers: Observer) -> Iterator[None]:
+    """Tell ``observers`` of every collective of this process inside the block.
+
+    An observer that raises is removed and logged; training goes on.
+    """
+    PROCESS.observers.extend(observers)
+    try:
+        yield
+    finally:
+        for observer in observers:
+            with contextlib.suppress(ValueError):
+                PROCESS.observers.remove(observer)
+
+
+class phase:  # noqa: N801 - it is used as a function: `with phase("forward", step=12):`
+    """Name what this rank does inside the block, for reports about it.
+
+    An exception that leaves the outermost block is published as this rank's failure, so that the
+    other ranks stop within seconds and name this one. Entering a phase again takes that back, and
+    what other ranks have published and this one has raised for does not end it a second time.
+
+    Waits for a rank that does something without the others, and may do so for long, are bounded by
+    ``limit`` (seconds) of its phase where that is longer than their own bound: slow storage is no
+    dead rank. A rank that does not answer at all is lost in any case. One that works alone says so
+    by ``math.inf``, and is waited for without a line about it. A phase that ``computes`` is a span
+    on the compute lane of observers that measure (`SpanObserver`).
+    """
+
+    __slots__ = ("_computes", "_limit", "_record", "_spans")
+
+    def __init__(
+        self, name: str, step: int | None = None, *, limit: float = 0.0, computes: bool = False
+    ) -> None:
+        self._record = PhaseRecord(name, step)
+        self._limit = limit
+        self._computes = computes
+        self._spans: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if self._limit:
+            self._record = replace(self._record, excused_until=time.monotonic() + self._limit)
+        if not PROCESS.phases:
+            go_on()
+        PROCESS.phases.append(self._record)
+        if self._computes and PROCESS.observers:
+            self._spans = contextlib.ExitStack()
+            for observer in PROCESS.observers:
+                if isinstance(observer, SpanObserver):
+                    self._spans.enter_context(observer.span(self._record.name))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if self._spans is not None:
+            self._spans.close()
+            self._spans = None
+        monitor = PROCESS.monitor
+        if error is not None and monitor is not None and isinstance(error, Exception):
+            monitor.publish(error)
+        PROCESS.phases.pop()

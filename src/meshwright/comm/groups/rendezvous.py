@@ -1,0 +1,158 @@
+"""The meeting of the ranks of a run: the store, the roll, the backend that serves them all.
+
+::
+
+    torchrun's environment ──> store ──> roll of ranks ──> backend
+                               (prefixed with the restart count, so that a restarted
+                                attempt never reads the addresses of the one before)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import shared_memory
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
+from meshwright.comm.failures.whereabouts import one_line
+from meshwright.errors import CommunicationError
+
+__all__ = ["choose_backend", "open_store", "sign_in"]
+
+_log = logging.getLogger("meshwright")
+
+
+def open_store(
+    rank: int | None, world_size: int | None, timeout: float | None
+) -> tuple[dist.Store, int, int]:
+    """Open the store where the ranks meet; returns it with the rank and the number of ranks.
+
+    Raises `CommunicationError` when the environment is incomplete or the address of no use, or when
+    nobody listens there within ``timeout`` seconds (ten minutes when None).
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = [name for name in names if name in os.environ]
+    if rank is None and world_size is None and not found:
+        return dist.HashStore(), 0, 1
+    rank = int(os.environ["RANK"]) if rank is None and "RANK" in os.environ else rank
+    if world_size is None and "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+    if rank is None or world_size is None:
+        raise CommunicationError(
+            f"expected {', '.join(names)} in the environment, found only {', '.join(found)}: "
+            "start the ranks with torchrun, or set all four"
+        )
+    if world_size == 1 and "MASTER_PORT" not in os.environ:
+        return dist.HashStore(), 0, 1
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agent
+    try:
+        store = _reach(host, port, world_size, UNSEEN if timeout is None else timeout, serves)
+    except RuntimeError as error:
+        what = "listen on" if serves else "reach the store of rank 0 at"
+        raise CommunicationError(
+            f"rank {rank} of {world_size} cannot {what} {host}:{port}: {one_line(error)}; "
+            "is the port taken by another program, or rank 0 not started? "
+            "Set MASTER_PORT to a free port on every rank"
+        ) from error
+    return store, rank, world_size
+
+
+def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) -> dist.TCPStore:
+    """Connect to the store, or serve it; says now and then that nobody listens yet."""
+    begun = time.monotonic()
+    while True:
+        left = limit - (time.monotonic() - begun)
+        seconds = timedelta(seconds=max(0.1, min(left, LINE_EVERY)))
+        asked = time.monotonic()
+        try:
+            return dist.TCPStore(host, port, world_size, serves, seconds, wait_for_workers=False)
+        except RuntimeError:
+            now = time.monotonic()
+            if serves or now - begun >= limit or now - asked < seconds.total_seconds() / 2:
+                raise
+            _log.warning("nobody listens on %s:%d after %.0f s", host, port, now - begun)
+
+
+def sign_in(monitor: FailureMonitor, timeout: float | None) -> list[Mapping[str, Any]]:
+    """Write this rank into the roll, wait for the others, and return every rank's entry.
+
+    Raises `CommunicationError` when ranks have not come within ``timeout`` seconds (ten minutes
+    when None), and `RankFailedError` for one that has come and gone.
+    """
+    ranks, rank, world_size = monitor.ranks, monitor.rank, monitor.world_size
+    unsupported = shared_memory.unsupported()
+    monitor.sign_in(
+        {
+            "host": socket.gethostname(),
+            "place": "" if unsupported else shared_memory.host_identity(),
+            "unsupported": unsupported,
+        }
+    )
+    begun = time.monotonic()
+    limit, line_at, pause = UNSEEN if timeout is None else timeout, LINE_EVERY, 0.001
+    while True:
+        monitor.read()
+        absent = ranks.absent()
+        if not absent:
+            return [ranks.roll[each] for each in range(world_size)]
+        monitor.check()
+        waited = time.monotonic() - begun
+        names = f"rank {', '.join(map(str, absent))}"
+        if waited > limit:
+            raise CommunicationError(
+                f"rank {rank} waited {limit:g} s for {world_size} ranks: {names} did not come"
+            )
+        if waited > line_at and rank == min(ranks.roll, default=rank):
+            line_at += LINE_EVERY
+            _log.warning("%s has not come after %.0f s: the others wait", names, waited)
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+
+
+def choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """Return c10d's name of the backends that serve this world.
+
+    NCCL where every rank of this host has a GPU of its own. CPU tensors go through shared memory
+    where ranks share a host, group by group, unless Gloo is ``asked`` for or set in
+    ``MESHWRIGHT_CPU_BACKEND``.
+    """
+    if asked not in (None, "gloo", "shm"):
+        return str(asked)
+    hosts = [entry["host"] for entry in roll]
+    local = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= hosts.count(hosts[rank]):
+        torch.cuda.set_device(local)
+        return "cpu:gloo,cuda:nccl"
+    choice = asked or os.environ.get("MESHWRIGHT_CPU_BACKEND")
+    if choice not in (None, "gloo", "shm"):
+        raise ValueError(f"MESHWRIGHT_CPU_BACKEND: expected gloo or shm, found {choice!r}")
+    reason = "Gloo was asked for" if choice == "gloo" else _no_shared_memory(roll)
+    if reason:
+        if choice != "gloo" and rank == 0:
+            level = logging.WARNING if choice == "shm" else logging.INFO
+            _log.log(level, "%s: the ranks communicate through Gloo", reason)
+        return "gloo"
+    return f"cpu:{shared_memory.BACKEND}"
+
+
+def _no_shared_memory(roll: Sequence[Mapping[str, Any]]) -> str:
+    """Say why no two of these ranks can share memory, alike on all; empty when some can."""
+    for rank, entry in enumerate(roll):
+        if entry["unsupported"]:
+            return f"rank {rank}: {entry['unsupported']}"
+    places = [entry["place"] for entry in roll]
+    if len(places) > 1 and len(set(places)) == len(places):
+        return f"the {len(places)} ranks are on as many hosts"
+    return ""

@@ -1,0 +1,94 @@
+"""Lines: 1-D tensors whose memory comes and goes, while every view of them stays valid.
+
+What autograd has saved of a line finds it again when the line has memory again. Using a line, or a
+view of it, while it has none ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Protocol
+
+import torch
+
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.memory.pages import PagePool
+
+__all__ = ["LARGE", "Line", "line_of"]
+
+LARGE = 1 << 20
+"""Bytes from which a line on the CPU has pages of its own."""
+
+
+class Line(Protocol):
+    """A 1-D tensor that has memory between `restore` and `free`, and when it is new."""
+
+    tensor: torch.Tensor
+
+    @property
+    def is_free(self) -> bool:
+        """True when it has no memory now."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back."""
+        ...
+
+    def restore(self) -> None:
+        """Have memory, uninitialised unless it is there already."""
+        ...
+
+
+class _StorageLine:
+    """A line whose memory comes from the allocator of its device."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.tensor.nbytes
+        self.is_free = False  # noted, since of no elements the storage does not tell
+
+    def free(self) -> None:
+        self.is_free = True
+        storage = self.tensor.untyped_storage()
+        if storage.size():
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        self.is_free = False
+        storage = self.tensor.untyped_storage()
+        if storage.size() != self._nbytes:
+            storage.resize_(self._nbytes)
+
+
+class _PagedLine:
+    """A line with a window of its own, into which pages are moved."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
+        nbytes = numel * dtype.itemsize
+        self._pool = pool
+        self._window = pool.open(nbytes)
+        memory = (ctypes.c_char * nbytes).from_address(self._window.start)
+        closing = weakref.finalize(memory, pool.close, self._window)
+        closing.atexit = False  # pyrefly: ignore[missing-attribute]
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(memory, dtype=dtype)
+        self.restore()
+
+    @property
+    def is_free(self) -> bool:
+        return not self._window.extents
+
+    def free(self) -> None:
+        self._pool.empty(self._window)
+
+    def restore(self) -> None:
+        self._pool.fill(self._window)
+
+
+def line_of(numel: int, dtype: torch.dtype, device: torch.device) -> Line:
+    """A line of ``numel`` elements that has memory, uninitialised."""
+    is_large = numel * dtype.itemsize >= LARGE
+    if is_large and device.type == "cpu" and PROCESS.pages.is_available:
+        return _PagedLine(numel, dtype, PROCESS.pages)
+    return _StorageLine(numel, dtype, device)

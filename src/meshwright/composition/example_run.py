@@ -1,0 +1,316 @@
+"""A run of a copy of a model on its example, and what is seen of it.
+
+Whether a model is a chain is seen, not assumed: each module must be called once, with the very
+tensors that the one before has returned, untouched, and the model's own forward must do nothing
+else: no operator, no hook, no block of autocast or ``no_grad``, no attribute. What modules write to
+their attributes is seen too, because a forward that runs in stages, or as a graph, leaves other
+values there, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.composition.pipelines.other_stages import name_of
+from meshwright.gradients import call_module
+from meshwright.pipelining.splitting.dropped import HOOKING, saved_tensor_hooks
+from meshwright.pipelining.splitting.module_hooks import drop_hooks, hooks_of
+from meshwright.pipelining.stepping.ties import own_copies
+
+__all__ = ["Inputs", "Observation", "copied", "left_as_it_is", "observe"]
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+"""Of a model: positional arguments, or keyword arguments."""
+_OF_ALL = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_OURS = ("_meshwright", "_tensor_parallel")
+"""With what attributes of this library begin."""
+_PLAIN = (int, float, complex, str, bytes, type(None))
+_LISTS = (list, tuple, set, frozenset, deque)
+_DEVICES = ("cpu", "cuda")
+_CHANGING = HOOKING | {"__set__", "backward", "detach_", "requires_grad_"}
+"""What changes a tensor, or what its backward does, and returns none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The findings of one run of a model."""
+
+    links: list[str] | None
+    """The modules of the model in the order of their calls, where it is a chain of them."""
+    written: Mapping[str, frozenset[str]]
+    """By module, the attributes that its forward has written, or written into."""
+    moving: tuple[str, ...]
+    """Where it is none, the attributes that go on with each run, such as counters."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a module."""
+
+    name: str
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    """Identity and version of each argument."""
+    outputs: list[tuple[int, int]] = field(default_factory=list)
+    has_keywords: bool = False
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Copy a model. Tensors among its attributes that autograd has made lose their graph."""
+    memo = own_copies([*model.parameters(), *model.buffers()])
+    for part in model.modules():
+        for value in tree_leaves([vars(part)[key] for key in vars(part).keys() - _OF_ALL]):
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Give runs copies of buffers and attributes to change: they are no part of training."""
+    memo: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for part in model.modules():
+        own = {k: v for k, v in vars(part).items() if k not in _OF_ALL and not k.startswith(_OURS)}
+        for held, before in ((vars(part), own), (part._buffers, dict(part._buffers))):
+            kept.append((held, before))
+            held.update({key: _apart(value, memo) for key, value in before.items()})
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            for key in held.keys() - before.keys() - _OF_ALL:
+                if not key.startswith(_OURS):
+                    del held[key]
+            held.update(before)
+
+
+def _apart(value: Any, memo: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401
+    """Copy what a run may write into: tensors that do not train, and lists of anything."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad or isinstance(value, nn.Parameter):
+            return value
+        return memo.setdefault(id(value), value.clone())
+    if type(value) in (list, set, deque):
+        return type(value)(_apart(item, memo) for item in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _apart(item, memo)) for key, item in value.items())
+    return value
+
+
+def observe(model: nn.Module, example: Inputs) -> Observation:
+    """Run a copy of ``model`` on ``example``; the model and all random numbers stay as they are.
+
+    Hooks on its modules do not run.
+    """
+    observed = copied(model)
+    for part in observed.modules():
+        drop_hooks(part)
+    state = random.getstate()
+    devices = {t.device for t in observed.parameters() if t.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=[device.index for device in devices]):
+            return _observe(model, observed, example)
+    finally:
+        random.setstate(state)
+
+
+def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observation:
+    before = _attributes(observed)
+    run = _Run(observed, [*_links(model)])
+    result = run(example)
+    first = _attributes(observed)
+    written = _changed(before, first, "mark")
+    if run.is_chain(example, result) and not _has_own(model, run.names, written):
+        return Observation(links=run.names, written=written, moving=())
+    call_module(observed, example)
+    again = _attributes(observed)
+    moving = tuple(
+        f"{name}.{key}".lstrip(".")
+        for name, keys in _changed(first, again, "plain").items()
+        for key in sorted(keys)
+    )
+    return Observation(links=None, written=written, moving=moving)
+
+
+def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, frozenset[str]]) -> bool:
+    """Look for state, hooks and ``written`` attributes of what is around the ``links``."""
+    if model._parameters or model._buffers:
+        return True
+    inside = {part for link in links for part in model.get_submodule(link).modules()}
+    apart = [(name, part) for name, part in model.named_modules() if part not in inside]
+    return any(name in written or hooks_of(part) for name, part in apart)
+
+
+# ------------------------------------------------------------------------------------ chains
+
+
+def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The modules that the forward of ``model`` can call: its children, lists by their items."""
+    for name, child in model.named_children():
+        full = f"{prefix}{name}"
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if is_list or (type(child) is nn.Sequential and not hooks_of(child)):
+            yield from _links(child, f"{full}.")
+        else:
+            yield full
+
+
+class _Run(TorchFunctionMode):
+    """A run of a model, with the calls of its modules ``names`` and what it does between them."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names: list[str] = [*names]
+        """After the run in the order of the calls."""
+        self._model = model
+        self._calls: list[_Call] = []
+        self._kept: list[object] = []  # an identity means something only while its object lives
+        self._depth = 0
+        self._is_plain = True
+        """True where the model's own forward has only called its modules so far."""
+        self._around: object = None
+        for name in names:
+            part = model.get_submodule(name)
+            part.register_forward_pre_hook(self._opens(name), prepend=True, with_kwargs=True)
+            part.register_forward_hook(self._closes)
+
+    def __call__(self, example: Inputs) -> object:
+        """Run the model as it will train, forward only."""
+        with torch.enable_grad(), self:
+            self._around = _around()
+            return call_module(self._model, example)
+
+    def is_chain(self, example: Inputs, result: object) -> bool:
+        """See that each module was called once, on what the one before it had returned."""
+        called = [call.name for call in self._calls]
+        is_once = len(called) == len({*called}) > 1 and {*called} == {*self.names}
+        if not (self._is_plain and is_once) or any(call.has_keywords for call in self._calls):
+            return False
+        self.names = called
+        passed = _marks(example)
+        for call in self._calls:
+            if call.inputs != passed:
+                return False
+            passed = call.outputs
+        return not isinstance(example, Mapping) and _marks(result) == passed
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Notice that the model's own forward computes, or changes what a tensor does later."""
+        found = func(*args, **(kwargs or {}))
+        if self._depth == 0 and self._is_plain:
+            given = {id(leaf) for leaf in tree_leaves((args, dict(kwargs or {})))}
+            made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+            is_changing = {getattr(func, "__name__", ""), name_of(func)} & _CHANGING
+            self._is_plain = not is_changing and all(id(leaf) in given for leaf in made)
+        return found
+
+    def _opens(self, name: str) -> Any:  # noqa: ANN401 - a hook
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._is_plain &= _around() == self._around
+            self._depth += 1
+            self._kept.append(args)
+            self._calls.append(_Call(name, _marks(args), has_keywords=bool(kwargs)))
+
+        return note
+
+    def _closes(self, _: nn.Module, __: object, output: object) -> None:
+        self._depth -= 1
+        self._kept.append(output)
+        self._calls[-1].outputs = _marks(output)
+
+
+def _marks(values: object) -> list[tuple[int, int]]:
+    """Mark which objects ``values`` are, and how often they have been written to."""
+    listed = values if isinstance(values, tuple) else (values,)
+    return [(id(value), getattr(value, "_version", 0)) for value in listed]
+
+
+def _around() -> object:
+    """Read what surrounds a call and changes what it computes, or what its backward does."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES],
+        saved_tensor_hooks(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+# -------------------------------------------------------------------------------- attributes
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    """The value of an attribute at one time."""
+
+    mark: object
+    """Equal while it is the same, and nothing in it has changed."""
+    plain: object
+    """The same of what is no tensor or other object: numbers, texts and lengths."""
+    value: object
+    """Itself, so that its identity means something."""
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
+    """List the attributes of the modules of ``model``, by name, that not every module has."""
+    return {
+        name: {
+            key: _Attribute(_mark(value, plain=False), _mark(value, plain=True), _held(value))
+            for key, value in vars(part).items()
+            if key not in _OF_ALL
+        }
+        for name, part in model.named_modules()
+    }
+
+
+def _held(value: object) -> object:
+    """Keep ``value``, and what is in it now."""
+    return value, tree_leaves(value)
+
+
+def _mark(value: object, *, plain: bool) -> object:
+    """Reduce ``value`` to what can be compared with what it is later."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, _LISTS):
+        return [_mark(item, plain=plain) for item in value]
+    if isinstance(value, dict):
+        return [(_mark(k, plain=plain), _mark(item, plain=plain)) for k, item in value.items()]
+    if plain:
+        return None
+    return id(value), getattr(value, "_version", 0)
+
+
+def _changed(
+    before: Mapping[str, Mapping[str, _Attribute]],
+    after: Mapping[str, Mapping[str, _Attribute]],
+    of: str,
+) -> dict[str, frozenset[str]]:
+    """Find the attributes whose ``of`` differs, by module."""
+    found: dict[str, frozenset[str]] = {}
+    for name, now in after.items():
+        was = before.get(name, {})
+        keys = [k for k in now if k not in was or getattr(now[k], of) != getattr(was[k], of)]
+        if keys:
+            found[name] = frozenset(keys)
+    return found

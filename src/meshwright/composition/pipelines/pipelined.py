@@ -1,0 +1,396 @@
+"""A model whose stages lie on different ranks, and its training step.
+
+::
+
+    every rank    its share of the batch, cut into microbatches: forwards and backwards, in the
+                  order of the schedule | reductions | loss and counts | norm, clip | optimizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.comm import phase
+from meshwright.comm.dtensors.gather_dtensor import part_like
+from meshwright.composition.axis_groups import Peers
+from meshwright.composition.description import Description
+from meshwright.composition.named_optimizer import named_state
+from meshwright.composition.pipelines.loss_sources import LossSources
+from meshwright.composition.pipelines.pipelined_layout import (
+    PipelinedLayout,
+    StageModules,
+    of_one,
+    output_of,
+    union,
+)
+from meshwright.composition.pipelines.step_hooks import StepHooks
+from meshwright.composition.pipelines.taken_apart import LossScope
+from meshwright.composition.pipelines.tied_values import TiedValues
+from meshwright.composition.tensor_axis.tensor_traffic import TensorTraffic
+from meshwright.composition.trainable import (
+    EvalResult,
+    Loss,
+    StepResult,
+    Trainable,
+    autocast_of,
+    tensors_in,
+)
+from meshwright.data_parallel.flat.optimizer import follow_gradients
+from meshwright.errors import PipelinePeerError, PlanError
+from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
+from meshwright.pipelining import (
+    PipelineContext,
+    PipelineSchedule,
+    PipelineScheduleMulti,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    split_args_kwargs_into_chunks,
+)
+from meshwright.plan import Plan
+from meshwright.randomness import Draws
+from meshwright.schedule.actions import Action, F, Schedule
+
+__all__ = ["SCHEDULES", "PipelinedTrainable"]
+
+SCHEDULES: Mapping[str, type[PipelineSchedule]] = MappingProxyType(
+    {
+        "gpipe": ScheduleGPipe,
+        "1f1b": Schedule1F1B,
+        "interleaved1f1b": ScheduleInterleaved1F1B,
+        "loopedbfs": ScheduleLoopedBFS,
+        "zb1p": ScheduleInterleavedZeroBubble,
+        "zbv": ScheduleZBVZeroBubble,
+        "dualpipev": ScheduleDualPipeV,
+    }
+)
+"""By the name in a plan."""
+
+
+class _Undivided(PipelineScheduleMulti):
+    """The forwards of a batch that has fewer samples than microbatches: it is not cut."""
+
+    def __init__(self, stages: Sequence[PipelineStage], like: Schedule) -> None:
+        self._like = like
+        super().__init__(stages, 1)
+
+    def _compute(self) -> Schedule:
+        rows = [
+            [Action(stage, F, 0) for stage in self._like.stages_of(rank)]
+            for rank in range(self._like.ranks)
+        ]
+        return Schedule.of("undivided", rows, self._like.stage_ranks, 1, self._like.edges)
+
+
+class PipelinedTrainable(Trainable):
+    """The trainable that `parallelize` returns for a plan with an axis ``pipeline``.
+
+    Every rank of a pipeline is given the same share of a batch: the first stage reads it, the last
+    its target. ``module`` holds the stages of this rank. State and gradients are those of the whole
+    model, so that all ranks ask for them together, and for `eval`.
+    """
+
+    _prefix = "stages.*."
+
+    def __init__(
+        self,
+        module: StageModules,
+        plan: Plan,
+        *,
+        peers: Peers,
+        layout: PipelinedLayout,
+        stages: Sequence[PipelineStage],
+        names: Sequence[str],
+        copies: Mapping[str, str],
+        hooks: StepHooks,
+        tied: TiedValues,
+        scope: LossScope,
+        optimizer: Optimizer | None,
+        loss: Loss,
+        draws: Draws | None = None,
+        traffic: TensorTraffic | None = None,
+    ) -> None:
+        """``names`` are those of the whole model's state, in its order.
+
+        ``copies`` gives for each name of a tied parameter that is no first name that one.
+        """
+        super().__init__(
+            module,
+            plan,
+            peers=peers,
+            layout=layout,
+            optimizer=optimizer,
+            loss=loss,
+            draws=draws,
+            traffic=traffic,
+        )
+        self._pipeline = peers.pipeline
+        self._pipelined = layout
+        self._names = tuple(names)
+        self._copies = dict(copies)
+        self._hooks = hooks
+        self._tied = tied
+        self._scope = scope
+        numbered = {stage.stage_index: stage.submod for stage in stages}
+        last = numbered.pop(stages[0].num_stages - 1, module)
+        self._sources = LossSources(last, numbered)
+        kind = SCHEDULES[plan.pipeline.schedule]
+        one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        count = plan.pipeline.microbatches
+        self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
+        self._samples: list[torch.Tensor] = []
+        """By microbatch of the step under way, the numbers of its samples in the global batch."""
+        if draws is not None:
+            self.schedule.register_custom_function(F, self._forward)
+        self._undivided = _Undivided(stages, self.schedule.schedule)
+        self._last = self.schedule.schedule.stage_ranks[-1]
+        """The rank of the pipeline that has the last stage."""
+        self._has_target = True
+        self._versions = 0
+        """Of the gradients when they were computed."""
+
+    def forward_backward(
+        self, batch: object, target: object = None, *, is_last: bool = True
+    ) -> None:
+        """See `Trainable`."""
+        super().forward_backward(batch, target, is_last=is_last)
+        self._versions = self._pipelined.versions()
+
+    def optimizer_step(self) -> StepResult:
+        """See `Trainable`. Warns where gradients have been changed since they were computed."""
+        if self._pipelined.versions() != self._versions:
+            warnings.warn(
+                "gradients were changed between forward_backward and optimizer_step. Each rank has "
+                "those of its own stages, so a norm over them, as clip_grad_norm_ takes it, is "
+                "another number on each rank: clip by [train] clip_norm, whose norm is over all",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().optimizer_step()
+
+    @property
+    def draws(self) -> tuple[object, ...]:
+        """Name this rank's random numbers: each stage draws its own."""
+        return (self.data_rank, "pipeline", self._pipeline.rank)
+
+    @property
+    def entries(self) -> tuple[tuple[int, nn.Module], ...]:
+        """The stages of this rank, each with its number."""
+        ranks = self.schedule.schedule.stage_ranks
+        mine = (number for number, rank in enumerate(ranks) if rank == self._pipeline.rank)
+        return tuple(zip(mine, cast(StageModules, self.module).stages, strict=True))
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """List what this rank holds of each parameter, by original name; a tied one once."""
+        named = super().named_parameters()
+        first = {self._copies.get(name, name): p for name, p in reversed(named.items())}
+        return dict(reversed(first.items()))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Each gradient by original name, as one process would hold it; all ranks call it."""
+        return self._ordered(union(super().gradients(), self._pipeline))
+
+    @torch.no_grad()
+    def eval(self, batch: object, target: object = None) -> EvalResult:
+        """Outputs and loss of ``batch`` in evaluation mode; all ranks of a pipeline call it."""
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        args, kwargs = _call(batch)
+        rows = min((t.shape[0] for t in tensors_in(batch) if t.dim()), default=1)
+        is_whole = rows < self.plan.pipeline.microbatches
+        schedule = self._undivided if is_whole else self.schedule
+        try:
+            with self._tied.inside(), self._autocast():
+                found = schedule.eval(*args, **kwargs)
+                output = output_of(self._last, found, self._pipeline)
+                loss = self._loss_of_last(found, target)
+        finally:
+            for module, mode in modes.items():
+                module.train(mode) if _has_graph(module) else setattr(module, "training", mode)
+        return EvalResult(output=output, loss=loss)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The state of the model by original name, in whole tensors, on every rank."""
+        return self._ordered(union(super().weights(), self._pipeline))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer of all stages by original names; all ranks call it together."""
+        state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
+        if self.optimizer is not None:
+            parts = of_one(named_state(self.optimizer, self.module), self._pipeline)
+            first = [name for name in self._names if name not in self._copies]
+            state["optimizer"] = _joined(parts, first)
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
+
+        Raises RuntimeError, or CheckpointMismatchError, naming what is missing or not known.
+        """
+        held = self.module.state_dict()
+        elsewhere = {*self._names} - held.keys()
+        model = {n: value for n, value in state["model"].items() if n not in elsewhere}
+        own: dict[str, Any] = dict(
+            state, model={n: part_like(v, held.get(n, v)) for n, v in model.items()}
+        )
+        if "optimizer" in state:
+            saved = state["optimizer"]
+            mine = super().named_parameters()
+            copies = {n: first for n, first in self._copies.items() if n in mine}
+            values = {n: value for n, value in saved["state"].items() if n not in elsewhere}
+            for name, first in copies.items():
+                if first in saved["state"]:
+                    values[name] = saved["state"][first]
+            groups = []
+            for group in saved["param_groups"]:
+                listed = [n for n in group["params"] if n not in elsewhere]
+                listed += [n for n, first in copies.items() if first in group["params"]]
+                groups.append({**group, "params": listed})
+            own["optimizer"] = {"state": values, "param_groups": groups}
+        super().load_state_dict(own)
+
+    def describe(self) -> Description:
+        """See `Trainable`."""
+        with self._tied.inside():
+            return super().describe()
+
+    # --------------------------------------------------------------------------- internals
+
+    def _forward(self, action: Action, context: PipelineContext) -> None:
+        """Run one forward, and let dropout know which samples it computes."""
+        if self._draws is None or not self._samples:  # an evaluation drops nothing
+            context.run(action)
+            return
+        numbers = self._samples[action.microbatch or 0]
+        with self._draws.microbatch(int(numbers[0]), numbers):
+            context.run(action)
+
+    def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
+        batch, target, size = part
+        if self._draws is not None:
+            numbers, count = torch.arange(first, first + size), self.plan.pipeline.microbatches
+            cut, _ = split_args_kwargs_into_chunks((numbers,), None, count)
+            self._samples = [each for (each,) in cut]
+        self._tied.enter()
+        self._layout.reduce_next(is_last)
+        self._has_target = target is not None
+        args, kwargs = _call(batch)
+        goal = torch.empty(size) if target is None else target
+        running = phase("pipeline", step=self.steps, computes=True)
+        with running, self._autocast(), self._hooks.resting():
+            self.schedule.step(*args, target=goal, return_outputs=False, **kwargs)
+        self._samples = []
+        if is_last:
+            window, scale = self._window, self._loss_scale
+            window.close(numbers := self._tied.numbers())
+            self._layout.scale_by(lambda: window.factor() / scale)
+            if numbers:
+                self._tied.check(window.beside())
+            if self._hooks.run():
+                follow_gradients(self.module)
+
+    def _load_model(self, parts: Mapping[str, Any]) -> None:
+        with self._tied.inside():  # each stage loads what it computes with
+            super()._load_model(parts)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._tied.leave()
+
+    def _scale_to(
+        self, max_norm: float, norm: torch.Tensor, spread: Sequence[SpreadGradients]
+    ) -> None:
+        # Copies of tied parameters do not count in the norm, and are clipped as what they copy.
+        scale_to_norm(self._pipelined.every_gradient(), norm, max_norm)
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def _lose(self, output: object, target: object) -> torch.Tensor:
+        """The loss of one microbatch, on the last stage."""
+        sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
+        goal = target if self._has_target else None
+        with self._scope():
+            local = apply_loss(self._loss, output, goal, self._sources.look)
+        if torch.is_grad_enabled():
+            self._window.add(local, min(sizes, default=1))
+        return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
+
+    def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
+        """The loss of ``output``, which the rank with the last stage has: it may read weights."""
+        said: object = None
+        failure: Exception | None = None
+        if self._pipeline.rank == self._last:
+            try:
+                with self._scope():
+                    local = apply_loss(self._loss, output, target)
+                said = (local.total.float() / local.count).item()
+            except Exception as error:  # raised below, when the other ranks know
+                failure, said = error, f"{type(error).__name__}: {error}"
+        rows = self._pipeline.gather_bytes(json.dumps(said).encode(), label="loss of a pipeline")
+        found = json.loads(rows[self._last])
+        if failure is not None:
+            raise failure
+        if isinstance(found, str):
+            rank = self._pipeline.ranks[self._last]
+            raise PipelinePeerError(f"the loss failed on rank {rank}, in an evaluation: {found}")
+        return torch.tensor(found, dtype=torch.float32, device=self._pipeline.device)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        # Parameters come and go between microbatches.
+        return autocast_of(self.plan, self._peers.everyone.device, keeps_casts=False)
+
+    def _ordered(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: found[name] for name in self._names if name in found}
+
+
+def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model for ``batch``, as `call_module` reads it."""
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def _has_graph(module: nn.Module) -> bool:
+    """Check that the mode of ``module`` is written in a graph, which `train` rewrites."""
+    return isinstance(module, torch.fx.GraphModule)
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """The states of the optimizers of all stages as that of one, in the order of ``names``."""
+    counts = {len(part["param_groups"]) for part in parts}
+    if len(counts) > 1:
+        raise PlanError(
+            "the optimizers of the stages have different numbers of groups of parameters "
+            f"({sorted(counts)}), so their state is not that of one optimizer: make the same "
+            "groups on every rank, empty ones too"
+        )
+    place = {name: number for number, name in enumerate(names)}
+    state = {n: value for part in parts for n, value in part["state"].items() if n in place}
+    groups = []
+    for together in zip(*(part["param_groups"] for part in parts), strict=True):
+        listed = {name for group in together for name in group["params"] if name in place}
+        groups.append({**together[0], "params": sorted(listed, key=place.__getitem__)})
+    return {
+        "state": {name: state[name] for name in sorted(state, key=place.__getitem__)},
+        "param_groups": groups,
+    }

@@ -1,0 +1,303 @@
+"""The stages of one rank as one layout, and what all ranks of a pipeline hold together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint.nested import flatten, unflatten
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.composition.axis_groups import Peers
+from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.description import Description, ParameterRow, cut_of
+from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
+from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
+from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
+from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Values, signature_of
+from meshwright.plan import Plan
+
+__all__ = ["LoneLayout", "PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
+
+
+class StageModules(nn.Module):
+    """The stages of one rank, under the names of the model that they were cut from."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the model."""
+        seen: set[nn.Parameter] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if not remove_duplicate or parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
+        """As of the model."""
+        found: dict[str, Any] = {}
+        for stage in self.stages:
+            found.update(stage.state_dict(**options))
+        return found
+
+    def load_state_dict(  # pyrefly: ignore[bad-override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> None:
+        """Give each stage what is its own. Raises RuntimeError for names that none has."""
+        left = dict(state_dict)
+        for stage in self.stages:
+            own = {name: state_dict[name] for name in stage.state_dict() if name in state_dict}
+            stage.load_state_dict(own, strict=strict, assign=assign)
+            for name in own:
+                left.pop(name, None)
+        if left and strict:
+            raise RuntimeError(f"Unexpected key(s) in state_dict: {sorted(left)}")
+
+
+class LoneLayout:
+    """A module, or its part on axis tensor, of which no gradient is summed over data axes.
+
+    No other rank has it, or it has nothing to train: its buffers follow the first that has it.
+    """
+
+    def __init__(self, module: nn.Module, peers: Peers) -> None:
+        self._module = module
+        self._rank = peers.everyone.rank
+        self._buffers = EqualBuffers(module, peers.data)
+        self._is_alone = peers.data.size == 1
+        self.communicators: Mapping[str, Communicator] = {}
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """See `DataLayout`."""
+        return non_finite_gradients(self._module.named_parameters())
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`. There is nothing to reduce."""
+
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`. Nothing is summed here."""
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`."""
+        return group_by_spread(self._module.parameters())
+
+    def has_buffers(self) -> bool:
+        """See `DataLayout`."""
+        return not self._is_alone and bool(self._buffers.look())
+
+    def synchronise_buffers(self) -> None:
+        """See `DataLayout`."""
+        self._buffers.synchronise()
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """See `DataLayout`."""
+        rows = tuple(
+            ParameterRow(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                placement=f"whole{cut_of(parameter)}",
+                bucket=None,
+                is_trained=parameter.requires_grad,
+            )
+            for name, parameter in module.named_parameters()
+        )
+        return Description(rank=self._rank, parameters=rows, collectives=(), settings=())
+
+
+class PipelinedLayout:
+    """The layouts of this rank's stages, and its place in the pipeline.
+
+    Summed gradients are multiplied once all is summed: counts are known on the last stage only,
+    and long before its reductions the other ranks wait for messages of this one.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[DataLayout],
+        stages: Sequence[nn.Module],
+        peers: Peers,
+        owned: Callable[[torch.Tensor], bool],
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """``dtype`` is the widest of the whole model: all ranks have to find the same norm."""
+        self._layouts = tuple(layouts)
+        self._stages = tuple(stages)
+        self._owned = owned
+        self._dtype = dtype
+        self._peers = peers
+        inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
+        self.communicators: Mapping[str, Communicator] = {"pipeline": peers.pipeline, **inner}
+        for each in layouts:
+            each.scale_by(_one)
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
+        """See `DataLayout`."""
+        return [name for each in reversed(self._layouts) for name in each.found_non_finite]
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`."""
+        for each in self._layouts:
+            each.reduce_next(is_wanted)
+
+    @torch.no_grad()
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`: now, since all has been summed."""
+        factor, held = scale(), self.every_gradient()
+        if held and factor != 1.0:
+            torch._foreach_mul_(held, factor)
+
+    def every_gradient(self) -> list[torch.Tensor]:
+        """This rank's parts of all gradients, copies of tied ones too."""
+        return [g for each in self._layouts for part in each.gradients() for g in part.gradients]
+
+    def versions(self) -> int:
+        """Grows with what is written to this rank's gradients."""
+        held = [p.grad for stage in self._stages for p in stage.parameters()]
+        return sum([local_of(gradient)._version for gradient in held if gradient is not None])
+
+    def gradients(self) -> list[SpreadGradients]:
+        """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""
+        over = [c for name in ("shard", "tensor") if (c := self._over(name)) is not None]
+        parameters = [p for stage in self._stages for p in stage.parameters() if self._owned(p)]
+        found = group_by_spread(parameters)
+        wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
+        others = [part.communicators for part in found if part.communicators not in wanted]
+        if others:
+            raise InternalError(f"gradients of a stage lie spread over {others}, not {wanted}")
+        return [
+            SpreadGradients(
+                gradients=tuple(g for p in found if p.communicators == axes for g in p.gradients),
+                communicators=(*axes, self._peers.pipeline),
+                dtype=self._dtype,
+            )
+            for axes in wanted
+        ]
+
+    def _over(self, name: str) -> Communicator | None:
+        """An axis that cuts parameters, where it has more than one rank."""
+        found = self._peers.tensor if name == "tensor" else self.communicators.get(name)
+        return None if found is None or found.size == 1 else found
+
+    def has_buffers(self) -> bool:
+        """See `DataLayout`."""
+        return any(each.has_buffers() for each in self._layouts)
+
+    def synchronise_buffers(self) -> None:
+        """See `DataLayout`."""
+        for each in self._layouts:
+            if each.has_buffers():
+                each.synchronise_buffers()
+
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
+        """See `DataLayout`."""
+        pipeline = self._peers.pipeline
+        each = [
+            layout.describe(stage, plan)
+            for layout, stage in zip(self._layouts, self._stages, strict=True)
+        ]
+        collectives = [c for d in each for c in d.collectives if c.label != "loss and counts"]
+        settings = [line for d in each for line in d.settings]
+        return Description(
+            rank=self._peers.everyone.rank,
+            parameters=tuple(row for d in each for row in d.parameters),
+            collectives=tuple(replace(c, sequence=n) for n, c in enumerate(collectives)),
+            settings=(
+                f"axes: {pipeline.size} ranks hold {pipeline.size * len(each)} stages in a row; "
+                f"this is rank {pipeline.rank} of them, with {len(each)}",
+                f"pipeline.schedule = {plan.pipeline.schedule}: the order of their actions",
+                f"pipeline.microbatches = {plan.pipeline.microbatches}: parts of each rank's batch "
+                "that follow each other",
+                *dict.fromkeys(settings),
+            ),
+        )
+
+
+def _one() -> float:
+    return 1.0
+
+
+# ------------------------------------------------------------------- what all ranks hold together
+
+
+def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks of ``axis``, on each; where several have a name, the first's.
+
+    Sparse ones become dense.
+    """
+    own = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in own.items()}
+    facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
+    rows = axis.gather_bytes(json.dumps(facts).encode(), label="names of a pipeline")
+    found: dict[str, torch.Tensor] = {}
+    for source, row in enumerate(rows):
+        for name, shape, dtype in json.loads(row):
+            if source == axis.rank:
+                tensor = own[name].detach().to(axis.device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=axis.device)
+            if tensor.numel():
+                axis.broadcast(tensor, source=source, label="state of a pipeline").wait()
+            found.setdefault(name, tensor)
+    return found
+
+
+def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
+    """Nested state of all ranks of ``axis``, on each, in rank order."""
+    tensors, structure = flatten(dict(own), str(axis.rank))
+    whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    everything = union(whole, axis)
+    rows = axis.gather_bytes(json.dumps(structure).encode(), label="state of a pipeline")
+    return [_mapping(unflatten(json.loads(row), everything)) for row in rows]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401
+    """The ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank.
+
+    Raises `PipeliningShapeError` there, and elsewhere `PipelinePeerError`, for what cannot be sent.
+    """
+    is_here = axis.rank == source
+    values = Values.of((output,)) if is_here else None
+    said, failure = b"", None
+    if values is not None:
+        try:
+            said = signature_of(values, "the model's output").to_bytes()
+        except PipeliningShapeError as error:  # raised below, when the other ranks know
+            failure, said = error, str(error).encode()
+    found = axis.gather_bytes(said, label="output of a pipeline")[source]
+    if failure is not None:
+        raise failure
+    if not found.startswith(b"{"):  # not JSON
+        rank = axis.ranks[source]
+        raise PipelinePeerError(f"evaluation failed on rank {rank}: {found.decode()}")
+    signature = Signature.from_bytes(found)
+    leaves: list[object] = []
+    for number, meta in enumerate(signature.leaves):
+        if not isinstance(meta, TensorMeta):
+            leaves.append(meta)
+            continue
+        if values is not None:
+            tensor = values.leaves[number].detach().contiguous()
+        else:
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=axis.device)
+        if tensor.numel():
+            axis.broadcast(tensor, source=source, label="output of a pipeline").wait()
+        leaves.append(tensor)
+    return Values(leaves, signature.spec).nested_as(leaves)[0]

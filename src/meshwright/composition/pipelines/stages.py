@@ -1,0 +1,331 @@
+"""A model cut into stages: as a chain of its own modules where it is one, else by tracing it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from meshwright.composition.example_run import Inputs, Observation, observe
+from meshwright.composition.tensor_axis.tensor_rules import ModelCut
+from meshwright.composition.tensor_axis.tensor_twin import restore, twin_of
+from meshwright.errors import PlanError
+from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
+from meshwright.pipelining.splitting.balance import balanced
+from meshwright.pipelining.splitting.module_hooks import refuse_hooks
+from meshwright.plan import PipelinePlan
+from meshwright.randomness import Dropout
+
+__all__ = ["CutModel", "chunks_of", "cut_model"]
+
+TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
+"""Schedules that are made for several stages a rank; two unless ``split`` says."""
+
+
+@dataclass(slots=True)
+class CutModel:
+    """The stages of a model, in their order."""
+
+    modules: list[nn.Module]
+    ties: tuple[Tie, ...] = ()
+    info: PipeInfo | None = None
+    """What the stages of a traced model are built with; None for a chain."""
+    written: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By module of the model, the attributes that its forward writes."""
+
+
+def chunks_of(plan: PipelinePlan, ranks: int) -> int:
+    """Count the stages that each of ``ranks`` holds.
+
+    Raises ``PlanError`` when ``split`` does not fit.
+    """
+    if isinstance(plan.split, str):
+        return 2 if plan.schedule in TWO_A_RANK else 1
+    stages = len(plan.split) + 1
+    if stages % ranks:
+        raise PlanError(
+            f"[pipeline] split has {len(plan.split)} cuts, which makes {stages} stages: not a "
+            f"multiple of the {ranks} ranks on axis pipeline"
+        )
+    return stages // ranks
+
+
+def cut_model(
+    model: nn.Module,
+    plan: PipelinePlan,
+    ranks: int,
+    example: Inputs,
+    *,
+    tensor: ModelCut,
+) -> CutModel:
+    """The stages of ``model``, with its parameters under its names.
+
+    ``split`` names the modules that stages begin with. By default stages are balanced by what they
+    multiply by (``auto``: the operations of a traced model; of the modules of a chain parameters of
+    two and more dims, but for embedding tables, which are looked up), or by parameters. The stages
+    can be cut as ``tensor`` says afterwards. Raises ``PlanError`` where the model cannot be cut so.
+    """
+    count = chunks_of(plan, ranks) * ranks
+    seen = observe(model, example)
+    if seen.links is None:
+        found = _traced(model, plan, count, example, seen, tensor)
+    else:
+        starts = _starts(model, plan, seen.links, count)
+        bounds = [0, *(seen.links.index(name) for name in starts), len(seen.links)]
+        modules = stages_by_name(model, [seen.links[a:b] for a, b in itertools.pairwise(bounds)])
+        found = CutModel(modules, ties=_ties(modules), written=seen.written)
+    _check_kept(model, found)
+    return found
+
+
+def _traced(
+    model: nn.Module,
+    plan: PipelinePlan,
+    count: int,
+    example: Inputs,
+    seen: Observation,
+    tensor: ModelCut,
+) -> CutModel:
+    """Cut the graph of ``model`` into ``count`` stages."""
+    if seen.moving:
+        raise PlanError(
+            f"each forward of the model changes its attribute {seen.moving[0]!r}. The model is no "
+            "chain of modules, so stages are traced graphs, in which it would stay as it was: "
+            "count outside of forward, or in a buffer"
+        )
+    dropout = [name for name, part in model.named_modules() if isinstance(part, Dropout)]
+    if dropout:
+        raise PlanError(
+            'train.dropout = "global": the model is no chain of modules, so stages are traced '
+            f"graphs, which do not ask in which step they run. Set {dropout[0]!r} to p = 0, or "
+            'use dropout = "local"'
+        )
+    example = _of_two_rows(example)
+    named = dict(example) if isinstance(example, Mapping) else {}
+    args = () if isinstance(example, Mapping) else example
+    # torch.export takes the sizes of named arguments by name, those of others in their order.
+    sizes: Any = tree_map(_free_size, named or tuple(args))
+    cuts: dict[str, Any] = {}
+    if isinstance(plan.split, str):
+        measure = "flops" if plan.split == "auto" else plan.split
+        cuts["split_policy"] = balanced(count, measure)
+    else:
+        names = [name for name, _ in model.named_modules() if name]
+        starts = _starts(model, plan, names, count)
+        cuts["split_spec"] = dict.fromkeys(starts, SplitPoint.BEGINNING)
+    traced = twin_of(model, tensor) if tensor.styles else model
+    try:
+        pipe = pipeline(traced, args, named, dynamic_shapes=sizes, **cuts)
+    except ValueError as error:
+        raise PlanError(f"the model cannot be cut into {count} stages: {error}") from error
+    if pipe.num_stages != count:
+        raise PlanError(
+            f"[pipeline] split = {plan.split!r} cuts the model into {pipe.num_stages} stages, "
+            f"expected {count}: name other modules"
+        )
+    info = pipe.info()
+    modules = [pipe.get_stage_module(n) for n in range(count)]
+    restored: set[str] = set()
+    for module in modules if tensor.styles else ():
+        restored |= restore(module, model, tensor.styles, restored)
+    _keep_unused(model, modules)
+    info.ties = tuple(_renamed(tie, modules) for tie in info.ties)
+    return CutModel(modules, info.ties, info, seen.written)
+
+
+def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
+    """``tie`` by the first name of the parameter in each stage."""
+    names: list[tuple[int, str]] = []
+    for stage, name in tie.names:
+        own = modules[stage].get_parameter(name)
+        firsts = (n for n, p in modules[stage].named_parameters() if p is own)
+        names.append((stage, next(firsts)))
+    return Tie(tie.owner, tuple(names))
+
+
+def _check_kept(model: nn.Module, found: CutModel) -> None:
+    """Raise PlanError for what no stage has: hooks of modules that none calls, and state."""
+    inside = {part for stage in found.modules for part in stage.modules()}
+    apart = [(name, part) for name, part in model.named_modules() if part not in inside]
+    why = (
+        "A pipeline takes these modules apart; the modules of a chain stay as they are. Put hooks "
+        "on those, or what they do into forward"
+    )
+    try:
+        refuse_hooks(apart, why)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    held = {name for stage in found.modules for name in stage.state_dict()}
+    lost = [name for name in model.state_dict() if name not in held]
+    if lost:
+        raise PlanError(
+            f"{lost[0]!r} of the model's state belongs to a module that a pipeline takes apart, "
+            "and no stage has it: let it be a parameter or a buffer"
+        )
+
+
+def _of_two_rows(example: Inputs) -> Inputs:
+    """``example``, twice where it has one row: a trace takes a size of one for a constant."""
+    tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.dim() and len(tensor) != 1 for tensor in tensors):
+        return example
+    return tree_map_only(torch.Tensor, _twice, example)
+
+
+def _twice(row: torch.Tensor) -> torch.Tensor:
+    if not row.dim():
+        return row
+    row = row.detach()
+    step, *steps = row.stride()
+    within = sum((size - 1) * s for size, s in zip(row.shape[1:], steps, strict=True))
+    if step <= within or 0 in steps:
+        return torch.cat([row, row])
+    both = torch.empty_strided(
+        (2, *row.shape[1:]), row.stride(), dtype=row.dtype, device=row.device
+    )
+    return both.copy_(row)
+
+
+def _free_size(value: object) -> dict[int, Any] | None:
+    """Microbatches may have another number of rows than the example."""
+    has_rows = isinstance(value, torch.Tensor) and value.dim()
+    return {0: torch.export.Dim.AUTO} if has_rows else None
+
+
+def _keep_unused(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Give the stages what of the state of ``model`` none computes with.
+
+    The first stage gets it; another name of a parameter goes to the first that has it.
+    """
+    held = {name for module in modules for name in module.state_dict()}
+    first = modules[0]
+    state = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    for name, tensor in state.items():
+        if name in held:
+            continue
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        used = [other for other in names[id(tensor)] if other in held]
+        below = {
+            other for each in owner.state_dict(keep_vars=True).values() for other in names[id(each)]
+        }
+        if used:
+            stage, other = next((m, n) for m in modules for n in used if n in m.state_dict())
+            _made(stage, path).register_parameter(leaf, stage.get_parameter(other))
+            _order_as(stage, model)
+        elif path and not [*owner.children()] and not held & below:
+            above, _, last = path.rpartition(".")
+            _made(first, above).add_module(last, owner)  # whole, so that it can be cut as others
+            held |= below
+        elif isinstance(tensor, nn.Parameter):
+            _made(first, path).register_parameter(leaf, tensor)
+        else:
+            _made(first, path).register_buffer(leaf, tensor)
+        held.add(name)
+
+
+def _order_as(stage: nn.Module, model: nn.Module) -> None:
+    """List what ``stage`` has as ``model`` does: the first name of a parameter is that of both."""
+    parts = dict(stage.named_modules(remove_duplicate=False))
+    for path, owner in model.named_modules(remove_duplicate=False):
+        part = parts.get(path, owner)
+        tables: Any = ((part._modules, owner._modules), (part._parameters, owner._parameters))
+        for mine, theirs in tables if part is not owner else ():
+            known = [key for key in theirs if key in mine]
+            for key in [*known, *(key for key in mine if key not in theirs)]:
+                mine[key] = mine.pop(key)
+
+
+def _made(module: nn.Module, path: str) -> nn.Module:
+    """The submodule at ``path``, with all above it."""
+    for name in path.split(".") if path else ():
+        if not isinstance(getattr(module, name, None), nn.Module):
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
+
+
+def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that several stages hold, by their first name in each."""
+    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            holders.setdefault(parameter, []).append((stage, name))
+    return tuple(Tie(names[0][0], tuple(names)) for names in holders.values() if len(names) > 1)
+
+
+# ------------------------------------------------------------------------------------ balance
+
+
+def _starts(
+    model: nn.Module, plan: PipelinePlan, links: Sequence[str], count: int
+) -> Sequence[str]:
+    """The names of the modules that stages begin with, but for the first stage."""
+    if not isinstance(plan.split, str):
+        unknown = [name for name in plan.split if name not in links]
+        if unknown or [*plan.split] != [name for name in links if name in plan.split]:
+            raise PlanError(
+                f"[pipeline] split names {unknown or list(plan.split)}: expected some of "
+                f"{', '.join(links)}, in this order"
+            )
+        return plan.split
+    if len(links) < count:
+        raise PlanError(
+            f"the model has {len(links)} modules in a row that a stage may begin with, which is "
+            f"too few for {count} stages: name others in [pipeline] split, or use fewer ranks"
+        )
+    costs = [_cost(model.get_submodule(name), by_size=plan.split == "parameters") for name in links]
+    return [links[start] for start in _partition(costs, count)[1:]]
+
+
+def _cost(module: nn.Module, *, by_size: bool) -> int:
+    if by_size:
+        return sum(parameter.numel() for parameter in module.parameters())
+    tables = {
+        id(p)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        for p in part.parameters()
+    }
+    # One each for what costs little, so that no stage is without any parameter.
+    return sum(
+        1 if parameter.dim() < 2 or id(parameter) in tables else parameter.numel()
+        for parameter in module.parameters()
+    )
+
+
+def _partition(costs: Sequence[int], count: int) -> list[int]:
+    """Find the beginnings of ``count`` runs of ``costs`` whose largest sum is as small as it can
+    be.
+
+    A run without any cost counts as endless, so none is made where another cut is possible.
+    """
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for part in range(1, count + 1):
+        row: dict[int, tuple[float, int]] = {}
+        for end in range(part, len(costs) - (count - part) + 1):
+            options = (
+                (max(worst, (sums[end] - sums[start]) or math.inf), start)
+                for start, (worst, _) in best[-1].items()
+                if start < end
+            )
+            row[end] = min(options, default=(math.inf, end - 1))
+        best.append(row)
+    starts: list[int] = []
+    end = len(costs)
+    for row in reversed(best[1:]):
+        end = row[end][1]
+        starts.append(end)
+    return starts[::-1]

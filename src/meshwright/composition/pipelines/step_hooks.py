@@ -1,0 +1,154 @@
+"""Hooks that users have put on parameters of a pipeline: they run once a step, on its gradient.
+
+What autograd has in a microbatch is no gradient of a step: it is of a few samples, of one rank, and
+is not divided by the count yet. So hooks rest while the schedule runs, and are given what one
+process would give them: the gradient of the global batch, summed over microbatches and data ranks
+and scaled, before it is clipped. Replicas run them each for itself, so that what they do has to
+follow from the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.data_parallel.replicas.reducer import GradientReducer
+from meshwright.errors import LayoutError
+
+__all__ = ["Rested", "StepHooks", "resting"]
+
+Hooks = dict[int, Callable[..., Any]]
+
+
+class Rested(NamedTuple):
+    """The hooks that rest for the gradient of one parameter."""
+
+    parameter: nn.Parameter
+    changing: Hooks
+    """Of `Tensor.register_hook`, by the number of the handle."""
+    following: Hooks
+    """Of `Tensor.register_post_accumulate_grad_hook`."""
+
+
+@contextlib.contextmanager
+def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
+    """Keep hooks of ``parameters`` from running in the block, but for those of reducers.
+
+    Yields those that rest.
+    """
+    rested: list[Rested] = []
+    before: list[tuple[nn.Parameter, Hooks, Hooks]] = []
+    for parameter in parameters:
+        if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+            continue
+        changing = _hooks(parameter._backward_hooks)
+        following = _hooks(parameter._post_accumulate_grad_hooks)
+        theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
+        if changing or theirs:
+            before.append((parameter, changing, following))
+            rested.append(Rested(parameter, dict(changing), theirs))
+            parameter._backward_hooks = None
+            # None would leave those that autograd has.
+            parameter._post_accumulate_grad_hooks = OrderedDict(
+                (n, hook) for n, hook in following.items() if n not in theirs
+            )
+    try:
+        yield rested
+    finally:
+        for parameter, changing, following in before:
+            parameter._backward_hooks = changing
+            following.update(_hooks(parameter._post_accumulate_grad_hooks))
+            parameter._post_accumulate_grad_hooks = following
+
+
+class StepHooks:
+    """The hooks of the parameters of one rank's stages."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        fixed: Iterable[nn.Module] = (),
+    ) -> None:
+        """``fixed`` are modules whose parameters stay those that they are now."""
+        self._parameters = tuple(named.values())
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._places: list[tuple[Mapping[str, object], str, nn.Parameter]] = [
+            (part._parameters, key, parameter)
+            for module in fixed
+            for part in module.modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None and id(parameter) in self._names
+        ]
+        self._rested: list[Rested] = []
+        """Those of the last pass."""
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Keep all hooks from running in the block.
+
+        Raises LayoutError for a parameter that a module was given anew.
+        """
+        for table, key, parameter in self._places:
+            if table.get(key, parameter) is not parameter:
+                raise LayoutError(
+                    f"parameter {self._names[id(parameter)]!r} was given anew after parallelize "
+                    "(by assignment, or load_state_dict(assign=True)), and the optimizer and the "
+                    "reductions know the former: write the values into that (copy_), load them by "
+                    "Trainable.load_state_dict, or do it before"
+                )
+        with resting(self._parameters) as self._rested:
+            yield
+
+    @torch.no_grad()
+    def run(self) -> bool:
+        """Give the hooks that have rested the gradients that are in ``.grad`` now; say if any did.
+
+        Raises what they raise, with the name of the parameter; RuntimeError for a gradient of
+        another kind or shape.
+        """
+        rested, self._rested = self._rested, list[Rested]()
+        for parameter, changing, following in reversed(rested):
+            if parameter.grad is None:
+                continue
+            try:
+                for hook in changing.values():
+                    _write(parameter.grad, hook(parameter.grad))
+                for hook in following.values():
+                    hook(parameter)
+            except Exception as error:
+                error.add_note(
+                    f"This was a hook of parameter {self._names[id(parameter)]!r}: in a pipeline "
+                    "it runs once a step, on the gradient of the global batch."
+                )
+                raise
+        return bool(rested)
+
+
+def _hooks(found: Hooks | None) -> Hooks:
+    """The hooks of one kind; the object that handles know, where there is one."""
+    return OrderedDict[int, Any]() if found is None else found
+
+
+def _is_ours(hook: object) -> bool:
+    """Tell whether ``hook`` tells a reducer that a gradient has come."""
+    owner = getattr(getattr(hook, "func", None), "__self__", None)
+    return isinstance(owner, GradientReducer)
+
+
+def _write(gradient: torch.Tensor, changed: torch.Tensor | None) -> None:
+    """Write to ``gradient`` what a hook has made of it."""
+    if changed is None or changed is gradient:
+        return
+    if is_dtensor(changed) is not is_dtensor(gradient) or changed.shape != gradient.shape:
+        raise RuntimeError(
+            f"expected a hook to return a gradient like the {type(gradient).__name__} of shape "
+            f"{tuple(gradient.shape)} that it is given, found a {type(changed).__name__} of shape "
+            f"{tuple(changed.shape)}"
+        )
+    local_of(gradient).copy_(local_of(changed))

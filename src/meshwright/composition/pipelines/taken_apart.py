@@ -1,0 +1,177 @@
+"""Modules of a laid-out model that answer for what a pipeline does not do with them any more.
+
+A pipeline calls no module that it has taken apart, and runs a stage's forward on the rank that has
+it, perhaps on another microbatch than the one whose loss is computed. So hooks that are put on such
+modules later are refused, and what their forward writes to attributes is not read as if it had been
+written just now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+from torch import nn
+
+from meshwright.composition.pipelines.stages import CutModel
+from meshwright.errors import LayoutError
+
+__all__ = ["LossScope", "guard"]
+
+_ABOUT = "_meshwright_about"
+
+
+class LossScope:
+    """The time in which a loss is computed."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Open it for the block."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+
+def guard(
+    model: nn.Module,
+    found: CutModel,
+    mine: Sequence[int],
+    ranks: Sequence[int],
+    scope: LossScope,
+) -> None:
+    """Make the modules of ``model`` refuse, by name, what the stages of ``found`` do not do.
+
+    ``mine`` are the stages of this rank, and ``ranks`` those that have the stages.
+    """
+    last = len(found.modules) - 1
+    homes = {part: n for n, stage in enumerate(found.modules) for part in stage.modules()}
+    classes: dict[object, type] = {}
+    here: dict[str, list[nn.Module]] = {}
+    for number in mine:
+        for name, part in found.modules[number].named_modules():
+            here.setdefault(name, []).append(part)
+    for name, part in model.named_modules():
+        stage, keys = homes.get(part), found.written.get(name, frozenset[str]())
+        text = "whose own forward no stage runs"
+        if stage is not None:
+            text = f"whose forward runs in stage {stage}, on rank {ranks[stage]}"
+        is_live = stage in mine
+        if is_live and stage == last:
+            continue
+        called = name or type(part).__name__
+        vars(part)[_ABOUT] = _About(
+            called,
+            text,
+            found.info is not None,
+            scope if is_live else None,
+            () if stage is not None else tuple(here.get(name, ())),
+        )
+        kind = type(part)
+        known = (kind, stage is None, keys)
+        if known not in classes:
+            bases = (_TakenApart, kind) if stage is None else (kind,)
+            members = {key: _Written(key) for key in keys}
+            classes[known] = type(kind)(kind.__name__, bases, members)
+        part.__class__ = classes[known]
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """The facts about a module that refuses."""
+
+    name: str
+    text: str
+    """Where its forward runs, if it does."""
+    is_traced: bool
+    scope: LossScope | None
+    """While it is open attributes are not read; at no time when None."""
+    parts: tuple[nn.Module, ...]
+    """What stages of this rank have in its place."""
+
+
+class _Written:
+    """An attribute that a forward writes, where it is not what a reader would take it for."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._owner: Any = object
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner = owner
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Any:  # noqa: ANN401
+        if module is None:
+            return getattr(super(self._owner, kind), self._key)  # pyrefly: ignore
+        about: _About = vars(module)[_ABOUT]
+        if about.scope is None or about.scope.is_open:
+            raise LayoutError(
+                f"the attribute {self._key!r} of module {about.name!r}, {about.text}, was read "
+                f"{'here' if about.scope is None else 'in the loss'}, and is not what the forward "
+                "of this microbatch has written. Return it from the model's forward, with the "
+                "output"
+            )
+        if self._key in vars(module):
+            return vars(module)[self._key]
+        return getattr(super(self._owner, module), self._key)  # pyrefly: ignore
+
+    def __set__(self, module: nn.Module, value: object) -> None:
+        vars(module)[self._key] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)[self._key]
+
+
+class _TakenApart(nn.Module):
+    """A module that no stage calls: hooks on its calls would not run."""
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        """Give a parameter or a buffer to what computes with it, too."""
+        super().__setattr__(name, value)
+        about: _About = vars(self)[_ABOUT]
+        for part in about.parts:
+            if name in part._parameters or name in part._buffers:
+                setattr(part, name, value)
+
+    def train(self, mode: bool = True) -> Self:
+        """Refuse what would change nothing: a graph has the mode of its stage."""
+        about: _About = vars(self)[_ABOUT]
+        if about.is_traced and mode is not self.training:
+            raise RuntimeError(
+                f"module {about.name!r}, {about.text}, was traced into stages, which have a mode "
+                "of their own: call train() of `Trainable.module`. `Trainable.eval` needs neither"
+            )
+        return super().train(mode)
+
+    def register_forward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse it."""
+        self._refuse("forward pre-hook")
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse it."""
+        self._refuse("forward hook")
+
+    def register_full_backward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse it."""
+        self._refuse("backward pre-hook")
+
+    def register_full_backward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse it."""
+        self._refuse("backward hook")
+
+    def register_backward_hook(self, hook: Any) -> NoReturn:  # noqa: ANN401
+        """Refuse it."""
+        self._refuse("backward hook")
+
+    def _refuse(self, what: str) -> NoReturn:
+        about: _About = vars(self)[_ABOUT]
+        raise RuntimeError(
+            f"a {what} on module {about.name!r}, {about.text}, would never run: put it on a module "
+            "in one of `Trainable.entries`, the stages of this rank"
+        )

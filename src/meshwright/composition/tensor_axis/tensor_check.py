@@ -1,0 +1,284 @@
+"""Does a model that was cut on axis tensor compute what the whole one computes?
+
+Styles are told by name, and a wrong one may train: a parameter that every rank holds whole, used on
+activations that are cut, has a gradient that lacks the shares of the other ranks, and nothing
+fails. So the model runs once forward and backward on the example before it is cut and once after,
+and outputs and gradients are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm import Communicator, Recorder, observe, phase
+from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.dtensors.gather_dtensor import part_like
+from meshwright.composition.example_run import Inputs, left_as_it_is
+from meshwright.composition.pipelines.step_hooks import resting
+from meshwright.composition.tensor_axis.tensor_traffic import PARTIAL, TensorTraffic
+from meshwright.errors import PlanError
+from meshwright.gradients import call_module, leaves_of
+from meshwright.randomness import Draws, Dropout, RandomOperators
+from meshwright.tensor_parallel.checks.equality import beyond_rounding, rounding_floor
+
+__all__ = ["WholeRun"]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
+    """Nothing in ``model`` trains, but its dropout where it ``drops``."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    for module in modes:
+        module.training = drops and isinstance(module, Dropout)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _leaves(output: object) -> list[object]:
+    """The leaves of ``output``, those of dataclasses that nobody has registered included."""
+    found: list[object] = []
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            found += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            found.append(leaf)
+    return found
+
+
+@contextlib.contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Python's random numbers are the same in each run, and leave no trace."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+class WholeRun:
+    """The results of the whole model on ``example``; made before the model is cut in place."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Inputs,
+        axis: Communicator,
+        draws: Draws | None,
+    ) -> None:
+        """With ``draws`` masks of dropout are compared too.
+
+        The model trains in the runs, unless it draws random numbers of its own then, gives other
+        outputs each time, or fails, as batch norm does on one sample: it evaluates then, and
+        without ``draws`` drops nothing.
+        """
+        self._example = example
+        self._axis = axis
+        self._draws = draws
+        self._parameters = dict(model.named_parameters())
+        self._trains = True
+        found = self._trained(model)
+        self._trains = found is not None
+        self._outputs = self._forward(model) if found is None else found
+        # Now: what is checkpointed is computed again in the backward, by modules as they are then.
+        seeds = [_seed(output) for output in self._outputs]
+        self._gradients = _gradients(self._outputs, seeds, self._parameters, is_kept=True)
+
+    def compare(self, model: nn.Module) -> None:
+        """Run ``model`` as it is cut now. All ranks of the axis call it together.
+
+        Raises PlanError, on all of them, naming the first output and the first gradients that
+        differ, and where they should.
+        """
+        with phase("compare with the whole model"):
+            outputs: list[torch.Tensor] = []
+            refused: list[str] = []
+            try:
+                outputs = self._forward(model)
+            except (ValueError, RuntimeError) as error:
+                # Ranks may find different sizes, so they agree before any of them goes on.
+                refused.append(f"[tensor] rules cut a model that cannot run then: {error}")
+            self._agree(refused)
+            pairs = [*zip(outputs, self._outputs, strict=False)]
+            # A cache of keys and values is cut as the heads are; it is nobody's loss.
+            alike = [(mine, whole) for mine, whole in pairs if mine.shape == whole.shape]
+            parameters = dict(model.named_parameters())
+            self._agree(_dtensor_problems(outputs, parameters))
+            self._agree(_output_problems(outputs, self._outputs, alike))
+            seeds = [_seed(whole) for _, whole in alike]
+            expected = self._gradients
+            if len(alike) < len(self._outputs):
+                expected = _gradients([whole for _, whole in alike], seeds, self._parameters)
+            self._outputs = [whole.detach() for whole in self._outputs]
+            found = _gradients([mine for mine, _ in alike], seeds, parameters)
+            self._agree(_gradient_problems(found, expected, parameters))
+
+    def traffic(self, model: nn.Module, computing: AbstractContextManager[object]) -> TensorTraffic:
+        """Record what ``model`` sends over the axis in a pass over the example, the forward
+        ``computing``.
+
+        All ranks of the axis call it together, once the model recomputes what it will.
+        """
+        with phase("record what axis tensor sends"), observe(recorder := Recorder()):
+            with computing:
+                outputs = self._forward(model)
+            count = len(recorder.collectives)
+            pairs = zip(outputs, self._outputs, strict=True)
+            alike = [mine for mine, whole in pairs if mine.shape == whole.shape]
+            seeds = [_seed(mine) for mine in alike]
+            _gradients(alike, seeds, dict(model.named_parameters()))
+        sent = [
+            tuple(c for c in each if c.axis == self._axis.axis and c.label != PARTIAL)
+            for each in (recorder.collectives[:count], recorder.collectives[count:])
+        ]
+        return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
+
+    def _trained(self, model: nn.Module) -> list[torch.Tensor] | None:
+        """Run ``model`` as it trains; None where its result cannot be compared."""
+        try:
+            with RandomOperators(model, self._draws or Draws(0)):
+                found, again = self._forward(model), self._forward(model)
+        except Exception:  # what is no matter of training is raised by the run that follows
+            return None
+        pairs = list(zip(found, again, strict=False))
+        if len(found) != len(again) or any(one.shape != two.shape for one, two in pairs):
+            return None
+        return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
+
+    def _forward(self, model: nn.Module) -> list[torch.Tensor]:
+        """The differentiable tensors that ``model`` returns; of a frozen one all it computes."""
+        rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
+        drops = self._draws is not None and bool(rows)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_same_numbers())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(left_as_it_is(model))
+            if self._draws is not None and rows:
+                self._draws.begin_step(0)
+                stack.enter_context(self._draws.microbatch(0, range(rows[0])))
+            if not self._trains:
+                stack.enter_context(_evaluating(model, drops=drops))
+            output = call_module(model, self._example)
+        found = [
+            leaf
+            for leaf in _leaves(output)
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
+        return [leaf for leaf in found if leaf.requires_grad] or found
+
+    def _agree(self, problems: Iterable[str]) -> None:
+        """Raise on all ranks what any has found."""
+        if self._axis.backend == "fake":  # which does not add what the others have
+            return
+        text = json.dumps(list(problems)).encode()
+        rows = self._axis.gather_bytes(text, label="compare with the whole model")
+        found: dict[str, int] = {}
+        for rank, row in zip(self._axis.ranks, rows, strict=True):
+            for problem in json.loads(row):
+                found.setdefault(problem, rank)
+        if found:
+            raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])
+
+
+def _dtensor_problems(
+    outputs: Sequence[torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[str]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for output in filter(is_dtensor, outputs):
+        read = [names[id(leaf)] for leaf in leaves_of(output, ()) if id(leaf) in names]
+        yield (
+            f"cut on axis tensor the model returns a DTensor of shape {tuple(output.shape)}, which "
+            f"it computes from {', '.join(map(repr, read)) or 'parts of parameters'}; a loss of it "
+            "and of plain tensors has no backward. Take `full_tensor()` of the parameter in the "
+            "forward, or leave its module out of [tensor] rules"
+        )
+
+
+def _output_problems(
+    outputs: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    alike: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[str]:
+    if len(outputs) != len(expected) or not alike:
+        shapes = [[tuple(tensor.shape) for tensor in each] for each in (outputs, expected)]
+        yield (
+            "cut on axis tensor the model returns on the example differentiable tensors of shapes "
+            f"{shapes[0]}, as a whole {shapes[1]}. Give the last module a style that gathers its "
+            'output, such as "colwise_gathered" or "rowwise"'
+        )
+        return
+    for mine, whole in alike:
+        if error := beyond_rounding(mine, whole, 0.0):
+            yield (
+                f"an output of shape {tuple(whole.shape)} of the model cut on axis tensor differs "
+                f"from the whole model's by {error:.3g} of its norm on the example: the styles of "
+                "[tensor] rules do not fit together, or the model computes with sizes that are cut"
+            )
+
+
+def _seed(output: torch.Tensor) -> torch.Tensor:
+    """The same gradient of an output for all ranks and both runs, without any symmetry."""
+    generator = torch.Generator().manual_seed(output.numel())
+    values = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return values.to(device=output.device, dtype=output.dtype)
+
+
+def _gradients(
+    outputs: list[torch.Tensor],
+    seeds: list[torch.Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    is_kept: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Compute the gradients of ``parameters``; ``is_kept`` lets another backward follow."""
+    pairs = [(out, seed) for out, seed in zip(outputs, seeds, strict=True) if out.requires_grad]
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    if pairs:
+        with resting(parameters.values()):  # an optimizer may step in one of them
+            torch.autograd.backward(
+                [out for out, _ in pairs], [seed for _, seed in pairs], retain_graph=is_kept
+            )
+    found = {
+        name: grad.to_dense() if grad.is_sparse else grad
+        for name, parameter in parameters.items()
+        if (grad := parameter.grad) is not None
+    }
+    for name, parameter in parameters.items():
+        parameter.grad = before[name]
+    return found
+
+
+def _gradient_problems(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, nn.Parameter],
+) -> Iterator[str]:
+    floor = rounding_floor(expected.values())
+    for name, whole in expected.items():
+        mine = found.get(name)
+        if mine is None:
+            yield f"the gradient of {name!r} is missing when the model is cut on axis tensor"
+            continue
+        error = beyond_rounding(local_of(mine), local_of(part_like(whole, parameters[name])), floor)
+        if error:
+            yield (
+                f"the gradient of {name!r} of the model cut on axis tensor differs from the whole "
+                f"model's by {error:.3g} of its norm on the example. Where its module computes on "
+                'activations that are cut, give it the style "replicated" in [tensor] rules'
+            )
+    for name in found.keys() - expected.keys():
+        yield f"{name!r} has a gradient only when the model is cut on axis tensor"

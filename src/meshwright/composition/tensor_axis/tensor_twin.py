@@ -1,0 +1,135 @@
+"""Stages of a traced model whose layers are cut over ranks of axis tensor.
+
+Tracing takes modules apart, and knows no communication between ranks. So a twin of the model is
+traced, whose layers have the sizes that the cut ones show to their surroundings, and afterwards
+each of them is put back into its stage as the module it was, there to be cut::
+
+    model -- twin --> pipeline() --> stages: ... linear(x, up.weight) ...
+                                     restored: ... up(x) ...      cut like any other module
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from meshwright.composition.example_run import copied
+from meshwright.composition.tensor_axis.tensor_rules import ModelCut
+from meshwright.errors import PlanError
+from meshwright.tensor_parallel.layers.transposed import is_conv1d
+
+__all__ = ["restore", "twin_of"]
+
+_OUTPUTS_CUT = frozenset({"colwise", "colwise_2", "colwise_3"})
+_INPUTS_CUT = frozenset({"rowwise"})
+_SAME_SIZE = frozenset({"colwise_gathered", "rowwise_scattered", "embedding"})
+
+_OPERATORS: Mapping[object, tuple[int, int]] = {
+    torch.ops.aten.linear.default: (0, 1),
+    torch.ops.aten.embedding.default: (1, 0),
+    torch.ops.aten.addmm.default: (1, 2),
+}
+"""What layers are traced to; which of the arguments are the input and the weight."""
+
+
+def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
+    """A copy of ``model`` that computes on one rank's sizes, to be traced and never to be run.
+
+    Raises PlanError for styles whose modules cannot be found again in a trace.
+    """
+    known = _OUTPUTS_CUT | _INPUTS_CUT | _SAME_SIZE
+    lost = [f"{name!r} ({style})" for name, style in cut.styles.items() if style not in known]
+    lost += [
+        f"{name!r} ({type(module).__name__})"
+        for name in cut.styles
+        if not _is_layer(module := model.get_submodule(name))
+    ]
+    if lost:
+        raise PlanError(
+            "the model is no chain of modules, so its stages are traced graphs, in which these "
+            f"modules cannot be found again to be cut on axis tensor: {', '.join(lost)}. Leave "
+            "them out of [tensor] rules, or use axis tensor without axis pipeline"
+        )
+    twin = copied(model)
+    cut.set_widths(twin)
+    for name, style in cut.styles.items():
+        if style in _SAME_SIZE:
+            continue
+        if isinstance(twin.get_submodule(name), nn.Embedding):
+            raise PlanError(
+                f"{name!r} is an embedding table cut by features ({style}), which a traced stage "
+                'cannot have: give it the style "embedding"'
+            )
+        _shorten(twin.get_submodule(name), cut.ranks, is_by_rows=style in _INPUTS_CUT)
+    return twin
+
+
+def _is_layer(module: nn.Module | None) -> bool:
+    return type(module) in (nn.Linear, nn.Embedding) or (module is not None and is_conv1d(module))
+
+
+def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
+    """Give ``layer`` the features of one rank: of its input for ``is_by_rows``, or its output."""
+    names = ("nf", "nx") if is_conv1d(layer) else ("out_features", "in_features")
+    dim = int(is_by_rows) ^ int(is_conv1d(layer))
+    name = names[is_by_rows]
+    # The largest part, on every rank: all must cut the model into the same stages.
+    size = -(-getattr(layer, name) // ranks)
+    setattr(layer, name, size)
+    for key, along in (("weight", dim),) if is_by_rows else (("weight", dim), ("bias", 0)):
+        given = layer._parameters[key]
+        if given is not None:
+            # A new parameter: the one that was there may be tied to another.
+            layer._parameters[key] = nn.Parameter(given.detach().narrow(along, 0, size).clone())
+
+
+def restore(
+    stage: nn.Module, model: nn.Module, styles: Mapping[str, str], elsewhere: Collection[str]
+) -> set[str]:
+    """Put the modules of ``model`` that ``styles`` name back into the traced ``stage``.
+
+    Those that are ``elsewhere``, in another stage, are copied. Returns the names of all.
+    """
+    graph_module = _graph_of(stage)
+    memo: dict[int, Any] = {}
+    restored: set[str] = set()
+    for node, name in list(_layers(graph_module, styles)):
+        if name not in restored:
+            layer = model.get_submodule(name)
+            given = copy.deepcopy(layer, memo) if name in elsewhere else layer
+            graph_module.set_submodule(name, given)
+            restored.add(name)
+        x = node.args[_OPERATORS[node.target][0]]
+        with graph_module.graph.inserting_before(node):
+            call = graph_module.graph.call_module(name, (x,))
+        call.meta = copy.copy(node.meta)
+        node.replace_all_uses_with(call)
+        held = [given for given in node.all_input_nodes if given.op == "get_attr"]
+        graph_module.graph.erase_node(node)
+        for given in held:
+            if not given.users:
+                graph_module.graph.erase_node(given)
+    graph_module.recompile()
+    return restored
+
+
+def _graph_of(stage: nn.Module) -> fx.GraphModule:
+    if isinstance(stage, fx.GraphModule):
+        return stage
+    return next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
+
+
+def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:
+    """The calls of layers that are to be cut, each with its name."""
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target not in _OPERATORS:
+            continue
+        weight = node.args[_OPERATORS[node.target][1]]
+        if isinstance(weight, fx.Node) and weight.op == "get_attr":
+            name = str(weight.target).rpartition(".")[0]
+            if name in styles:
+                yield node, name

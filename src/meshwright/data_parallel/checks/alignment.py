@@ -1,0 +1,133 @@
+"""The check that ranks reduce gradients of the same pass: a few numbers behind the gradients.
+
+Reductions pair up by their order alone. A rank that runs a backward pass more, or skips one, would
+average its gradients with those of another iteration, in silence. So each rank marks where it is:
+how often its weights have changed, and which backward pass of its last forward pass this is, each
+modulo three::
+
+    weights  backward        sums over four ranks, the last of which is one step behind
+    0 1 0    0 1 0           1 3 0    0 4 0      two places of three
+
+Sums of marks are above zero in any dtype, so the test is exact on any number of ranks; they are not
+a number where a rank gave its pass up. Ranks may accumulate different numbers of passes without a
+reduction: that is part of the mean's definition.
+
+A rank whose weights other ranks change, as optimizers do that split the parameters up among ranks,
+does not see it. Where counts differ the weights themselves are compared; if they are equal such a
+rank gives no mark of its weights from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
+from meshwright.comm.streams import is_at_hand
+from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["NOTES", "Alignment"]
+
+NOTES = 6
+"""Numbers that travel behind the gradients."""
+
+
+class Alignment:
+    """The place of this rank among its backward passes, compared with those of the others."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._distributed = [each for each in parameters if is_dtensor(each)]
+        self._steps = StepWatch(lambda: parameters)
+        self._weights = 0
+        self._backwards = 0
+        self._version = -1
+        self._sees_changes = True
+        """Whether what changes this rank's weights can be noticed here."""
+
+    def start_over(self) -> None:
+        """Count anew: all ranks have the same weights now, however they came to them."""
+        self._weights, self._version = 0, -1
+        self._steps.take()
+
+    def begin_forward(self) -> None:
+        """A forward pass begins: have the weights changed since the one before?"""
+        version = sum([parameter._version for parameter in self._parameters])
+        if self._distributed:  # a write to a DTensor is one to the memory below it
+            version += sum([local_of(parameter)._version for parameter in self._distributed])
+        steps = self._steps.take()
+        if version != self._version:
+            self._version = version
+            # Ranks whose step raised may have changed less than the others: they count apart.
+            self._weights += 2 if steps is Steps.RAISED else 1
+        self._backwards = 0
+
+    def begin_backward(self) -> None:
+        """A backward pass that reduces begins."""
+        self._backwards += 1
+
+    def write(self, notes: torch.Tensor) -> None:
+        """Mark where this rank is."""
+        notes.zero_()
+        for place in self.marks():
+            notes[place] = 1
+
+    def agrees(self, notes: torch.Tensor) -> bool:
+        """Check that all marks are the same. Not called on a GPU: that would stop the host."""
+        if not is_at_hand(notes) or not len(notes):
+            return True
+        sums = (notes.real if notes.is_complex() else notes).tolist()
+        if not math.isfinite(sum(sums)):
+            return False
+        a, b, c, d, e, f = [count > 0 for count in sums]
+        return a + b + c < 2 and d + e + f < 2
+
+    def refuse(
+        self, communicator: Communicator, *, gave_up: bool = False
+    ) -> CollectiveMismatchError | None:
+        """The error that every rank raises then; collective. Who ``gave_up`` raised before.
+
+        None where all have the same weights and are in the same pass: they go on.
+        """
+        values = _digest(self._parameters)
+        payload = json.dumps([self._weights, self._backwards, gave_up, values]).encode()
+        rows = [json.loads(row) for row in communicator.gather_bytes(payload, label="alignment")]
+        if all(row[1:] == [self._backwards, False, values] for row in rows):
+            most = max(row[0] for row in rows)
+            self._sees_changes = self._sees_changes and self._weights == most
+            self._weights = most
+            return None
+        texts: list[str] = []
+        for rank, (weights, backwards, is_void, _) in zip(communicator.ranks, rows, strict=True):
+            place = (
+                f"was in backward pass {backwards} of a forward pass, after {weights - 1} changes "
+                "of its weights"
+            )
+            if is_void:
+                place = "gave up a backward pass, in which it had raised"
+            texts.append(f"rank {rank} {place}")
+        return CollectiveMismatchError(
+            f"axis {communicator.axis}: the ranks reduced gradients of different passes together: "
+            f"{'; '.join(texts)}. No optimizer has used them. Run as many backward passes on "
+            "every rank for each optimizer step, or use join() where ranks run out of batches"
+        )
+
+    def marks(self) -> tuple[int, ...]:
+        """Return the places at which this rank writes a one: they say where it is."""
+        backwards = 3 + self._backwards % 3
+        return (self._weights % 3, backwards) if self._sees_changes else (backwards,)
+
+
+def _digest(parameters: Sequence[torch.Tensor]) -> str:
+    """Equal for equal values."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        values = local_of(parameter).detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

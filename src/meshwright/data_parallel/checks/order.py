@@ -1,0 +1,493 @@
+"""In which order the units of one root run: recorded, compared with before, and between ranks.
+
+Ranks must gather the same units in the same order, or their collectives mix up different tensors.
+Checks, from the cheapest on::
+
+    each unit       compare with the forward before             one integer, nothing is sent
+    each forward    compare a hash of the order over the ranks  16 bytes a rank, asynchronous
+    some forwards   ask the other ranks before each unit        through the board once this rank has
+                                                                left its order, and in the first
+                                                                forward where a difference is an
+                                                                error; there by a collective on
+                                                                request
+
+The board is that of `comm.failures.failure`. A rank that leaves its order says so there before
+its next collective, so that ranks that wait for it can name what it did. A change that all ranks
+make together is silent and becomes the order to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from meshwright.comm import Communicator, Pending
+from meshwright.comm.failures.attendance import Answers
+from meshwright.comm.failures.events import Coming, register, wait_for_all
+from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.data_parallel.checks.order_record import (
+    ACCUMULATES,
+    END,
+    INTERRUPTED,
+    STEPPED,
+    UNKNOWN,
+    Forward,
+    OrderedUnit,
+    OrderRecord,
+    UnitNames,
+    same_weights,
+)
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["OrderCheck", "OrderOptions", "OrderRecord", "OrderedUnit"]
+
+_log = logging.getLogger("meshwright")
+
+CONFIRMATIONS = 3
+"""Changes in a row that ranks made together, after which they are not asked in advance any more."""
+
+ON_THEIR_WAY = 8
+"""Comparisons that may be pending when a forward begins; then the oldest is awaited."""
+
+STEPS = MappingProxyType(
+    {
+        STEPPED: "have changed their weights",
+        ACCUMULATES: "accumulate gradients or have left a step out",
+        INTERRUPTED: "raised in an optimizer step, which may have changed some weights",
+    }
+)
+"""What messages say of ranks that know something of their weights."""
+
+REMEDY = (
+    "Every rank must run the same units in the same order. Run the unit on every rank (on an empty "
+    "or zero-weighted input where there is nothing to do), or leave it out of the sharded units"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderOptions:
+    """The options of the check of a root's order."""
+
+    action: Literal["raise", "warn"] = "raise"
+    """What ranks do that run different orders. ``warn`` lets collectives mix up different units of
+    equal size; weights that differ, and a collective that could only hang, are errors all the same.
+    """
+    warn_at_once: bool = False
+    """With ``warn``: warn as soon as this rank leaves its own order, whatever other ranks do."""
+    exchange_first: bool = False
+    """Exchange each unit of the first forward before it is gathered; a difference is an error."""
+    every: int = 1
+    """Compare hashes after every so many forwards; a comparison covers all since the last."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"expected every >= 1, found {self.every}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """A comparison of hashes on its way."""
+
+    pending: Pending
+    rows: torch.Tensor
+    """Hash and count of each rank, when it has arrived."""
+    forwards: tuple[tuple[int, OrderRecord, int], ...]
+    """The forwards it covers: number, order, and what is known of the weights."""
+    has_left: bool
+    """Whether this rank had left its reference in one of them."""
+
+
+class OrderCheck:
+    """The execution order of one root's units on this rank, checked against the other ranks.
+
+    The driver calls ``begin``, ``record`` for each unit before its gather, ``end_forward``, and
+    ``finish`` when the backward ends, before an optimizer can run. ``communicator`` spans all ranks
+    that train the root together, which number its units alike. A forward that is left by an
+    exception is forgotten by the next ``begin``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        units: Sequence[OrderedUnit],
+        options: OrderOptions | None = None,
+        *,
+        root: str = "",
+        axes: Sequence[Communicator] = (),
+    ) -> None:
+        """``axes`` are all communicators through which the units send."""
+        self._communicator = communicator
+        self._rank = communicator.ranks[communicator.rank]
+        self._names = UnitNames(units)
+        self._axes = axes
+        self._options = OrderOptions() if options is None else options
+        self._root = f" of {root}" if root else ""
+        self.reference: OrderRecord | None = None
+        """The order of the forward before, which the next one is compared with."""
+        self.is_unchecked = False
+        """Ranks were found to differ and were let go on: nothing is sent or compared any more."""
+        self._now = Forward(0, None)
+        self._is_active = False
+        self._has_warned = False
+        self._together = 0
+        """Forwards in a row that left the order of the one before."""
+        self._votes: list[str] = []
+        """Keys on the board that all ranks have passed, to be deleted."""
+        self._waiting: list[tuple[int, OrderRecord, int, bool]] = []
+        """Forwards since the last comparison of hashes was issued."""
+        self._comparisons: list[_Comparison] = []
+        self._key = register("order", communicator, self)
+
+    # ------------------------------------------------------------------ what the driver calls
+
+    @property
+    def iteration(self) -> int:
+        """The number of forwards that were recorded, a running one included."""
+        return self._now.number
+
+    def begin(self, *, training: bool = True, weights: int = UNKNOWN) -> None:
+        """The root's forward begins. It counts in train mode with gradients enabled only.
+
+        ``weights`` tells whether an optimizer has stepped since the forward before.
+        """
+        self._is_active = False
+        if not (training and torch.is_grad_enabled()):
+            return
+        while len(self._comparisons) >= ON_THEIR_WAY:
+            self._compare(self._comparisons.pop(0))
+        asks = self.reference is None and (self._is_error or self._options.exchange_first)
+        self._now = Forward(self._now.number + 1, self.reference, asks, weights)
+        self._is_active = True
+
+    def record(self, unit: int) -> None:
+        """Unit number ``unit`` runs next; call it before its gather is issued.
+
+        Raises `CollectiveMismatchError` when other ranks run another unit here and that is an
+        error, before anything has been issued for the unit.
+        """
+        if not self._is_active:
+            return
+        now = self._now
+        position, order, reference = now.position, now.order, now.reference
+        if order is not None:
+            order.append(unit)
+        elif reference is not None and reference.at(position) != unit:
+            now.order = [*reference.units[:position], unit]
+            self._leave(position, unit)
+        now.position = position + 1
+        if now.asks:
+            self._ask(position, unit)
+        if self._options.warn_at_once and not self._has_warned and now.has_left:
+            self._warn(position, unit)
+
+    def end_forward(self) -> None:
+        """The root's forward ends: start comparing its hash with the other ranks'."""
+        if not self._is_active:
+            return
+        now = self._now
+        now.has_ended = True
+        record = now.record()
+        if now.reference is not None and now.order is None:
+            if now.position == len(now.reference.units):
+                record = now.reference
+            else:
+                now.order = list(record.units)
+                self._leave(now.position, END)
+        if now.asks:
+            self._ask(now.position, END)
+        self._is_active = False
+        self._has_warned |= now.has_left and self._options.warn_at_once
+        self._together = self._together + 1 if now.has_left else 0
+        self.reference = record
+        if self._is_alone or self.is_unchecked:
+            return
+        self._waiting.append((now.number, record, now.weights, now.has_left))
+        if now.number % self._options.every == 0:
+            self._issue()
+
+    def finish(self) -> None:
+        """The backward ends: take in the comparisons on their way.
+
+        Raises `CollectiveMismatchError` on every rank when the orders differed and that is an
+        error; warns otherwise.
+        """
+        while self._comparisons:
+            self._compare(self._comparisons.pop(0))
+
+    def describe(self) -> Mapping[str, Any]:
+        """Describe the place of this rank to peers that ask; called from the monitor's thread."""
+        now = self._now
+        has_ended = now.has_ended  # first: it is set behind the last unit
+        found = {
+            "iteration": now.number,
+            "units": now.record().units,
+            "has_ended": has_ended,
+        }
+        if now.reference is not None:
+            found["before"] = now.reference.units
+        return found
+
+    # ------------------------------------------------------------------ this rank's own order
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._communicator.size == 1
+
+    @property
+    def _is_error(self) -> bool:
+        return self._options.action == "raise"
+
+    def _leave(self, position: int, unit: int) -> None:
+        """This rank is about to leave its order: say so, and ask the others from here on."""
+        if not self._is_error:
+            for axis in self._axes:
+                axis.forgo_labels()
+        if self._is_alone or self.is_unchecked or PROCESS.monitor is None:
+            return
+        PROCESS.monitor.deviate(self._deviation(position, unit))
+        self._now.asks = self._together < CONFIRMATIONS
+
+    def _ask(self, position: int, unit: int) -> None:
+        """Compare the next unit with the other ranks'; raise before it is gathered if they differ.
+
+        In a first forward this can be a collective, on request. Else it goes through the board,
+        because ranks that have not left their order do not take part.
+        """
+        if self._is_alone:
+            return
+        monitor = PROCESS.monitor
+        if self._options.exchange_first and self._now.reference is None:
+            self._exchange(unit)
+        elif monitor is not None:
+            self._vote(monitor, position, unit)
+
+    def _deviation(self, position: int, unit: int) -> str:
+        expected = ""
+        if self._now.reference is not None:
+            expected = f"expected {self._names.of(self._now.expected(position))}, "
+        return (
+            f"forward {self._now.number}{self._root}, position {position}: {expected}got "
+            f"{self._names.of(unit)}"
+        )
+
+    def _warn(self, position: int, unit: int) -> None:
+        before = self._now.expected(position)
+        if before == unit:
+            return
+        got = f"trying to all-gather parameters for {self._names.parameters(unit)}"
+        change = f"Expected to not all-gather any more parameters in the forward but {got}"
+        if before != END:
+            change = f"Expected to all-gather for {self._names.parameters(before)} but {got}"
+        warnings.warn(
+            "Forward order differs from that of the first iteration on rank "
+            f"{self._rank}. Collectives are unchecked and may give incorrect results or "
+            f"hang.\n{change}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    # ------------------------------------------------------------------ asking the others
+
+    def _vote(self, monitor: FailureMonitor, position: int, unit: int) -> None:
+        """Wait until every rank has come to ``position``; raise when one has another unit there.
+
+        With ``warn`` it is an error only where the collectives would break and not just mix up.
+        """
+        number = self._now.number
+        votes = f"{self._key}/{number}/{position}/{unit}"
+        self._votes.append(votes)
+        coming = Coming(
+            communicator=self._communicator,
+            place=f"{self._names.of(unit)}, position {position} of forward {number}{self._root}",
+            name=f"{self._key}/{number}/{position}",
+            come=lambda answer: self._record(answer, position) is not None,
+        )
+        wait_for_all(monitor, votes, coming, partial(self._have_come, monitor, position, unit))
+
+    def _have_come(
+        self, monitor: FailureMonitor, position: int, unit: int, answers: Answers
+    ) -> bool:
+        """Check that all ranks have come to ``position``, where ranks that stay do not vote.
+
+        Raises when one has another unit there and that is an error.
+        """
+        missing = self._communicator.size - 1
+        others: list[int] = []
+        texts: list[str] = []
+        for rank in self._communicator.ranks:
+            record = None if rank == self._rank else self._record(answers.get(rank), position)
+            if record is None:
+                continue
+            missing -= 1
+            if record.at(position) != unit:
+                others.append(record.at(position))
+                texts.append(f"rank {rank} has {self._names.of(record.at(position))}")
+        if others and (self._is_error or not all(self._names.may_mix(unit, o) for o in others)):
+            self._fail(monitor, position, "; ".join(texts))
+        return missing == 0
+
+    def _record(self, answer: Mapping[str, Any] | None, position: int) -> OrderRecord | None:
+        """The order of another rank, which says ``answer``, where it has come to ``position``."""
+        match None if answer is None else answer["described"].get(self._key):
+            case {"iteration": int(number), "units": list(units), "has_ended": has_ended, **more}:
+                ahead = number - self._now.number
+                if ahead == 1:
+                    return OrderRecord(tuple(more.get("before", ())))
+                if ahead == 0 and (has_ended or position < len(units)):
+                    return OrderRecord(tuple(units))
+        return None
+
+    def _fail(self, monitor: FailureMonitor, position: int, others: str) -> NoReturn:
+        now = self._now
+        record = now.record()
+        here = f"{self._deviation(position, record.at(position))}, while {others}"
+        orders = f"Order on rank {self._rank}: {self._names.drawn(record, position)}"
+        if now.reference is not None:
+            orders += f"; in the forward before: {self._names.drawn(now.reference, position)}"
+        error = CollectiveMismatchError(
+            f"Forward order differs across ranks: rank {self._rank} in {here}. {orders}. {REMEDY}"
+        )
+        self._is_active = False
+        monitor.publish(error, is_cause=True)
+        raise error
+
+    # ------------------------------------------------------------------ over the ranks
+
+    def _exchange(self, unit: int) -> None:
+        """Compare the next unit with the other ranks', before its gather."""
+        pending, rows = self._gather(unit, self._now.position)
+        pending.wait()
+        found = [int(number) for number in rows[:, 0].tolist()]
+        other = next((at for at, theirs in enumerate(found) if theirs != found[0]), None)
+        if other is None:
+            return
+        self._is_active = False
+        self.reference = None
+        texts = [
+            f"rank {self._communicator.ranks[at]} "
+            + (
+                f"is all-gathering parameters for {self._names.parameters(found[at])}"
+                if found[at] > END
+                else "ends its forward"
+            )
+            for at in (0, other)
+        ]
+        raise CollectiveMismatchError(
+            f"Forward order differs across ranks: {' while '.join(texts)}. {REMEDY}"
+        )
+
+    def _gather(self, number: int, count: int) -> tuple[Pending, torch.Tensor]:
+        """Start gathering two integers of each rank, one row a rank."""
+        communicator = self._communicator
+        mine = torch.tensor([number, count], dtype=torch.int64, device=communicator.device)
+        rows = mine.new_empty(communicator.size, 2)
+        return communicator.all_gather_list(rows, mine, label="order"), rows
+
+    def _issue(self) -> None:
+        """Start comparing one hash of all forwards since the last comparison."""
+        waiting = tuple(self._waiting)
+        self._waiting.clear()
+        digest = 0
+        weights = 1
+        for number, (_, record, known, _) in enumerate(waiting):
+            digest = record.digest(digest)
+            if number < 30:  # what fits into the integer
+                weights = weights * 4 + known
+        pending, rows = self._gather(digest, weights)
+        self._comparisons.append(
+            _Comparison(
+                pending=pending,
+                rows=rows,
+                forwards=tuple(each[:3] for each in waiting),
+                has_left=any(has_left for *_, has_left in waiting),
+            )
+        )
+
+    def _compare(self, comparison: _Comparison) -> None:
+        """Take in one comparison; raise or warn when ranks differ."""
+        comparison.pending.wait()
+        rows = comparison.rows.tolist()
+        if all(row[0] == rows[0][0] for row in rows) and same_weights([row[1] for row in rows]):
+            self._agreed(comparison)
+            return
+        if self.is_unchecked:
+            return
+        text, is_of_weights = self._difference(comparison)
+        if is_of_weights or self._options.action == "raise":
+            self.reference = None
+            self._comparisons.clear()
+            raise CollectiveMismatchError(f"{text}. No optimizer has used its gradients. {REMEDY}")
+        self.is_unchecked = True
+        text = f"{text}. Collectives are unchecked and may give incorrect results or hang"
+        if self._options.warn_at_once:
+            # The ranks that left their own order have warned; the others must stay silent.
+            _log.warning("rank %d: %s", self._rank, text)
+        else:
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+    def _agreed(self, comparison: _Comparison) -> None:
+        monitor = PROCESS.monitor
+        if monitor is None:
+            return
+        if comparison.has_left:
+            monitor.deviate("")
+        if self._communicator.rank == 0:
+            for votes in self._votes:
+                monitor.board.delete_key(votes)
+        self._votes.clear()
+
+    def _difference(self, comparison: _Comparison) -> tuple[str, bool]:
+        """Describe what differs first, with its ranks; the second is True when it is the weights.
+
+        Weights that differ are an error in any case: every step after it would use them. Every rank
+        takes part.
+        """
+        payload = json.dumps([[n, record.units, known] for n, record, known in comparison.forwards])
+        everyone = [
+            [
+                (number, OrderRecord(tuple(units)), known)
+                for number, units, known in json.loads(text)
+            ]
+            for text in self._communicator.gather_bytes(payload.encode(), label="order lists")
+        ]
+        ranks = self._communicator.ranks
+        for step in zip(*everyone, strict=False):
+            number, first, _ = step[0]
+            by_knowledge = {
+                text: [r for r, (*_, known) in zip(ranks, step, strict=True) if known == code]
+                for code, text in STEPS.items()
+            }
+            found = [f"ranks {those} {text}" for text, those in by_knowledge.items() if those]
+            if len(found) > 1:
+                text = (
+                    f"Optimizer steps differ across ranks: before forward {number}{self._root} "
+                    f"{', and '.join(found)}. Run as many passes for each optimizer step on every "
+                    "rank, and skip a step on all ranks or on none"
+                )
+                return text, True
+            for other, (_, record, _) in enumerate(step):
+                at = first.differs_at(record)
+                if at is not None:
+                    text = (
+                        f"Forward order differs across ranks in forward {number}{self._root}, "
+                        f"position {at}: {self._names.of(first.at(at))} on rank {ranks[0]}, "
+                        f"{self._names.of(record.at(at))} on rank {ranks[other]}. Order on rank "
+                        f"{ranks[0]}: {self._names.drawn(first, at)}; on rank {ranks[other]}: "
+                        f"{self._names.drawn(record, at)}"
+                    )
+                    return text, False
+        counts = [len(forwards) for forwards in everyone]
+        text = (
+            f"Forward order differs across ranks{self._root}: ranks {list(ranks)} ran {counts} "
+            "forwards since the last comparison"
+        )
+        return text, False

@@ -1,0 +1,385 @@
+"""State that all ranks must hold alike before the first step: compared, or broadcast from one rank.
+
+Parameters that become shards are compared by digests, taken of the whole tensors before these are
+cut: of other values on another rank nothing would be left to see. What has other values by then is
+not compared, as a state that was loaded into the shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator, watch_run
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = [
+    "Start",
+    "StartingBuffer",
+    "broadcast_tensors",
+    "compare_digests",
+    "compare_parameters",
+    "compare_rows",
+    "digest_of",
+    "has_values_of",
+    "is_of_one_rank",
+    "starting_buffers",
+    "synchronise",
+]
+
+SLAB_BYTES = 64 * 2**20
+"""At most so many bytes are copied together for one broadcast; a larger tensor goes alone."""
+
+_ITEM_SIZE = attrgetter("dtype.itemsize")
+LANES = 2**14
+"""32-bit lanes that are multiplied by weights of their own in a digest."""
+ROWS = 16
+"""So many times as many at once: memory of a digest that stays in a cache."""
+GOLDEN = -7046029254386353131
+"""Odd, with the bits of the golden ratio's fraction in 64 bits: multiples of it look random."""
+
+Compared: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+"""A digest of a whole tensor, and of a part that this rank had and has: left out if they differ."""
+
+
+def compare_parameters(
+    communicator: Communicator,
+    named: Sequence[tuple[str, torch.Tensor]],
+    sparse: Collection[str] = (),
+    *,
+    fresh: Collection[str] = (),
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    reason: str = "",
+) -> None:
+    """Check that every rank has the same parameters: names, shapes, dtypes, strides, which train.
+
+    Those whose names are in ``sparse`` give sparse gradients, those in ``fresh`` are other objects
+    than before; that is compared too. So are ``buffers``, which are to be broadcast. ``reason`` is
+    shown to ranks that do something else meanwhile.
+
+    Raises CollectiveMismatchError on every rank, naming the first tensor that differs and the
+    ranks on both sides.
+    """
+    rows = [
+        [name, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad]
+        + ["sparse gradient"] * (name in sparse)
+        + ["given anew"] * (name in fresh)
+        for name, t in named
+    ]
+    rows += [
+        [name, list(t.shape), str(t.dtype), list(t.stride()), "buffer"]
+        for name, t in buffers.items()
+    ]
+    meaning = "[name, shape, dtype, strides, requires_grad]"
+    opening = "DDP expects same model across all ranks: "
+    compare_rows(communicator, rows, meaning, reason=reason, opening=opening)
+
+
+def compare_rows(
+    communicator: Communicator,
+    rows: Sequence[Sequence[object]],
+    meaning: str,
+    *,
+    reason: str = "",
+    opening: str = "",
+) -> None:
+    """Check that every rank has the same ``rows``, which JSON can hold; ``meaning`` explains one.
+
+    Raises CollectiveMismatchError on every rank, naming the first row that differs.
+    """
+    watch_run(communicator)
+    if reason:
+        # Some ranks may be in a gather of another size, which Gloo would take for this one.
+        communicator.barrier(label=f"compare parameters{reason}")
+    text = json.dumps(rows).encode()
+    digest = hashlib.sha256(text).digest()
+    digests = communicator.gather_bytes(digest, label=f"compare parameters{reason}")
+    if len(set(digests)) == 1:
+        return
+    texts = communicator.gather_bytes(text, label="parameters that differ")
+    everyone = [json.loads(text) for text in texts]
+    difference = _first_difference(communicator, everyone, meaning)
+    raise CollectiveMismatchError(f"{opening}{difference}")
+
+
+def broadcast_tensors(
+    communicator: Communicator,
+    tensors: Iterable[torch.Tensor],
+    *,
+    label: str,
+    source: int = 0,
+) -> None:
+    """Give every rank the values that rank ``source`` has, in place.
+
+    Of DTensors the parts that this rank holds. Tensors travel together as bytes, whatever their
+    dtypes, so that many small ones cost one broadcast.
+    """
+    # The largest elements first: each tensor then starts at a multiple of its element size.
+    plain = (values_of(local_of(tensor)) for tensor in tensors)
+    found = [tensor if tensor.is_contiguous() else _without_copies(tensor) for tensor in plain]
+    ordered = sorted(found, key=_ITEM_SIZE, reverse=True)
+    slab: list[torch.Tensor] = []
+    size = 0
+    for tensor in ordered:
+        if slab and size + tensor.nbytes > SLAB_BYTES:
+            _broadcast_slab(communicator, slab, label, source)
+            slab.clear()
+            size = 0
+        slab.append(tensor)
+        size += tensor.nbytes
+    if size:
+        _broadcast_slab(communicator, slab, label, source)
+
+
+def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with one index of each dim that was expanded, whose elements share memory."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@torch.no_grad()
+def _broadcast_slab(
+    communicator: Communicator, slab: Sequence[torch.Tensor], label: str, source: int
+) -> None:
+    if len(slab) == 1 and slab[0].is_contiguous():
+        communicator.broadcast(slab[0].detach(), source=source, label=label).wait()
+        return
+    total = sum(tensor.nbytes for tensor in slab)
+    buffer = torch.empty(total, dtype=torch.uint8, device=slab[0].device)
+    views: list[torch.Tensor] = []
+    offset = 0
+    for tensor in slab:
+        piece = buffer[offset : offset + tensor.nbytes]
+        views.append(piece.view(tensor.dtype).view(tensor.shape))
+        offset += tensor.nbytes
+    targets = [tensor.detach() for tensor in slab]
+    if communicator.rank == source or communicator.backend == "fake":  # which changes nothing
+        torch._foreach_copy_(views, targets)
+    communicator.broadcast(buffer, source=source, label=label).wait()
+    if communicator.rank != source:
+        torch._foreach_copy_(targets, views)
+
+
+def synchronise(
+    named: Sequence[tuple[str, torch.Tensor]],
+    shard: Communicator | None,
+    replicate: Communicator | None,
+) -> None:
+    """Give all ranks the tensors of the first; over ``replicate`` first, so that nodes agree.
+
+    Raises ValueError for what is on the meta device, or not where its ranks communicate, and
+    CollectiveMismatchError where ranks have other tensors.
+    """
+    rows = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named]
+    for axis in (replicate, shard):
+        if axis is None or axis.size == 1:
+            continue
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise ValueError(
+                    f"sync_module_states broadcasts values, and {name!r} is on the meta device: "
+                    "materialise it first (to_empty), or load a state dict after sharding"
+                )
+            if tensor.device.type == "cpu" and axis.device.type != "cpu":
+                raise ValueError(
+                    "The module has CPU parameters or buffers when `sync_module_states=True`, but "
+                    f"its group communicates on {axis.device}: {name!r}. Pass device_id, or move "
+                    "the module there first"
+                )
+        compare_rows(axis, rows, "[name, shape, dtype]")
+        broadcast_tensors(axis, [tensor for _, tensor in named], label="sync module states")
+
+
+# ------------------------------------------------------------------------------------ digests
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Digests of what was sharded, until they are compared over the ranks."""
+
+    whole: torch.Tensor
+    own: torch.Tensor
+    """Of this rank's part. A part that differs from it was written since, in whatever way."""
+
+    def now(self, part: torch.Tensor | None) -> Compared:
+        """Return what is compared when ``part`` is this rank's part now; nothing for None."""
+        now = None if part is None else digest_of(part)
+        return None if now is None else (self.whole, self.own, now)
+
+
+@dataclass(frozen=True, slots=True)
+class StartingBuffer:
+    """A buffer as it was when its module was sharded."""
+
+    module: nn.Module
+    name: str
+    start: Start
+    axes: tuple[Communicator, ...]
+    """Those over which ranks must hold it alike."""
+
+    @property
+    def compared(self) -> Compared:
+        """See `Start.now`."""
+        return self.start.now(self.module._buffers.get(self.name))
+
+
+def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
+    """True for a module whose parameters are all ``ignored``, by ``id``, as those of an expert."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(id(parameter) in ignored for parameter in parameters)
+
+
+def starting_buffers(
+    modules: Iterable[nn.Module], ignored: Collection[int], axes: tuple[Communicator, ...]
+) -> tuple[StartingBuffer, ...]:
+    """The buffers of ``modules`` that a state dict has.
+
+    Left out are those of modules `is_of_one_rank`, and what no state dict has.
+    """
+    found: list[StartingBuffer] = []
+    for module in modules:
+        if not module._buffers or is_of_one_rank(module, ignored):
+            continue
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                digest = digest_of(tensor)
+                if digest is not None:
+                    found.append(StartingBuffer(module, name, Start(digest, digest), axes))
+    return tuple(found)
+
+
+@torch.no_grad()
+def digest_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """64 bits that are equal for equal bits, as a tensor on the same device: no host stop.
+
+    Of a DTensor its local tensor. None for what has no bits of its own to read.
+
+    Lanes of 32 bits are folded, so that all of their bits count, and multiplied by weights that
+    depend on the place; integers wrap around, so that the order of the sum does not matter.
+    """
+    local = values_of(local_of(tensor)).detach()
+    if local.is_meta or local.layout is not torch.strided or local.is_quantized:
+        return None
+    if type(local) is not torch.Tensor and type(local) is not nn.Parameter:
+        return None
+    raw = local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    lanes = raw.numel() // 4
+    if raw.storage_offset() % 4:
+        raw = raw.clone()
+    weights = _weights(min(max(lanes, 4), LANES), raw.device)
+    whole = lanes // LANES * LANES
+    words = raw[: lanes * 4].view(torch.int32)
+    rows = words[:whole].view(-1, LANES).split(ROWS) if whole else ()
+    parts = [_folded(each).mul_(weights).sum(1) for each in rows]
+    tail = words[whole:]
+    parts.append(_folded(tail).mul_(weights[: tail.numel()]).sum().view(1))
+    rest = raw[lanes * 4 :].to(torch.int32)
+    parts.append((rest * weights[: rest.numel()]).sum().view(1))
+    sums = torch.cat(parts)
+    places = torch.arange(1, 2 * sums.numel(), 2, device=raw.device)
+    return (sums * places.mul_(GOLDEN)).sum()
+
+
+@torch.no_grad()
+def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """True where ``tensor`` is ``before``, perhaps converted."""
+    if tensor.is_meta or before.is_meta or tensor.shape != before.shape:
+        return False
+    return torch.equal(before.to(tensor.device, tensor.dtype), tensor)
+
+
+def compare_digests(
+    axis: Communicator, named: Sequence[tuple[str, Compared]], found: str, remedy: str
+) -> str:
+    """Compare digests over ``axis``, but for those that one rank does not have.
+
+    All ranks call it together, with what was ``found`` over axes before: ranks of other rows are
+    told here. One stop of the host for each device.
+
+    Returns what differs, the first name and the ranks on both sides; empty where nothing does.
+    """
+    names = [name for name, _ in named]
+    payload = json.dumps([found, names, _to_host([each for _, each in named])]).encode()
+    mine = torch.tensor(list(hashlib.sha256(payload).digest()), dtype=torch.uint8)
+    everyones = torch.empty(mine.numel() * axis.size, dtype=torch.uint8, device=axis.device)
+    axis.all_gather_list(everyones, mine.to(axis.device), label="compare starting values").wait()
+    if torch.equal(everyones.cpu(), mine.repeat(axis.size)):
+        return ""
+    rows = axis.gather_bytes(payload, label="starting values that differ")
+    everyone = [json.loads(row) for row in rows]
+    before = next((found for found, _, _ in everyone if found), "")
+    if before or any(theirs != names for _, theirs, _ in everyone):
+        return before  # other parameters, not other values: what the first pass compares
+    for name, *each in zip(names, *(digests for _, _, digests in everyone), strict=True):
+        if None in each or len(set(each)) == 1:
+            continue
+        sides: dict[object, list[int]] = {}
+        for rank, digest in zip(axis.ranks, each, strict=True):
+            sides.setdefault(digest, []).append(rank)
+        told = ", others on ".join(f"ranks {ranks}" for ranks in sides.values())
+        return (
+            f"axis {axis.axis}: expected {name!r} to have the same values on all ranks, found "
+            f"some on {told}. {remedy}"
+        )
+    return ""
+
+
+def _to_host(compared: Sequence[Compared]) -> list[int | None]:
+    """The digests of whole tensors whose parts are what they were."""
+    flat = [digest for each in compared if each is not None for digest in each]
+    on: dict[torch.device, list[int]] = {}
+    for index, digest in enumerate(flat):
+        on.setdefault(digest.device, []).append(index)
+    values = [0] * len(flat)
+    for indices in on.values():
+        stacked = torch.stack([flat[index] for index in indices])
+        for index, value in zip(indices, stacked.tolist(), strict=True):
+            values[index] = value
+    numbers = iter(values)
+    found: list[int | None] = []
+    for each in compared:
+        whole, own, now = (0, 0, 1) if each is None else (next(numbers) for _ in range(3))
+        found.append(whole if own == now else None)
+    return found
+
+
+def _folded(words: torch.Tensor) -> torch.Tensor:
+    return (words >> 16).bitwise_xor_(words)
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 32 bits."""
+    steps = torch.arange(1, count + 1, device=device).mul_(GOLDEN)
+    return (steps >> 32).to(torch.int32).bitwise_or_(1)
+
+
+def _first_difference(
+    communicator: Communicator, rows: Sequence[list[list[object]]], meaning: str
+) -> str:
+    longest = max(len(row) for row in rows)
+    for position in range(longest):
+        found = [json.dumps(row[position]) if position < len(row) else "nothing" for row in rows]
+        if len(set(found)) == 1:
+            continue
+        sides: dict[str, list[int]] = {}
+        for rank, text in zip(communicator.ranks, found, strict=True):
+            sides.setdefault(text, []).append(rank)
+        sentences = "; ".join(f"ranks {ranks}: {text}" for text, ranks in sides.items())
+        return (
+            f"axis {communicator.axis}: expected the same tensors on every rank, but number "
+            f"{position} is {meaning} {sentences}. Build the model in the same way on every rank, "
+            "wrap and freeze the same of it"
+        )
+    return f"axis {communicator.axis}: the ranks list their parameters differently"

@@ -1,0 +1,270 @@
+"""PowerSGD: gradients sent as two thin matrices (Vogels, Karimireddy, Jaggi, arXiv 1905.13727).
+
+For each gradient M of rank i, as a matrix of n x m, with r columns in P and Q::
+
+    1. M_i  <- M_i + error_i                      error feedback
+    2. P    <- sum_i M_i Q,  made orthonormal     all-reduce of n * r numbers
+    3. Q    <- mean_i M_i^T P                     all-reduce of m * r numbers
+    4. result P Q^T,  error_i <- M_i - P Q^T      Q is kept for the next pass: warm start
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.comm import Communicator, Pending
+from meshwright.data_parallel.replicas.gradient_bucket import Deferred, GradBucket, reduction_axis
+
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+_log = logging.getLogger("meshwright")
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+class PowerSGDState:
+    """Settings of PowerSGD and what it keeps from pass to pass, with torch's names.
+
+    Gradients are summed as they are in the first ``start_powerSGD_iter`` backward passes. A
+    gradient is compressed where that saves more than a factor of ``min_compression_rate``.
+    Columns are made orthonormal by a QR decomposition, which a column of zeros does not disturb;
+    with an ``orthogonalization_epsilon`` above 0 one by one, divided by their length plus that.
+    With ``batch_tensors_with_same_shape`` matrices of one shape are multiplied together. After each
+    ``compression_stats_logging_frequency`` compressed passes `compression_stats` is logged.
+
+    Raises ValueError for an early start with error feedback or warm start.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+            raise ValueError(
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is "
+                f"enabled, because the first passes set both up. Found {start_powerSGD_iter}"
+            )
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        """Backward passes so far."""
+        self.error_dict: dict[int, torch.Tensor] = {}
+        """What compression has lost of each bucket, by its index."""
+        self.q_memory_dict: dict[int, list[torch.Tensor]] = {}
+        """The last Q of each matrix of a bucket."""
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self._next_log = 0
+        self._generator = torch.Generator().manual_seed(random_seed)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """The rate, and how many numbers there were before and after compression."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0.0), before, after
+
+    def starts(self, bucket: GradBucket) -> bool:
+        """Check that ``bucket`` is to be compressed; counts the pass with its last bucket."""
+        is_started = self.iter >= self.start_powerSGD_iter
+        if bucket.is_last():
+            self.iter += 1
+            if is_started and self.iter >= self._next_log:
+                self._next_log = self.iter + self.compression_stats_logging_frequency
+                rate, before, after = self.compression_stats()
+                _log.info(
+                    "PowerSGD after %d passes: %d numbers sent as %d, a rate of %.2f",
+                    self.iter,
+                    before,
+                    after,
+                    rate,
+                )
+        return is_started
+
+    def is_worthwhile(self, rows: int, columns: int) -> bool:
+        """Check that a matrix is worth compressing; counts what it saves."""
+        size = rows * columns
+        rank = min(rows, columns, self.matrix_approximation_rank)
+        thin = (rows + columns) * rank
+        is_worthwhile = thin * self.min_compression_rate < size
+        self.total_numel_before_compression += size
+        self.total_numel_after_compression += thin if is_worthwhile else size
+        return is_worthwhile
+
+    def correct(self, bucket: GradBucket, numbers: torch.Tensor) -> torch.Tensor | None:
+        """Add what was lost before to ``numbers``; returns a copy, to find what is lost now."""
+        if not self.use_error_feedback:
+            return None
+        error = self.error_dict.get(bucket.index())
+        if error is not None:
+            numbers.add_(error)
+        return numbers.clone()
+
+    def start_matrices(self, index: int, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Q of each matrix, orthonormal: the last one, or random numbers equal on all ranks."""
+        found = self.q_memory_dict.get(index) if self.warm_start else None
+        if found is None:
+            found = []
+            for matrix in matrices:
+                shape = (matrix.shape[1], min(*matrix.shape, self.matrix_approximation_rank))
+                random = torch.randn(shape, generator=self._generator, dtype=torch.float32)
+                found.append(random.to(matrix))
+        return [self.orthonormal(q) for q in found]
+
+    def orthonormal(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Columns of length 1 that span the same space; QR has no half precision."""
+        wide = matrix if matrix.dtype.itemsize >= 4 else matrix.float()
+        if self.orthogonalization_epsilon <= 0:
+            return torch.linalg.qr(wide).Q.to(matrix.dtype)
+        # Gram and Schmidt: each column loses its part along those before it.
+        columns: list[torch.Tensor] = []
+        for column in wide.unbind(1):
+            for other in columns:
+                column = column - torch.dot(other, column) * other
+            columns.append(column / (column.norm() + self.orthogonalization_epsilon))
+        return torch.stack(columns, 1).to(matrix.dtype)
+
+    def products(
+        self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Each of ``left`` times that of ``right``; those of one shape together, on request."""
+        if not self.batch_tensors_with_same_shape:
+            return [a @ b for a, b in zip(left, right, strict=True)]
+        places: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+        for place, (a, b) in enumerate(zip(left, right, strict=True)):
+            places.setdefault((a.shape, b.shape), []).append(place)
+        found: dict[int, torch.Tensor] = {}
+        for group in places.values():
+            both = torch.stack([left[p] for p in group]), torch.stack([right[p] for p in group])
+            found.update(zip(group, torch.bmm(*both).unbind(), strict=True))
+        return [found[place] for place in range(len(left))]
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: N802
+    """Compress each gradient that is worth it, and sum the others as they are."""
+    axis = reduction_axis(state.process_group, bucket)
+    buffer = bucket.buffer()
+    if not state.starts(bucket):
+        return _mean(axis, bucket, buffer)
+    corrected = state.correct(bucket, buffer)
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for gradient in bucket.gradients():
+        matrix = gradient.view(gradient.shape[0] if gradient.ndim else 1, -1)
+        if gradient.ndim > 1 and state.is_worthwhile(*matrix.shape):
+            matrices.append(matrix)
+        else:
+            others.append(gradient)
+    return _compressed(state, bucket, matrices, others=others, corrected=corrected)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: N802
+    """Compress the whole bucket as one square matrix: faster, and less exact."""
+    axis = reduction_axis(state.process_group, bucket)
+    buffer = bucket.buffer()
+    if not state.starts(bucket):
+        return _mean(axis, bucket, buffer)
+    side = math.ceil(math.sqrt(len(buffer)))
+    square = torch.nn.functional.pad(buffer, (0, side * side - len(buffer)))
+    corrected = state.correct(bucket, square)
+    inner = _compressed(
+        state, bucket, [square.view(side, side)], others=[], corrected=corrected, numbers=square
+    )
+
+    def finish() -> torch.Tensor:
+        inner.wait()
+        return buffer.copy_(square[: len(buffer)])
+
+    return Deferred(finish)
+
+
+for _hook in (powerSGD_hook, batched_powerSGD_hook):
+    _hook.__dict__["is_for_dense"] = True
+
+
+def _compressed(
+    state: PowerSGDState,
+    bucket: GradBucket,
+    matrices: Sequence[torch.Tensor],
+    *,
+    others: Sequence[torch.Tensor],
+    corrected: torch.Tensor | None,
+    numbers: torch.Tensor | None = None,
+) -> Future:
+    """Replace each matrix by P Q^T, each other by its mean; ``numbers`` is what they are views of.
+
+    Steps 2. to 4. of the drawing above.
+    """
+    axis, index = reduction_axis(state.process_group, bucket), bucket.index()
+    whole = bucket.buffer() if numbers is None else numbers
+    plain, waiting = _start(axis, others, f"{bucket.label}: not compressed")
+    starts = state.start_matrices(index, matrices)
+    products = state.products(matrices, starts)
+    thin, first = _start(axis, products, f"{bucket.label}: P")
+
+    def finish() -> torch.Tensor:
+        for other, summed in zip(others, _split(plain, others, waiting), strict=True):
+            other.copy_(summed / axis.size)
+        ps = [state.orthonormal(p) for p in _split(thin, products, first)]
+        products_t = state.products([matrix.t() for matrix in matrices], ps)
+        flat, second = _start(axis, products_t, f"{bucket.label}: Q")
+        qs = [q / axis.size for q in _split(flat, products_t, second)]
+        found = state.products(ps, [q.t() for q in qs])
+        for matrix, product in zip(matrices, found, strict=True):
+            matrix.copy_(product)
+        state.q_memory_dict[index] = qs
+        if corrected is not None:
+            state.error_dict[index] = corrected.sub_(whole)
+        return whole
+
+    return Deferred(finish)
+
+
+def _mean(axis: Communicator, bucket: GradBucket, buffer: torch.Tensor) -> Future:
+    pending = axis.all_reduce(buffer.div_(axis.size), label=bucket.label)
+
+    def finish() -> torch.Tensor:
+        pending.wait()
+        return buffer
+
+    return Deferred(finish)
+
+
+def _start(
+    axis: Communicator, tensors: Sequence[torch.Tensor], label: str
+) -> tuple[torch.Tensor, Pending | None]:
+    """Begin to sum ``tensors`` over the axis, all in one call."""
+    if not tensors:
+        return torch.empty(0), None
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return flat, axis.all_reduce(flat, label=label)
+
+
+def _split(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], pending: Pending | None
+) -> list[torch.Tensor]:
+    """The sums, in the shapes of ``tensors``."""
+    if pending is None:
+        return []
+    pending.wait()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,103 @@
+"""Communication hooks with buckets, for sharded and hybrid units as for replicas.
+
+A hook ``hook(state, bucket)`` replaces an all-reduce. Where it runs depends on the axes::
+
+    axes                 bucket holds                         over         before and after
+    replicate            the whole gradients                  replicate
+    replicate x shard    this rank's part of their means      replicate    reduce-scatter first
+    shard                the whole gradients                  shard        cut to this rank's part
+
+So in hybrid PowerSGD compresses the shards, of `fully_shard` as the matrices that they are, on the
+slow axis only. On a shard axis alone a hook moves more than a reduce-scatter would: all of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from meshwright.data_parallel.replicas.gradient_bucket import (
+    BucketPart,
+    GradBucket,
+    RegisteredHook,
+    check_hook,
+    tensor_of,
+)
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.unit import Unit
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout
+
+__all__ = ["register_bucket_hook"]
+
+
+def register_bucket_hook(units: Sequence[Unit], state: object, hook: object) -> None:
+    """Have ``hook`` reduce the gradients of ``units``, which are in the order of their forward.
+
+    Raises TypeError or ValueError for what cannot be a hook, RuntimeError for a second one.
+    """
+    registered = RegisteredHook(hook=check_hook(hook), state=state)
+    if any(unit.settings.reduce_hook is not None for unit in units):
+        raise RuntimeError(
+            "register_comm_hook can only be called once. Combine the hooks into one function"
+        )
+    index = 0
+    for unit in units:
+        unit.settings = replace(unit.settings, reduce_hook=_UnitHook(registered, unit, index))
+        index += len(unit.groups)
+
+
+class _UnitHook:
+    """The hook on one unit, in the engine's form: from a whole line to this rank's part of it."""
+
+    def __init__(self, registered: RegisteredHook, unit: Unit, index: int) -> None:
+        self._registered = registered
+        # The unit holds this in its settings, so a strong reference back would be a cycle.
+        self._unit = weakref.ref(unit)
+        self._index = index
+
+    def __call__(self, whole: torch.Tensor, out: torch.Tensor) -> None:
+        unit = self._unit()
+        if unit is None:
+            raise InternalError("a hook was called for a unit that is gone")
+        number = next(n for n, g in enumerate(unit.groups) if g.in_hook is whole)
+        group, index = unit.groups[number], self._index + number
+        axes, label = group.axes, f"reduce {unit.name}"
+        if axes.shard is None or axes.replicate is None:
+            axis = axes.shard or axes.replicate
+            if axis is not None:
+                parts = [part for rank in range(axes.parts) for part in _parts(group, rank)]
+                self._reduce(GradBucket(whole, parts, axis, index=index, label=label))
+            if axes.shard is not None:
+                out.copy_(whole.view(axes.parts, -1)[axes.part])
+            return
+        axes.shard.reduce_scatter(out, whole, label=label).wait()
+        out.div_(axes.parts)
+        own = [replace(p, offset=p.offset - axes.part * len(out)) for p in _parts(group, axes.part)]
+        label = f"replicate {unit.name}"
+        self._reduce(GradBucket(out, own, axes.replicate, index=index, label=label))
+
+    def _reduce(self, bucket: GradBucket) -> None:
+        line = bucket.buffer()
+        found = tensor_of(self._registered.call(bucket)).view(-1)
+        if found.data_ptr() != line.data_ptr() or found.dtype != line.dtype:
+            line.copy_(found)
+
+
+def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
+    """List the parts of shard ``rank`` of the whole line: chunks, or flat pieces when packed."""
+    layout, slots = group.buffer.layout, group.slots
+    if isinstance(layout, ChunkedLayout):
+        found = [(i, layout.offsets[i], tuple(box.shape)) for i, box in layout.owned(rank)]
+    elif layout.parts == 1:
+        found = list(zip(range(len(slots)), layout.offsets, layout.shapes, strict=True))
+    else:
+        found = [(piece.index, piece.offset, (piece.numel,)) for piece in layout.owned(rank)]
+    start = rank * layout.shard_size
+    return [
+        BucketPart(parameter=slots[index].leaf, offset=start + offset, shape=shape)
+        for index, offset, shape in found
+    ]

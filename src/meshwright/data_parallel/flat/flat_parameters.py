@@ -1,0 +1,315 @@
+"""Parameters that no unit manages as one long tensor: memory side by side, gradients when asked.
+
+Backward passes, reductions and hooks treat the parameters as ever. Who reads ``.grad`` of the flat
+one, as an optimizer does, gets the gradients side by side::
+
+    gradients of parameters                       reading ``.grad`` of the flat parameter
+    none has one                                  None
+    all are views of the flat gradient            the flat gradient
+    some are not, as after the next backward      those are copied there, and are views from then on
+    some have none                                those are zeros there, and views too
+
+So there is no state of its own, and zeroing either zeroes both. One parameter alone needs no copy:
+its gradient is that of the flat one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import (
+    dtensor_at_rest,
+    is_dtensor,
+    known_at_rest,
+    local_gradient,
+    local_of,
+)
+from meshwright.comm.dtensors.gradient_part import gradient_part
+from meshwright.comm.dtensors.sharded_axes import (
+    ManyInOne,
+    is_marked_spread,
+    spread_of,
+    spread_over,
+)
+from meshwright.data_parallel.replicas.in_place import is_dense
+from meshwright.gradients import look_at_optimizers
+
+__all__ = ["FlatParameter", "flat_parameters"]
+
+_PLACE = "_meshwright_flat"
+
+PIECE_BYTES = 4 * 2**20
+"""Of a flat parameter on a CPU, unless one parameter alone is longer.
+
+An optimizer takes memory of that size again and again, and fresh pages of the system for each of
+its steps from some 16 MiB on: AdamW takes 36 ms for 32 MiB in pieces of 4 MiB, and 65 ms in one.
+"""
+
+
+class _Member:
+    """One parameter and its place in the flat tensors."""
+
+    __slots__ = ("address", "gradient", "local_gradient", "name", "parameter", "start")
+
+    def __init__(self, name: str, parameter: nn.Parameter, line: torch.Tensor, start: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.start = start
+        local = local_of(parameter.detach())
+        mine = self.part_of(line)
+        mine.copy_(local)
+        if is_dtensor(parameter):
+            cast("Any", parameter)._local_tensor = mine
+        else:
+            parameter.data = mine
+        self.address = local_of(parameter).data_ptr()
+        self.gradient: torch.Tensor | None = None
+        """What the parameter has as ``.grad`` when that lies in the flat gradient."""
+        self.local_gradient: torch.Tensor | None = None
+
+    def part_of(self, line: torch.Tensor) -> torch.Tensor:
+        """This rank's part, with the strides that it has where they leave no holes."""
+        local = local_of(self.parameter.detach())
+        if is_dense(local):
+            return line.as_strided(local.shape, local.stride(), self.start).detach()
+        return line[self.start : self.start + local.numel()].view(local.shape).detach()
+
+    def wrapped(self, part: torch.Tensor) -> torch.Tensor:
+        """``part`` of any dtype as what the parameter is."""
+        like = known_at_rest(self.parameter)
+        if like is None:
+            return part
+        return dtensor_at_rest(part, like.mesh, like.placements, like.shape, like.stride)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True when the parameter's memory is still the flat parameter's."""
+        return local_of(self.parameter).data_ptr() == self.address
+
+    def given(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a ``gradient`` that lies elsewhere."""
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {self.name!r} has a sparse gradient, which a flat parameter cannot "
+                "hold: build its embedding with sparse=False"
+            )
+        like = known_at_rest(self.parameter)
+        local = None if like is None else local_gradient(gradient, like, ())
+        return gradient if local is None else local
+
+
+class _Place:
+    """In which flat parameter one lies. Copies lie in none."""
+
+    __slots__ = ("flat",)
+
+    def __init__(self, flat: FlatParameter) -> None:
+        self.flat = flat
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class FlatParameter(ManyInOne):
+    """Several parameters, or this rank's parts of them, as one of 1 dim over the same memory."""
+
+    members: tuple[_Member, ...]
+    _gradient: torch.Tensor | None
+
+    def has_changed(self) -> None:
+        """Show autograd, and replicas, a change of the parameters made through the flat one."""
+        # The parts of DTensors count changes together with the memory that they are views of.
+        increment_version([m.parameter for m in self.members if not is_dtensor(m.parameter)])
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradients of all, zeros for those without one; None when none has one."""
+        found = [member.parameter.grad for member in self.members]
+        self._check()
+        if all(gradient is None for gradient in found):
+            return None
+        alone = self._alone(found)
+        whole = self._gathered(found) if alone is None else alone
+        return gradient_part(whole, self.members[0].name) if is_marked_spread(self) else whole
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            for member in self.members:
+                member.parameter.grad = None
+        else:
+            self._gathered([None] * len(self.members)).copy_(gradient)
+
+    def __deepcopy__(self, memo: object) -> FlatParameter:
+        raise TypeError(
+            "a flat parameter is the memory of a model, so it cannot be copied alone: copy the "
+            "model, and call flat_groups on the copy"
+        )
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refuse: see `view_as`."""
+        raise _not_computed_with()
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refuse: see `view_as`."""
+        raise _not_computed_with()
+
+    def view_as(self, other: torch.Tensor) -> NoReturn:
+        """Refuse a graph: the model computes with the parameters, so none would reach this one."""
+        raise _not_computed_with()
+
+    def parts_of(self, line: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters, and for each its part of ``line``, a DTensor where it is one."""
+        return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
+
+    def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Check that it consists of just these."""
+        mine = [id(member.parameter) for member in self.members if member.is_in_place]
+        return mine == [id(parameter) for parameter in parameters]
+
+    def _alone(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The gradient of the one member there is, where it lies as its parameter does."""
+        if len(found) > 1 or found[0] is None:
+            return None
+        parameter, gradient = self.members[0].parameter, found[0]
+        lies, is_at = known_at_rest(gradient), known_at_rest(parameter)
+        if lies is not None and (is_at is None or lies.placements != is_at.placements):
+            return None
+        local, mine = local_of(parameter), local_of(gradient)
+        if mine.layout is not torch.strided or mine.dtype != local.dtype or not is_dense(local):
+            return None
+        if mine.stride() != local.stride():
+            return None
+        return mine.detach().as_strided((local.numel(),), (1,))
+
+    @torch.no_grad()
+    def _gathered(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        line = self._gradient
+        if line is None:
+            line = self._gradient = torch.zeros_like(self.data)
+            for member in self.members:
+                member.local_gradient = member.part_of(line)
+                member.gradient = member.wrapped(member.local_gradient)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for member, gradient in zip(self.members, found, strict=True):
+            part = member.local_gradient
+            if gradient is member.gradient or part is None:
+                continue
+            if gradient is None:
+                part.zero_()
+            else:
+                targets.append(part)
+                sources.append(member.given(gradient))
+            member.parameter.grad = member.gradient
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return line
+
+    def _check(self) -> None:
+        for member in self.members:
+            if not member.is_in_place:
+                raise RuntimeError(
+                    f"parameter {member.name!r} of shape {tuple(member.parameter.shape)} lies in "
+                    "other memory than its flat parameter: it was converted or assigned after "
+                    "flat_groups. Call flat_groups again, and build the optimizer with its result"
+                )
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _not_computed_with() -> TypeError:
+    return TypeError(
+        "a flat parameter is the memory of others, with which the model computes: hooks, and "
+        "optimizers in the backward, belong to the parameters of the model"
+    )
+
+
+def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, FlatParameter):
+                parameter.has_changed()
+
+
+def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameter]:
+    """One for each dtype, device and set of axes over which parts lie spread, in order of names.
+
+    On a CPU several, see `PIECE_BYTES`. The memory of the parameters becomes theirs.
+    Those of an earlier call are returned again where they consist of the same parameters. Raises
+    ValueError for one on the meta device, `LayoutError` for a partial sum.
+    """
+    alike: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: call flat_groups once it has memory"
+            )
+        kind = (parameter.dtype, parameter.device, spread_of(parameter))
+        alike.setdefault(kind, []).append((name, parameter))
+    _watch_steps()
+    look_at_optimizers()
+    return [_flat_of(piece) for group in alike.values() for piece in _pieces(group)]
+
+
+def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """``named`` in pieces of at most `PIECE_BYTES` on a CPU; what is longer stands alone."""
+    piece: list[tuple[str, nn.Parameter]] = []
+    filled = 0
+    for name, parameter in named:
+        size = _bytes_on_any_rank(parameter) if parameter.device.type == "cpu" else 0
+        if size >= PIECE_BYTES:
+            yield [(name, parameter)]
+            continue
+        if filled + size > PIECE_BYTES:
+            yield piece
+            piece = []
+            filled = 0
+        piece.append((name, parameter))
+        filled += size
+    if piece:
+        yield piece
+
+
+def _bytes_on_any_rank(parameter: nn.Parameter) -> int:
+    """Bound the bytes that any rank has of it: all ranks must find the same pieces."""
+    ranks = math.prod(axis.size for axis in spread_of(parameter))
+    return -(-parameter.numel() // ranks) * parameter.element_size()
+
+
+def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
+    first = named[0][1]
+    place = vars(first).get(_PLACE)
+    if isinstance(place, _Place) and place.flat.holds([parameter for _, parameter in named]):
+        return place.flat
+    axes: tuple[Communicator, ...] = spread_of(first)
+    sizes = [local_of(parameter).numel() for _, parameter in named]
+    line = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    members: list[_Member] = []
+    start = 0
+    for (name, parameter), size in zip(named, sizes, strict=True):
+        members.append(_Member(name, parameter, line, start))
+        start += size
+    flat = FlatParameter(line)
+    flat.members = tuple(members)
+    flat.singles = tuple(parameter for _, parameter in named)
+    flat._gradient = None
+    spread_over(flat, axes, is_line=True)
+    for _, parameter in named:
+        vars(parameter)[_PLACE] = _Place(flat)
+    return flat

@@ -1,0 +1,166 @@
+"""BatchNorm with the statistics of all ranks' batches together, as one process would have them.
+
+Or with those of each rank's own batch, as torch has it where nothing is said; then it is said once.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from meshwright.comm import Communicator
+from meshwright.comm.graphs.functional import all_gather
+
+__all__ = [
+    "LocalStatistics",
+    "batch_norms",
+    "keep_batch_norm_local",
+    "synchronise_batch_norm",
+]
+
+IS_KNOWN = "_meshwright_local_statistics"
+"""The attribute of a BatchNorm of which its user has said, or was told, that the statistics are of
+each rank: replicas may be made anew, and lie inside of each other."""
+
+_WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm modules inside ``module``, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+
+
+def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> None:
+    """Make each BatchNorm in ``module`` normalise by the statistics of all ranks, in training mode.
+
+    Names, class, parameters and buffers stay; only the computation changes. Every rank's forward
+    pass must then reach the same BatchNorm modules in the same order. Each of them gathers
+    ``2 * channels + 1`` numbers a rank; the backward pass reduces as many.
+    """
+    for name, part in batch_norms(module).items():
+        # An attribute of the instance hides the method of its class.
+        setattr(part, "forward", partial(_forward, part, communicator, f"batch norm {name}"))  # noqa: B010
+
+
+def keep_batch_norm_local(module: nn.Module) -> None:
+    """Keep every BatchNorm in ``module`` to the batch of each rank, without a warning.
+
+    That is what torch does, and other numbers than those of one process.
+    """
+    for part in batch_norms(module).values():
+        part.__dict__[IS_KNOWN] = True
+
+
+class LocalStatistics:
+    """Says once, on one rank, which BatchNorm modules normalise by the batch of each rank alone."""
+
+    def __init__(self, module: nn.Module, axes: Sequence[Communicator]) -> None:
+        """``axes`` are those over which ranks train on different batches."""
+        self._axes = tuple(axes)
+        self._is_first = all(axis.rank == 0 for axis in axes) and any(a.size > 1 for a in axes)
+        self.follow(module)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take the modules that ``module`` holds now for those that there are."""
+        self._named = batch_norms(module) if self._is_first else {}
+        self.is_due = bool(self._named)
+        """True where there is one that has not trained yet."""
+
+    def tell(self) -> None:
+        """Warn of those that use the statistics of their batch in the pass that begins."""
+        waiting = {name: part for name, part in self._named.items() if not _uses_batch(part)}
+        found = {
+            name: part
+            for name, part in self._named.items()
+            if name not in waiting and _is_unasked(part)
+        }
+        if found:
+            # One warning is enough, also where others are frozen for now.
+            for part in self._named.values():
+                part.__dict__[IS_KNOWN] = True
+            waiting.clear()
+        self._named = waiting
+        self.is_due = bool(waiting)
+        if found:
+            self._warn([_WRAPPERS.sub("", n) or type(p).__name__ for n, p in found.items()])
+
+    def _warn(self, names: Sequence[str]) -> None:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        ranks = " x ".join(str(axis.size) for axis in self._axes)
+        warnings.warn(
+            f"BatchNorm {', '.join(map(repr, names[:3]))}{more} normalises by the batch of each of "
+            f"{ranks} ranks alone, so this trains to other numbers than one process would. For the "
+            "statistics of all ranks call synchronise_batch_norm(model, communicator()) of "
+            "meshwright.data_parallel and meshwright.comm before the first forward; if those of "
+            "each rank are meant, call keep_batch_norm_local(model) of meshwright.data_parallel",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _uses_batch(part: _BatchNorm) -> bool:
+    # Past nn.Module's lookup of buffers, as frozen modules are asked in each pass.
+    return part.training or part._buffers.get("running_mean") is None
+
+
+def _is_unasked(part: _BatchNorm) -> bool:
+    """Tell whether nobody has said whose statistics ``part`` uses."""
+    if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
+        return False
+    return getattr(vars(part).get("forward"), "func", None) is not _forward
+
+
+def _forward(
+    module: _BatchNorm, communicator: Communicator, label: str, x: torch.Tensor
+) -> torch.Tensor:
+    if not module.training:
+        return type(module).forward(module, x)
+    module._check_input_dim(x)
+    wide = x if x.dtype.itemsize >= 4 else x.float()
+    dims = [0, *range(2, x.ndim)]
+    channels = x.shape[1]
+    count = x.numel() // channels
+    own_mean = wide.sum(dims) / max(count, 1)
+    own_squares = (wide - _spread(own_mean, x.ndim)).square().sum(dims)
+    row = torch.cat([own_mean.new_full((1,), count), own_mean, own_squares]).unsqueeze(0)
+    rows = all_gather(row, communicator, label=label)
+    counts, means, squares = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    # Squares about each rank's own mean, moved to the common mean: no digits cancel.
+    variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+    _track(module, mean.detach(), variance.detach(), total.detach())
+    scale = torch.rsqrt(variance + module.eps)
+    result = (wide - _spread(mean, x.ndim)) * _spread(scale, x.ndim)
+    if module.weight is not None:
+        result = result * _spread(module.weight, x.ndim) + _spread(module.bias, x.ndim)
+    return result.to(x.dtype)
+
+
+def _spread(vector: torch.Tensor, ndim: int) -> torch.Tensor:
+    """One number a channel, in the shape that multiplies a batch of ``ndim`` dims."""
+    return vector.view(-1, *(1,) * (ndim - 2))
+
+
+@torch.no_grad()
+def _track(
+    module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor
+) -> None:
+    """Move the running statistics, by the variance without bias, as one process does."""
+    if module.running_mean is None or module.running_var is None:
+        return
+    factor = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked += 1
+        if factor is None:
+            factor = 1.0 / float(module.num_batches_tracked)
+    weight = 0.0 if factor is None else factor
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), weight)
+    unbiased = variance * (total / (total - 1))
+    module.running_var.lerp_(unbiased.to(module.running_var.dtype), weight)

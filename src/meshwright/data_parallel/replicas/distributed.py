@@ -1,0 +1,336 @@
+"""`DistributedDataParallel`: a wrapper around one module, as torch's, on the house's replica."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from meshwright.comm import communicator
+from meshwright.comm.graphs.untraced import constant, inlined, untraced
+from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place_of, rename
+from meshwright.data_parallel.replicas.gradient_bucket import check_hook
+from meshwright.data_parallel.replicas.join import UnevenInputs
+from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
+from meshwright.data_parallel.replicas.options import IGNORED_NAMES, ReplicateKeywords, resolved
+from meshwright.data_parallel.replicas.replica import Replica, move_inputs
+from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.mesh import DeviceMesh
+
+__all__ = ["DistributedDataParallel", "one_device"]
+
+
+class DistributedDataParallel(SteppedOver):
+    """Keeps ``module`` equal on all ranks of one axis while they train on different batches.
+
+    Constructing it is collective: parameters are compared, and with ``init_sync`` those and the
+    buffers of rank 0 are given to all. Gradients become their mean over the ranks during each
+    backward pass. A parameter that some ranks did not use counts as zero there; one that no rank
+    used keeps ``.grad`` None. Sparse gradients stay sparse.
+
+    Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns that,
+    and so hooks of parameters, both kinds, see it; what they change is what is summed.
+
+    ``keywords`` are those of `ReplicateKeywords`. On a GPU ``device_ids`` holds the one device that
+    inputs are moved to. ``output_device``, ``dim`` and ``check_reduction`` are accepted as torch's
+    class accepts them. Errors are those of torch's class of this name.
+
+    `copy.deepcopy` and `torch.save` take it: a copy is set up, a collective, in its first forward
+    pass that trains, and evaluates without the other ranks until then.
+
+    >>> model = DistributedDataParallel(Net(), static_graph=True)
+    >>> loss(model(batch)).backward()
+    """
+
+    _wrapped_as = "module"
+    _lacks_hook = False
+    """True for a copy of one with a communication hook that has none yet."""
+    _loads_below: str | None = None
+    """The prefix of the names that torch's checkpoint functions load here."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        check_reduction: bool = False,
+        **keywords: Unpack[ReplicateKeywords],
+    ) -> None:
+        super().__init__()
+        options = resolved(
+            module,
+            keywords,
+            device_ids=one_device(module, device_ids, output_device),
+            wrong_mesh=RuntimeError(
+                f"Only 1D device mesh is supported, but got {keywords.get('device_mesh')}. "
+                'Select one axis of it, for example mesh["replicate"]'
+            ),
+        )
+        self.module = module
+        self.options = options
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
+        self.output_device = output_device
+        self.dim = dim
+        self.find_unused_parameters = keywords.get("find_unused_parameters", False)
+        self._replica: Replica | None = None
+        self._residency = ReplicaResidency(self._set_up)
+        self._set_up()
+        if options.mixed_precision is not None:
+            compute_in(module, options.mixed_precision, (), options.ignored_names)
+        self.register_load_state_dict_post_hook(_clean_reported_names)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        """The module's forward pass; inputs are moved to ``device_ids``."""
+        if torch.compiler.is_compiling():
+            return self._traced(args, kwargs)
+        if torch.autograd._profiler_enabled():
+            with record_function("DistributedDataParallel.forward"):
+                return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        replica = self._replica
+        if replica is None:
+            if not torch.is_grad_enabled():
+                args, kwargs = move_inputs(self.device_ids, args, kwargs)
+                return self.module(*args, **kwargs)
+            replica = self._set_up()
+        moved = replica.before_forward(args, kwargs)
+        if moved is not None:
+            args, kwargs = moved
+        output = self.module(*args, **kwargs)
+        replica.after_forward(output)
+        return output
+
+    @constant
+    def _set_up_now(self) -> None:
+        self._set_up()
+
+    def _set_up(self) -> Replica:
+        """The running half; a collective where there is none yet."""
+        if self._replica is None:
+            if self._lacks_hook:
+                raise RuntimeError(
+                    "the DistributedDataParallel that this one is a copy of reduces by a "
+                    "communication hook, which no copy has: call register_comm_hook on it, too"
+                )
+            options = self.options
+            axis = communicator(options.process_group, options.axis)
+            with torch.inference_mode(False):
+                self._replica = Replica(self.module, axis, options)
+        return self._replica
+
+    @inlined
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        replica = self._replica
+        if replica is None:
+            self._set_up_now()
+            replica = self._set_up()
+        marking = replica.marking
+        # Not when the module's forward could not be traced as a whole.
+        route = replica.route() if torch.compiler.is_compiling() else "eager"
+        if route == "eager":
+            moved = untraced(replica.before_forward, args, kwargs)
+        else:
+            moved = replica.before_traced(self.module, args, kwargs)
+        if moved is not None:
+            args, kwargs = moved
+        if route == "forward":
+            return marking.call(self.module, args, kwargs)
+        output = self.module(*args, **kwargs)
+        if route == "eager":
+            untraced(replica.after_forward, output)
+        return output
+
+    @property
+    def process_group(self) -> Any:  # noqa: ANN401 - c10d's type stays in comm
+        """The group that gradients are reduced over."""
+        return communicator(self.options.process_group, self.options.axis).group
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that was asked for."""
+        return self.options.mesh
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """True when buffers are broadcast in each forward pass."""
+        return self.options.broadcast_buffers
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """The newer name of `broadcast_buffers`."""
+        return self.options.broadcast_buffers
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Bytes that close a gradient bucket."""
+        return self.options.reduction.cap_bytes
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that are left alone."""
+        return set(self.options.ignored_names)
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """True when each ``.grad`` is a view of its bucket."""
+        return self.options.reduction.is_gradient_view
+
+    @property
+    def static_graph(self) -> bool:
+        """True when every iteration has to use the same parameters."""
+        return self.options.reduction.is_static
+
+    @property
+    def mixed_precision(self) -> LowPrecision | None:
+        """The dtypes it computes in, if others than those of its parameters."""
+        return self.options.mixed_precision
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """True when forward passes lead to a reduction; loops that accumulate set it."""
+        return self._replica is None or self._replica.reducer.is_wanted
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_required: bool) -> None:
+        self._set_up().reducer.is_wanted = is_required
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes in the block leave their gradients on this rank, to be reduced later."""
+        with self._set_up().reducer.no_sync():
+            yield
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `UnevenInputs`."""
+        if not enable:
+            return contextlib.nullcontext()
+        return UnevenInputs(
+            self._set_up(),
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Have ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
+
+        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        """
+        checked, self._lacks_hook = check_hook(hook), False
+        self._set_up().reducer.register_hook(state, checked)
+
+    def pipeline_residency(self) -> ReplicaResidency:
+        """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
+        return self._residency
+
+    def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As of any module; for torch's checkpoint functions under the names before wrapping."""
+        found = super().state_dict(*args, **kwargs)
+        if self._is_asked():
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            rename(found, prefix + self._place, prefix)
+        return found
+
+    def _load_from_state_dict(  # pyrefly: ignore[bad-override] # the rest is as in any module
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        self._loads_below = prefix if self._is_asked() else None
+        if self._loads_below is not None:
+            rename(state_dict, prefix, prefix + self._place)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def _place(self) -> str:
+        return ".".join((*place_of(self, self._wrapped_as), ""))
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Leave the named parameters and buffers of ``module`` alone; before wrapping it."""
+        setattr(module, IGNORED_NAMES, set(params_and_buffers_to_ignore))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.options.mixed_precision is not None:
+            raise TypeError(
+                "a DistributedDataParallel with mixed_precision cannot be copied, because of its "
+                "hooks: wrap copy.deepcopy(model.module) again, on every rank"
+            )
+        replica = self._replica
+        state = {key: own for key, own in self.__dict__.items() if key != "_residency"}
+        has_hook = replica is not None and replica.reducer.registered_hook is not None
+        return {**state, "_replica": None, "_lacks_hook": self._lacks_hook or has_hook}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._residency = ReplicaResidency(self._set_up)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - of any object
+        if self.options.process_group is not None or self.options.mesh is not None:
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. For other groups save model.module, and wrap it again"
+            )
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        found = self.__new__(type(self))
+        memo[id(self)] = found
+        kept = self.options  # with its group, which has no copy
+        state = {
+            key: kept if own is kept else copy.deepcopy(own, memo)
+            for key, own in self.__getstate__().items()
+        }
+        found.__setstate__(state)
+        return found
+
+
+def _clean_reported_names(model: DistributedDataParallel, incompatible: Any) -> None:  # noqa: ANN401
+    """Report keys to torch's checkpoint functions by the names that they know."""
+    prefix = model._loads_below
+    if prefix is None:
+        return
+    inner = prefix + model._place
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]
+
+
+def one_device(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None = None,
+) -> list[int | torch.device] | None:
+    """``device_ids`` as a list of the device of this rank. Raises ValueError for any other."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            "device_ids can only be None or contain a single element. "
+            f"Found {list(device_ids)}: each rank has one device"
+        )
+    kinds = {parameter.device.type for parameter in module.parameters()}
+    if kinds == {"cpu"} and (device_ids or output_device is not None):
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with modules "
+            f"on one GPU, but found device_ids {device_ids}, output_device {output_device}, and "
+            "parameters on the CPU. Leave both out"
+        )
+    return list(device_ids) if device_ids else None

@@ -1,0 +1,270 @@
+"""The bucket as a communication hook sees it, in torch's words, and the future that it returns.
+
+A hook is ``hook(state, bucket) -> Future[Tensor]``. The bucket's buffer holds this rank's gradients
+without the factor of the mean; the future's tensor is what they become.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from meshwright.comm import Communicator, communicator
+from meshwright.data_parallel.replicas.buckets import Bucket
+
+__all__ = [
+    "BucketPart",
+    "CommunicationHook",
+    "Deferred",
+    "GradBucket",
+    "RegisteredHook",
+    "check_hook",
+    "compressed_dtype",
+    "reduction_axis",
+    "tensor_of",
+]
+
+T = TypeVar("T")
+
+
+class CommunicationHook(Protocol):
+    """Reduces one bucket; every rank's hook is called for the same buckets in the same order."""
+
+    def __call__(
+        self,
+        state: Any,  # noqa: ANN401 - whatever the hook was registered with
+        bucket: Any,  # noqa: ANN401 - a GradBucket; hooks for torch name torch's
+        /,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the reduction of ``bucket`` and return what it will become."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPart:
+    """One parameter's gradient, or this rank's piece of it, in a bucket's buffer."""
+
+    parameter: torch.nn.Parameter
+    offset: int
+    shape: tuple[int, ...]
+
+
+class GradBucket:
+    """One bucket of gradients, as hooks that were written for torch's protocol expect it."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        parts: Sequence[BucketPart],
+        communicator: Communicator,
+        *,
+        index: int,
+        label: str,
+        is_last: bool | None = None,
+    ) -> None:
+        self.communicator = communicator
+        """The axis over which the gradients are to be reduced."""
+        self.label = label
+        """What its reduction is called in records and reports."""
+        self._buffer = buffer
+        self._parts = tuple(parts)
+        self._index = index
+        # The backward pass of sharded units ends with the first of the forward.
+        self._is_last = index == 0 if is_last is None else is_last
+
+    @classmethod
+    def of(cls, bucket: Bucket, communicator: Communicator, *, is_last: bool) -> GradBucket:
+        """Make the view of ``bucket`` that a hook is given."""
+        layout = bucket.layout
+        parts = [
+            BucketPart(parameter=parameter, offset=offset, shape=tuple(parameter.shape))
+            for offset, parameter in zip(layout.flat.offsets, bucket.parameters, strict=True)
+        ]
+        return cls(
+            bucket.gradients,
+            parts,
+            communicator,
+            index=layout.index,
+            label=layout.label,
+            is_last=is_last,
+        )
+
+    def index(self) -> int:
+        """Its position in the order of the launches; of a sharded unit, in that of the forward."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Check that no other bucket follows in this backward pass."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the tensor of this bucket by another one of as many elements."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients one by one: contiguous views of the buffer in the parameters' shapes."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        return [
+            self._buffer[part.offset : part.offset + math.prod(part.shape)].view(part.shape)
+            for part in self._parts
+        ]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that the gradients belong to."""
+        return [part.parameter for part in self._parts]
+
+
+class Deferred(torch.futures.Future[T]):
+    """A future whose value is made by the thread that waits for it.
+
+    So a chain of collectives runs in the same order on all ranks, and a wait that does not end
+    names the ranks that are missing.
+    """
+
+    def __init__(self, produce: Callable[[], T]) -> None:
+        super().__init__()
+        self._produce: Callable[[], T] | None = produce
+        self._made: list[T] = []
+
+    def wait(self) -> T:
+        """The value, made now when it was not asked for before."""
+        if self._produce is not None:
+            produce, self._produce = self._produce, None
+            self._made.append(produce())
+            self.set_result(self._made[0])
+        return self._made[0]
+
+    def value(self) -> T:
+        """As `wait`."""
+        return self.wait()
+
+    def done(self) -> bool:
+        """Check that the value has been made."""
+        return self._produce is None
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> Deferred[Any]:
+        """Chain ``callback``, called with this future when somebody waits for its value."""
+
+        def chained() -> object:
+            self.wait()
+            return callback(self)
+
+        return Deferred(chained)
+
+
+_COMPRESSED = MappingProxyType(
+    {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
+)
+
+
+def reduction_axis(state: object, bucket: GradBucket) -> Communicator:
+    """The axis that a hook's ``state`` names: a process group, a communicator, or the bucket's."""
+    if state is None:
+        return bucket.communicator
+    if isinstance(state, Communicator):
+        return state
+    return communicator(cast("Any", state))
+
+
+def tensor_of(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    """The tensor that a future holds; works of c10d have lists for results."""
+    found: object = future.wait()
+    return cast("torch.Tensor", found[0] if isinstance(found, list) else found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredHook:
+    """A communication hook with its state."""
+
+    hook: CommunicationHook
+    state: Any
+
+    def run(
+        self, bucket: Bucket, communicator: Communicator, *, is_last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Call the hook. Raises TypeError when it returns anything but a future."""
+        return self.call(GradBucket.of(bucket, communicator, is_last=is_last))
+
+    def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Call the hook. Raises TypeError when it returns anything but a future."""
+        future = self.hook(self.state, bucket)
+        # c10d's works give the class below torch.futures.Future.
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                "callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__} from the communication hook {_name(self.hook)}: wrap a "
+                "tensor that is ready with torch.futures.Future().set_result"
+            )
+        return cast("torch.futures.Future[torch.Tensor]", future)
+
+
+def compressed_dtype(
+    registered: RegisteredHook, axis: Communicator, own: torch.dtype
+) -> torch.dtype | None:
+    """The dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
+
+    None where it does anything but a plain mean over that axis, in one dtype or another. Torch's
+    hooks of the same names count too.
+    """
+    hook, state = registered.hook, registered.state
+    name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", "")
+    if not home.endswith((".comm_hooks", ".ddp_comm_hooks.default_hooks")):
+        return None
+    if state is not None:
+        over = state if isinstance(state, Communicator) else communicator(cast("Any", state))
+        if over != axis:
+            return None
+    return {"allreduce_hook": own, **_COMPRESSED}.get(name)
+
+
+def check_hook(hook: object) -> CommunicationHook:
+    """``hook`` when it can be one.
+
+    Raises TypeError when it cannot be called, ValueError when its annotations are of another
+    protocol.
+    """
+    if not callable(hook):
+        raise TypeError(
+            f"Communication hook must be callable. Found {type(hook).__name__}: pass a function of "
+            "(state, bucket)"
+        )
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except NameError:
+        signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation is not inspect.Parameter.empty:
+        name = getattr(bucket.annotation, "__name__", str(bucket.annotation))
+        if name.split(".")[-1] != "GradBucket":
+            raise ValueError(
+                "Communication hook: bucket annotation should be dist.GradBucket. "
+                f"Found {bucket.annotation!r} in {_name(hook)}"
+            )
+    returned = signature.return_annotation
+    if returned is not inspect.Signature.empty and not _is_future_of_tensor(returned):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"Found {returned!r} in {_name(hook)}"
+        )
+    return cast("CommunicationHook", hook)
+
+
+def _is_future_of_tensor(annotation: object) -> bool:
+    if isinstance(annotation, str):
+        return annotation.replace("torch.futures.", "").replace("torch.", "") == "Future[Tensor]"
+    return annotation == torch.futures.Future[torch.Tensor]
+
+
+def _name(hook: object) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)

@@ -1,0 +1,159 @@
+"""Uneven inputs: ranks that have run out of batches take part until all have.
+
+Before each collective that uses an `Attendance` is coming, the ranks that still train say which::
+
+    rank 0   forward  backward: REDUCE   forward  backward: REDUCE   end: DONE  reduce  end: DONE
+    rank 1   forward  backward: REDUCE   end: DONE  reduce (zeros)       DONE          ...
+
+A rank that is done answers with DONE, reads what the others do, and does its part of it. Sharded
+modules have notices of their own, see `sharded_join`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from types import TracebackType
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.replicas.replica import Replica
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["Attendance", "Notice", "UnevenInputs"]
+
+
+class Notice(IntEnum):
+    """The next action of a rank, as it announces it."""
+
+    DONE = 0
+    REDUCE = 1
+    BROADCAST_BUFFERS = 2
+    STOP = 3
+    """It has no more inputs, and all ranks are to stop."""
+    UNSHARD = 4
+    REDUCE_FURTHER = 5
+    DELIVER = 6
+    STEP = 7
+    CLIP = 8
+
+
+class Attendance:
+    """The ranks that still train, which all of ``communicators`` (a grid) hear in each notice."""
+
+    def __init__(self, communicators: Sequence[Communicator], *, throws: bool) -> None:
+        self.communicators = tuple(communicators)
+        self.active: list[int] = []
+        """Positions of the ranks that trained at the last notice; all ranks know the same."""
+        self.was_uneven = False
+        """Whether a rank was done while others were not."""
+        self._throws = throws
+        self._rank = communicators[0].ranks[communicators[0].rank]
+
+    def give(self, own: Notice, detail: int = 0) -> tuple[Notice, int] | None:
+        """Exchange notices; what the ranks that train are about to do, None when none does.
+
+        Raises RuntimeError when a rank wants all to stop, CollectiveMismatchError when those that
+        train are about to do different things.
+        """
+        rows = [(float(self._rank), float(own), float(detail))]
+        for axis in self.communicators:
+            flat = [number for row in rows for number in row]
+            gathered = axis.gather_numbers(flat, label="uneven inputs")
+            rows = [
+                (row[at], row[at + 1], row[at + 2])
+                for row in gathered
+                for at in range(0, len(row), 3)
+            ]
+        ranks = [int(row[0]) for row in rows]
+        notices = [Notice(int(row[1])) for row in rows]
+        active = [r for r, n in enumerate(notices) if n not in (Notice.DONE, Notice.STOP)]
+        if not active:
+            return None
+        self.active = active
+        self.was_uneven = self.was_uneven or len(active) < len(notices)
+        if Notice.STOP in notices and own is not Notice.STOP:
+            ended = [r for r, n in zip(ranks, notices, strict=True) if n is Notice.STOP]
+            raise RuntimeError(
+                "Detected at least one rank that exhausted inputs. Throwing across all ranks: "
+                f"{ended} had no more, and throw_on_early_termination=True was asked for"
+            )
+        kinds = {(notices[place], int(rows[place][2])) for place in active}
+        if len(kinds) > 1:
+            sides = ", ".join(
+                f"rank {ranks[place]}: {notices[place].name}"
+                + (f" {int(rows[place][2])}" if rows[place][2] else "")
+                for place in active
+            )
+            raise CollectiveMismatchError(
+                f"axis {self.communicators[0].axis}: inside join the ranks that train expect the "
+                f"same collective next, found {sides}. Let every rank run the same kind of "
+                "iterations"
+            )
+        if own is Notice.STOP:
+            raise RuntimeError(
+                f"Rank {self._rank} exhausted all inputs. Ranks {[ranks[r] for r in active]} still "
+                "had some, and throw_on_early_termination=True stops all of them"
+            )
+        return kinds.pop()
+
+    def leave(self) -> tuple[Notice, int] | None:
+        """`give` of a rank that has no more inputs."""
+        return self.give(Notice.STOP if self._throws else Notice.DONE)
+
+
+class UnevenInputs:
+    """A block in which ranks may run different numbers of iterations.
+
+    Gradients are divided by the number of all ranks (``divide_by_initial_world_size``), so that
+    late batches count as they would have, or by the number of those that still train. When the
+    last rank is done, all get its parameters and buffers. With ``throw_on_early_termination`` the
+    end of the first rank is an error on all of them instead. A rank that is done takes part with
+    zeros, so gradients that were reduced before must have been zeroed; ``no_sync`` accumulates.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        divide_by_initial_world_size: bool,
+        throw_on_early_termination: bool,
+    ) -> None:
+        self._replica = replica
+        self._attendance = Attendance([replica.communicator], throws=throw_on_early_termination)
+        self._divides_by_all = divide_by_initial_world_size
+
+    def __enter__(self) -> None:
+        self._replica.reducer.on_reduction = self._before_reduction
+        self._replica.on_buffers = self._before_buffers
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._replica.reducer.on_reduction = None
+        self._replica.on_buffers = None
+        if kind is not None:
+            return
+        attendance = self._attendance
+        while (found := attendance.leave()) is not None:
+            if found[0] is Notice.REDUCE:
+                self._replica.reducer.shadow()
+            else:
+                self._replica.buffers.synchronise(attendance.active[0])
+        if attendance.was_uneven:
+            self._replica.synchronise_all(attendance.active[0])
+        self._replica.reducer.start_over()
+
+    def _before_reduction(self) -> float | None:
+        try:
+            self._attendance.give(Notice.REDUCE)
+        except RuntimeError:
+            self._replica.reducer.withdraw()
+            raise
+        return None if self._divides_by_all else 1.0 / len(self._attendance.active)
+
+    def _before_buffers(self) -> int:
+        self._attendance.give(Notice.BROADCAST_BUFFERS)
+        return self._attendance.active[0]

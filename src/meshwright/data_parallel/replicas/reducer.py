@@ -1,0 +1,564 @@
+"""Gradients of one model over one axis: hooks count them in, buckets are reduced meanwhile.
+
+A backward pass, step by step:
+
+1. The hook of an output (or the first gradient) opens it and asks autograd for a call at its end.
+2. Each gradient counts its bucket down. A full bucket is launched when all before it have been:
+   the order of the launches is the same on every rank, whatever order gradients come in.
+3. At the end the rest is launched, with zeros for what this rank has not used, and everything is
+   waited for.
+
+::
+
+    phase      may become
+    IDLE       BACKWARD (1.)
+    BACKWARD   IDLE     (3., or when a pass that raised is abandoned)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.comm import Communicator
+from meshwright.comm.graphs.untraced import apart
+from meshwright.data_parallel.checks.alignment import NOTES
+from meshwright.data_parallel.checks.pass_notes import PassNotes, sum_notes
+from meshwright.data_parallel.checks.starting_state import compare_parameters
+from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
+from meshwright.data_parallel.replicas.buckets import Bucket, slot_of
+from meshwright.data_parallel.replicas.gradient_bucket import (
+    CommunicationHook,
+    Deferred,
+    RegisteredHook,
+)
+from meshwright.data_parallel.replicas.in_place import InPlaceGradient
+from meshwright.data_parallel.replicas.options import ReductionSettings
+from meshwright.data_parallel.replicas.slots import ARRIVED, BucketLayout, came_empty, plan_buckets
+from meshwright.data_parallel.replicas.sparse_gradient import SparseGradient
+from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
+from meshwright.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from meshwright.data_parallel.replicas.traced import Marking
+
+
+__all__ = ["GradientReducer", "Reduction", "ReductionPhase", "build_reductions", "gradients_in"]
+
+Reduction = Bucket | InPlaceGradient | SparseGradient
+
+
+def build_reductions(
+    layouts: Sequence[BucketLayout],
+    parameters: Sequence[torch.nn.Parameter],
+    settings: ReductionSettings,
+    communicator: Communicator,
+) -> tuple[Reduction, ...]:
+    """One for each layout, whose slots count ``parameters``."""
+    built: list[Reduction] = []
+    alone: list[InPlaceGradient] = []
+    zeros = settings.zeros_for_unused
+    for layout in layouts:
+        members = [parameters[slot.index] for slot in layout.slots]
+        if layout.is_sparse:
+            built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros))
+            continue
+        if layout.is_alone:
+            alone.append(InPlaceGradient(layout, members[0], communicator.empty_shared))
+            built.append(alone[-1])
+            continue
+        is_view = settings.is_gradient_view and all(
+            parameter.dtype == layout.dtype for parameter in members
+        )
+        built.append(
+            Bucket(
+                layout,
+                members,
+                communicator.empty_shared(layout.numel, layout.dtype),
+                is_gradient_view=is_view,
+                riders=alone if layout is layouts[-1] else (),
+                zeros_for_unused=zeros,
+            )
+        )
+    return tuple(built)
+
+
+def gradients_in(reductions: Sequence[Reduction]) -> Iterator[torch.Tensor]:
+    """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
+
+    Of a sparse gradient the values.
+    """
+    for reduction in reductions:
+        if isinstance(reduction, Bucket) and reduction.is_gradient_view:
+            yield reduction.gradients
+            continue
+        for parameter in reduction.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class ReductionPhase(StrEnum):
+    """The phase of a reducer: in a backward pass, or between two."""
+
+    IDLE = "idle"
+    BACKWARD = "backward"
+
+
+class GradientReducer:
+    """Makes ``.grad`` of every trainable parameter the mean over the ranks of ``communicator``.
+
+    A scale other than the mean's can be set with `scale_by`. Parameters are counted by their
+    position in ``named``; those that do not require grad have no place in a bucket, and are given
+    one in the first forward pass that finds them trainable. Of DTensors the part of this rank is
+    reduced; ``local`` tells how they compute, by their ``id``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        settings: ReductionSettings,
+        local: Mapping[int, LocalParameter] = MappingProxyType({}),
+    ) -> None:
+        self.communicator = communicator
+        self.is_wanted = True
+        """Whether forward passes from now on lead to a reduction."""
+        self.is_synchronising = True
+        """Whether the next backward pass reduces: what was wanted when its forward pass began."""
+        self.phase = ReductionPhase.IDLE
+        self._mean = 1.0 / communicator.size
+        self._scale: Callable[[], float] | None = None
+        self.on_reduction: Callable[[], float | None] | None = None
+        """Called before the first bucket of a pass; may return the factor of the mean."""
+        self.registered_hook: RegisteredHook | None = None
+        self.marking: Marking | None = None
+        """How gradients are marked while a backward pass is traced."""
+        self._next = 0
+        self._factor: float | None = None
+        self._trainable: list[bool] = []
+        self.buckets: tuple[Reduction, ...] = ()
+        self._alone: tuple[InPlaceGradient, ...] = ()
+        self._homes: list[tuple[Reduction, int] | None] = []
+        self.leaves = ReducedLeaves((), {})
+        self.take_up(named, settings, local)
+
+    def take_up(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        settings: ReductionSettings,
+        local: Mapping[int, LocalParameter],
+    ) -> None:
+        """Reduce the gradients of ``named`` from now on, in place of those until now.
+
+        All ranks do it before the same pass. What passes before have shown, as which parameters
+        are used, is forgotten.
+        """
+        self.leaves.release()
+        self.settings = settings
+        self.named = tuple(named)
+        parameters = [parameter for _, parameter in named]
+        self.leaves = ReducedLeaves(parameters, local)
+        self._notes = PassNotes(named, settings)
+        self.alignment = self._notes.alignment
+        self._static = self._notes.static
+        self._unused: frozenset[int] | None = None
+        """Parameters that no rank used in the first reduction, when they are to be skipped."""
+        self._arrange()
+
+    @property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return tuple(bucket.layout for bucket in self.buckets)
+
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        """All gradients, see `gradients_in`. Not for DTensors, which have theirs themselves."""
+        return tuple(gradients_in(self.buckets))
+
+    @property
+    def found_non_finite(self) -> list[str]:
+        """Parameters with a value of this rank that was not finite, in the last backward pass."""
+        return [] if self._notes.values is None else self._notes.values.names()
+
+    @property
+    def is_scaled(self) -> bool:
+        """True when gradients are multiplied by another factor than the mean's."""
+        return self._scale is not None
+
+    def scale_by(self, scale: Callable[[], float] | None) -> None:
+        """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
+
+        It is called once for each backward pass that reduces, just before the first bucket.
+        """
+        self._scale = scale
+
+    def register_hook(self, state: object, hook: CommunicationHook) -> None:
+        """Have ``hook`` reduce the buckets from now on, see `GradBucket`. It makes the mean itself.
+
+        Raises RuntimeError when there is one already, or in a backward pass.
+        """
+        if self.registered_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                "Combine the hooks into one function"
+            )
+        if self.phase is not ReductionPhase.IDLE:
+            raise RuntimeError("register_comm_hook inside a backward pass: call it before forward")
+        if self.settings.sparse and getattr(hook, "is_for_dense", False):
+            raise RuntimeError(
+                f"parameters {', '.join(sorted(self.settings.sparse))} have sparse gradients, "
+                "which this communication hook cannot send: build their embeddings with "
+                "sparse=False, or take allreduce_hook or a hook for half precision"
+            )
+        self.registered_hook = RegisteredHook(hook=hook, state=state)
+        self._arrange()
+
+    def begin_forward(self) -> None:
+        """Get ready for the gradients of a forward pass that has just begun."""
+        self.is_synchronising = self.is_wanted
+        if self.marking is not None and not self.is_wanted:
+            self.marking.keep()
+        self.alignment.begin_forward()
+        self.follow_training()
+
+    def follow_training(self) -> None:
+        """Give parameters their places anew where other ones require grad than before."""
+        self.follow_leaves()
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            changes = zip(self.named, trainable, self._trainable, strict=True)
+            name, trains = next((n, now) for (n, _), now, before in changes if now != before)
+            self._arrange_anew(f": {name} {'trains' if trains else 'is frozen'} now")
+        elif self._kinds != self._kinds_now():
+            self._arrange_anew(": the module was converted")
+
+    def follow_leaves(self) -> None:
+        """Find leaves of DTensors anew, and hook what trains now; not collective, as traces are."""
+        if self.leaves and self.leaves.follow():
+            self._arrange()
+        self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
+
+    def _arrange_anew(self, reason: str) -> None:
+        compare_parameters(self.communicator, self.named, self.settings.sparse, reason=reason)
+        self._arrange()
+
+    def _kinds_now(self) -> list[object]:
+        """The dtype of each parameter, and a device: modules move as a whole."""
+        kinds: list[object] = [parameter.dtype for parameter in self._parameters]
+        kinds.extend(parameter.device for parameter in self._parameters[:1])
+        return kinds
+
+    def begin_backward(self) -> None:
+        """Open a backward pass, unless one is open; must be called from inside it."""
+        if self.phase is ReductionPhase.BACKWARD or not self.is_synchronising:
+            return
+        self._open()
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _open(self) -> None:
+        self.phase = ReductionPhase.BACKWARD
+        if self.marking is not None and self.marking.has_begun:
+            self.marking.has_begun = False
+            self.alignment.begin_forward()
+        self._notes.begin()
+        if self.leaves:
+            self.leaves.lend()
+        for bucket in self._alone:
+            bucket.begin()
+
+    def start(self) -> None:
+        """Start to reduce what ``.grad`` holds, outside of a backward pass; `finish` ends it."""
+        if self._static is not None:
+            self._static.skip()
+        self._open()
+        self._launch_rest()
+
+    def abandon(self) -> None:
+        """Close a backward pass that raised, if one did, so that the next one starts clean.
+
+        What this rank has not launched is launched void: peers that raised at another place have
+        issued the same reductions then, and peers that did not raise get an error and never a mean
+        that lacks a rank.
+        """
+        if self.phase is ReductionPhase.IDLE:
+            return
+        is_void = self._next < len(self.buckets)
+        with torch.no_grad():
+            while self._next < len(self.buckets):
+                self.buckets[self._next].fill_void()
+                self._launch()
+            for bucket in self._by_end():
+                bucket.drop()
+            self._share_notes()
+        last = self.buckets[-1] if self.buckets else None
+        is_seen = is_void and not self._is_local and isinstance(last, Bucket)
+        if is_seen and not self.alignment.agrees(last.extra[:NOTES]):
+            self.alignment.refuse(self.communicator, gave_up=True)
+        self._reset()
+
+    def start_over(self) -> None:
+        """All ranks have the same weights now, however many passes each has run."""
+        self.alignment.start_over()
+
+    def withdraw(self) -> None:
+        """Close a backward pass that all ranks give up before its first reduction."""
+        self._reset()
+
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Take part in the reductions of a backward pass that this rank does not have."""
+        for bucket in self.buckets:
+            bucket.fill_absent()
+            self._launch()
+        for bucket in self._by_end():
+            bucket.drop()
+        self._share_notes()
+        self._next = 0
+        error = self._judge(is_own=False)
+        self._skip_unused()
+        if error is not None:
+            raise error
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes in the block leave their gradients on this rank, to be reduced later."""
+        before, self.is_wanted = self.is_wanted, False
+        try:
+            yield
+        finally:
+            self.is_wanted = before
+
+    def _arrange(self) -> None:
+        """Give every parameter that requires grad now its place in a bucket."""
+        self._parameters = self.leaves.parameters
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        skipped = self._unused or frozenset()
+        settings = self.settings
+        may_be_alone = not settings.is_gradient_view and self.registered_hook is None
+        names = [name for name, _ in self.named]
+        slots = [
+            slot_of(index, names, self._parameters[index], settings, may_be_alone=may_be_alone)
+            for index, wanted in enumerate(self._trainable)
+            if wanted and index not in skipped
+        ]
+        layouts = plan_buckets(
+            slots,
+            first_bytes=settings.first_bytes,
+            cap_bytes=settings.cap_bytes,
+            listed_bytes=settings.listed_bytes,
+            extra_notes=self._notes.numel if slots else 0,
+        )
+        self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
+        self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
+        self._kinds = self._kinds_now()
+        self._homes = [None] * len(self._parameters)
+        for bucket in self.buckets:
+            for place, slot in enumerate(bucket.layout.slots):
+                self._homes[slot.index] = (bucket, place)
+        self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
+
+    @apart
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        """One gradient is complete on this rank. Called for every parameter: keep it short."""
+        if torch.compiler.is_compiling():
+            if self.is_synchronising and self.marking is not None:
+                self.marking.accumulated(index, parameter)
+            return
+        home = self._homes[index]
+        if not self.is_synchronising:
+            if self.marking is not None:
+                self.marking.stays()
+            return
+        if home is None:
+            self._refuse_skipped(index)
+            return
+        if self.phase is not ReductionPhase.BACKWARD:
+            self.begin_backward()
+        bucket, place = home
+        if self._static is not None and not self._static.arrived(index):
+            return
+        if bucket.arrived[place]:
+            if bucket.layout.index < self._next or bucket.is_taken(place):
+                raise late_gradient(bucket, place, self.buckets, rank=self._rank)
+            return
+        if bucket.takes(place):
+            self._take(bucket, place)
+        bucket.arrived[place] = ARRIVED if parameter.grad is not None else came_empty(parameter)
+        bucket.missing -= 1
+        if bucket.missing == 0 and bucket.layout.index == self._next:
+            self._launch_ready()
+
+    @apart
+    def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
+        """As `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
+        if torch.compiler.is_compiling():
+            if self.marking is not None:
+                self.marking.accumulated_at_leaf(index, leaf)
+            return
+        if not self.is_synchronising:
+            if self.marking is not None:
+                self.marking.stays()
+            self.leaves.keep(index)
+            return
+        self.begin_backward()
+        self.leaves.collect(index)
+        self._arrived(index, leaf)
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._launch_next()
+
+    @torch.no_grad()
+    def _take(self, bucket: Reduction, place: int) -> None:
+        bucket.take(place, self._current_factor())
+
+    def _current_factor(self) -> float:
+        """Compute the factor of gradients in this backward pass."""
+        if self._factor is None:
+            mean = self._mean
+            if self.on_reduction is not None:
+                mean = self.on_reduction() or mean
+            self._factor = mean if self._scale is None else self._scale()
+            if self.registered_hook is not None:
+                self._factor *= self.communicator.size
+        return self._factor
+
+    @torch.no_grad()
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        bucket.fill(self._current_factor())
+        if self._notes.values is not None:
+            bucket.look(self._notes.values)
+        if isinstance(bucket, Bucket) and len(bucket.extra):
+            self._notes.write(bucket.extra)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Start the next reduction, whose bucket has been filled."""
+        bucket = self.buckets[self._next]
+        registered = self.registered_hook
+        if registered is not None and isinstance(bucket, SparseGradient):
+            if not self._is_local:
+                bucket.launch(self.communicator, registered.call)
+        elif registered is None or not isinstance(bucket, Bucket):
+            bucket.launch(self.communicator)
+        elif bucket.parameters:
+            before = self.buckets[self._next - 1] if self._next else None
+            if isinstance(before, Bucket) and self.communicator.device.type == "cpu":
+                # Its collectives may go on in c10d's threads, in an order of their own.
+                before.await_hook(unless=Deferred)
+            is_last = self._next == len(self.buckets) - 1
+            bucket.launch_by(
+                partial(registered.run, communicator=self.communicator, is_last=is_last)
+            )
+        self._next += 1
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._launch_next()
+
+    @torch.no_grad()
+    @apart
+    def finish(self) -> None:
+        """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
+        self._launch_rest()
+        if self.registered_hook is None:
+            for bucket in self.buckets:
+                bucket.finish()
+        else:
+            held = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
+            for bucket in self._by_end():
+                if isinstance(bucket, Bucket):
+                    bucket.await_hook()
+                    if self._notes.reduced is not None:
+                        bucket.look(self._notes.reduced)
+                elif not self._is_local:
+                    bucket.finish()
+            if held and len(held[-1].extra):
+                self._notes.add_reduced(held[-1].extra)
+            self._share_notes()
+            for bucket in held:
+                bucket.adopt()
+        error = self._judge(is_own=True)
+        if self._static is not None:
+            self._static.end()
+        if self.leaves:
+            self.leaves.give_back()
+        self._reset()
+        self._skip_unused()
+        if error is not None:
+            raise error
+
+    def _by_end(self) -> Sequence[Reduction]:
+        """In the order in which they end: sparse ones last where a hook gets them only then."""
+        if self.registered_hook is None:
+            return self.buckets
+        return sorted(self.buckets, key=lambda bucket: isinstance(bucket, SparseGradient))
+
+    def _skip_unused(self) -> None:
+        """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
+        if not self.settings.skips_unused or self._unused is not None or self._is_local:
+            return
+        found: set[int] = set()
+        for bucket in self.buckets:
+            if isinstance(bucket, Bucket):
+                found.update(bucket.unused())
+            elif isinstance(bucket, SparseGradient) and bucket.is_unused:
+                found.add(bucket.layout.slots[0].index)
+        self._unused = frozenset(found)
+        if found:
+            self._arrange()
+
+    def _refuse_skipped(self, index: int) -> None:
+        if self._unused is not None and index in self._unused:
+            raise unexpected_gradient(self.named[index][0], rank=self._rank)
+
+    def _share_notes(self) -> None:
+        """Sum what lies behind the gradients where a communication hook has reduced without it."""
+        if self.registered_hook is not None and not self._is_local:
+            notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
+            sum_notes(notes, self.communicator)
+
+    @property
+    def _is_local(self) -> bool:
+        """True when the communication hook leaves gradients on this rank."""
+        registered = self.registered_hook
+        return registered is not None and bool(getattr(registered.hook, "is_local", False))
+
+    def _judge(self, *, is_own: bool) -> NonFiniteError | None:
+        """Raise on every rank where one has said that this pass is void.
+
+        Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
+        says that all ranks have reduced a pass of their own.
+        """
+        last = self.buckets[-1] if self.buckets else None
+        if not isinstance(last, Bucket) or not len(last.extra):
+            return None
+        notes, communicator, is_local = last.extra, self.communicator, self._is_local
+        is_own = is_own and not is_local
+        error = self._notes.refuse(notes, communicator, is_own=is_own)
+        if error is not None:
+            self._reset()
+            raise error
+        return self._notes.refuse_non_finite(notes, communicator, is_local=is_local)
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+        self._next = 0
+        self._factor = None
+        if self._static is not None:
+            self._static.reset()
+        self.phase = ReductionPhase.IDLE
+        if self.leaves:
+            self.leaves.give_up()
+
+    @property
+    def _rank(self) -> int:
+        return self.communicator.ranks[self.communicator.rank]

@@ -1,0 +1,366 @@
+"""A module that is kept equal on all ranks: set-up, buffers and inputs, around its reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
+from meshwright.comm.dtensors.dtensor import known_at_rest
+from meshwright.comm.graphs.functional import broadcast_traced
+from meshwright.comm.graphs.untraced import apart, constant
+from meshwright.data_parallel.checks.forward_writes import ForwardWrites, refuse_max_norm
+from meshwright.data_parallel.checks.starting_state import (
+    broadcast_tensors,
+    compare_digests,
+    compare_parameters,
+    digest_of,
+)
+from meshwright.data_parallel.distributed_parameters import check_axes, local_parameters
+from meshwright.data_parallel.modules.batch_norm import LocalStatistics
+from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
+from meshwright.data_parallel.modules.module_tensors import ModuleParameters, lent_now
+from meshwright.data_parallel.modules.nested import tensors_in
+from meshwright.data_parallel.replicas.options import ReplicateOptions
+from meshwright.data_parallel.replicas.reducer import GradientReducer
+from meshwright.data_parallel.replicas.traced import Marking, Route
+from meshwright.errors import CollectiveMismatchError
+from meshwright.gradients import mark_mean
+
+__all__ = ["Replica", "move_inputs"]
+
+ALIKE = (
+    "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
+    "before rank 0's values can be sent. Start all ranks alike, or run the module itself first"
+)
+
+
+class Replica:
+    """One module on one axis, set up and running.
+
+    Constructing it is collective: parameters are compared over the ranks, and with ``init_sync``
+    parameters and buffers are broadcast from the axis' rank 0.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        options: ReplicateOptions,
+        *,
+        may_be_frozen: bool = False,
+    ) -> None:
+        self.communicator = communicator
+        self.device_ids = None if options.device_ids is None else list(options.device_ids)
+        """The device that inputs are moved to, as a list of one; None on the CPU."""
+        self.broadcast_buffers = options.broadcast_buffers
+        self.on_buffers: Callable[[], int] | None = None
+        """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
+        self._has_equal_buffers = False
+        """Whether a forward pass has begun with equal buffers and has not ended: the one that
+        follows on an exception takes its place, and other ranks broadcast no second time."""
+        self._options = options
+        apart = options.ignored, options.ignored_names
+        self.buffers = EqualBuffers(module, communicator, *apart)
+        self._held = ModuleParameters(module, *apart)
+        self._was_lent = False
+        """True when a forward pass ran with what a call lent it: what the module trains is then
+        looked at when the backward begins, after that call."""
+        self._statistics = LocalStatistics(module, [communicator])
+        self._writes = ForwardWrites(communicator)
+        self._is_stepping = False
+        """Tell whether the backward pass that runs ends with steps of optimizers."""
+        parameters = self._held.named
+        self._stepped = take_over_steps([parameter for _, parameter in parameters])
+        may_be_frozen = may_be_frozen or self._held.is_lent
+        _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
+        if communicator.size > 1:
+            refuse_max_norm(module, parameters)
+        self._check_axes(parameters)
+        mark_mean([parameter for _, parameter in parameters], [communicator])
+        sparse = _sparse_names(module, parameters)
+        starts_alike = options.init_sync and options.init_buffers
+        sends_buffers = starts_alike or options.broadcast_buffers
+        buffers = self.buffers.look() if sends_buffers else {}
+        compare_parameters(communicator, parameters, sparse, buffers=buffers)
+        if options.init_sync:
+            tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
+            tensors += buffers.values() if starts_alike else ()
+            broadcast_tensors(communicator, tensors, label="broadcast parameters")
+        lent = {id(tensor) for tensor in (lent_now() or {}).values()}
+        self._unsent = [name for name, each in buffers.items() if id(each) in lent]
+        """Buffers in whose place a call had lent others when rank 0's were sent."""
+        self.reducer = GradientReducer(
+            communicator,
+            parameters,
+            replace(options.reduction, sparse=sparse),
+            local_parameters(module),
+        )
+        self.marking = self.reducer.marking = Marking(
+            module,
+            self.reducer,
+            communicator,
+            swaps_parameters=options.mixed_precision is not None,
+        )
+
+    @property
+    def is_driven(self) -> bool:
+        """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
+        return self.marking.is_driven
+
+    @is_driven.setter
+    def is_driven(self, is_driven: bool) -> None:
+        if is_driven and self._stepped:
+            raise RuntimeError(
+                "parameters have optimizers in the backward (_apply_optimizer_in_backward), which "
+                "would step in the middle of a pipeline's schedule: step after it"
+            )
+        self.marking.is_driven = is_driven
+
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Get ready for a forward pass of the module; returns inputs on the module's device."""
+        # A forward pass inside a backward pass recomputes activations: it begins nothing.
+        if torch._C._current_graph_task_id() != -1:
+            return None
+        if not self.is_driven:
+            self.begin()
+        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
+
+    def route(self) -> Route:
+        """Return where gradients of the pass that is traced are marked."""
+        if self._stepped or not (self.is_driven or self._follow_module()):
+            return "eager"
+        return self.marking.route()
+
+    def before_traced(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """As `before_forward`, of a pass that is traced and whose gradients are marked."""
+        if torch.is_grad_enabled():
+            self.marking.begin()
+            # What is compared stays so, or the graph does not run: it is for these objects alone.
+            held = dict(module.named_parameters())
+            _ = [held.get(name) is parameter for name, parameter in self.reducer.named]
+        if self.broadcast_buffers and self.reducer.is_wanted:
+            known = self._buffer_names().split("\n")
+            # Through the module, or a graph would go on with the buffers that it has now.
+            found = [buffer for name, buffer in module.named_buffers() if name in known]
+            if found:
+                broadcast_traced(self.communicator, found)
+        return None if self.device_ids is None else move_inputs(self.device_ids, args, kwargs)
+
+    def begin(self) -> None:
+        """Begin a forward pass, or a pipeline's step: with the tensors that the module holds now,
+        and buffers of one rank for all.
+        """
+        if self._unsent and lent_now() is None:
+            self._send_own_buffers()
+        if not torch.is_grad_enabled():
+            if not self.reducer.named:
+                self._take_up()  # a call has hidden the module's own until now
+        else:
+            self.reducer.abandon()
+            self._is_stepping = False
+            self._take_up()
+            self.reducer.begin_forward()
+            if self._statistics.is_due:
+                self._statistics.tell()
+            if self._writes.is_due:
+                self._writes.begin(self.reducer.named)
+        if not (self.broadcast_buffers and self.reducer.is_wanted):
+            return
+        if self.buffers.follow() and not self._has_equal_buffers:
+            self.buffers.broadcast(0 if self.on_buffers is None else self.on_buffers())
+            self._has_equal_buffers = not self.is_driven
+
+    def _take_up(self) -> None:
+        """Reduce parameters that are others than before, as all were at first; collective then.
+
+        They are compared, and with ``init_sync`` given the values of rank 0; where a pass may have
+        computed with them already, they must have these.
+        """
+        found, reducer = self._held.look(), self.reducer
+        was_lent, self._was_lent = self._was_lent, self._held.is_lent
+        if found is reducer.named:
+            return
+        known = {id(parameter) for _, parameter in reducer.named}
+        fresh = {name: parameter for name, parameter in found if id(parameter) not in known}
+        module = self._held.module
+        _check(module, found, self.device_ids, may_be_frozen=True)
+        self._check_axes(fresh.items())
+        sparse = _sparse_names(module, found)
+        reason = _difference(reducer.named, found, fresh)
+        compare_parameters(self.communicator, found, sparse, fresh=fresh, reason=reason)
+        if self._options.init_sync and was_lent:
+            self._compare_values(fresh)
+        elif self._options.init_sync:
+            broadcast_tensors(self.communicator, fresh.values(), label="broadcast parameters")
+        mark_mean(fresh.values(), [self.communicator])
+        self._stepped += take_over_steps(list(fresh.values()))
+        reducer.take_up(found, replace(reducer.settings, sparse=sparse), local_parameters(module))
+        self.marking.take_up()
+        self._statistics.follow(module)
+
+    def _send_own_buffers(self) -> None:
+        """Give the module's own buffers the values that rank 0 has of them at the start."""
+        names = tuple(self._unsent)
+        self._unsent.clear()
+        own = self.buffers.follow()
+        if self._options.init_sync and self._options.init_buffers:
+            found = [own[name] for name in names if name in own]
+            broadcast_tensors(self.communicator, found, label="broadcast buffers")
+
+    def _compare_values(self, fresh: Mapping[str, nn.Parameter]) -> None:
+        digests = [(name, digest_of(parameter)) for name, parameter in fresh.items()]
+        rows = [(name, None if each is None else (each, each, each)) for name, each in digests]
+        if difference := compare_digests(self.communicator, rows, "", ALIKE):
+            raise CollectiveMismatchError(difference)
+
+    def _check_axes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            known = known_at_rest(parameter)
+            if known is not None:
+                check_axes(name, known, self.communicator)
+
+    @constant
+    def _follow_module(self) -> bool:
+        """Take up what the module holds when a pass is traced: collective where that is others.
+
+        A graph is traced anew when a parameter has become another object. Returns False where the
+        module's own are out of sight.
+        """
+        if self._unsent and lent_now() is None:
+            self._send_own_buffers()
+        if torch.is_grad_enabled():
+            self._take_up()
+            if self._statistics.is_due:
+                self._statistics.tell()
+        if self.broadcast_buffers and self.reducer.is_wanted:
+            self.buffers.follow()
+        return not self._held.is_lent
+
+    @constant
+    def _buffer_names(self) -> str:
+        return "\n".join(self.buffers.look())
+
+    def after_forward(self, output: object) -> None:
+        """Make the backward pass of ``output`` tell the reducer when it begins.
+
+        Without this a rank that uses none of the parameters would never join the reductions.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._has_equal_buffers = False
+        if self.is_driven or not torch.is_grad_enabled():
+            return
+        if self._writes.is_due:
+            self._writes.end()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+
+    def synchronise_all(self, source: int) -> None:
+        """Give every rank the parameters and buffers of rank ``source`` of the axis."""
+        buffers = self.buffers.look().values()
+        tensors = [*(parameter for _, parameter in self.reducer.named), *buffers]
+        broadcast_tensors(self.communicator, tensors, label="broadcast parameters", source=source)
+
+    @apart
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            if self._was_lent:
+                self._take_up()
+            self.reducer.begin_backward()
+            if self._stepped and self.reducer.is_synchronising and not self._is_stepping:
+                self._is_stepping = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._step)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Step by optimizers in the backward, with the means: after the reducer has finished."""
+        self._is_stepping = False
+        for parameter in self._stepped:
+            if parameter.grad is not None:
+                step_in_backward(parameter)
+
+
+def _difference(
+    before: Sequence[tuple[str, nn.Parameter]],
+    now: Sequence[tuple[str, nn.Parameter]],
+    fresh: Collection[str],
+) -> str:
+    """Return what a rank tells others that do something else when its parameters are other ones."""
+    for name in fresh:
+        return f": parameter {name!r} was given anew"
+    for name in sorted({name for name, _ in before} - {name for name, _ in now}):
+        return f": parameter {name!r} is gone"
+    return ": parameters have another order"
+
+
+def _check(
+    module: nn.Module,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    device_ids: Sequence[int | torch.device] | None,
+    *,
+    may_be_frozen: bool,
+) -> None:
+    """Refuse what could only fail later, on this rank, before any collective."""
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with "
+                f"`DistributedDataParallel` or replicate: {name!r} has no shape yet. "
+                "Run a forward pass on one batch first"
+            )
+    if not may_be_frozen and not any(p.requires_grad for _, p in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            f"requires a gradient. None of the {len(parameters)} parameters of this "
+            f"{type(module).__name__} does, so replicate has nothing to do either"
+        )
+    kinds = sorted({parameter.device.type for _, parameter in parameters})
+    if len(kinds) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, "
+            f"but its parameters are on {' and '.join(kinds)}"
+        )
+    if device_ids is not None and kinds == ["cpu"]:
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            f"modules on one GPU, but the parameters are on the CPU and device_id is "
+            f"{device_ids[0]}. Leave device_id out"
+        )
+
+
+def _sparse_names(
+    module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> frozenset[str]:
+    """The parameters that modules look rows up in with sparse gradients."""
+    tables = {
+        id(part.weight)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    return frozenset(name for name, parameter in parameters if id(parameter) in tables)
+
+
+def move_inputs(
+    device_ids: Sequence[int | torch.device] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` with their tensors on the one device, if any."""
+    if not device_ids:
+        return args, kwargs
+    return tree_map(partial(_moved, device_ids[0]), (args, kwargs))
+
+
+def _moved(device: int | torch.device, value: object) -> object:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

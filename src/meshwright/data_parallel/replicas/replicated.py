@@ -1,0 +1,389 @@
+"""`replicate`: one module, the same on every rank, trained on different batches.
+
+The module keeps its parameters, names and state dict. Its class becomes a subclass of its own
+that adds `set_requires_gradient_sync` and `no_sync`, so ``isinstance`` holds as before. Set-up
+happens in the first forward pass::
+
+    ReplicateOptions (what was asked for)  ──first forward──>  Replica (running)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Unpack
+
+import torch
+from torch import nn
+
+from meshwright.comm import communicator
+from meshwright.comm.graphs.untraced import constant, inlined, untraced
+from meshwright.data_parallel.modules.of_this_process import OfThisProcess
+from meshwright.data_parallel.replicas.distributed import one_device
+from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
+from meshwright.data_parallel.replicas.join import UnevenInputs
+from meshwright.data_parallel.replicas.low_precision import compute_in
+from meshwright.data_parallel.replicas.options import ReplicateKeywords, ReplicateOptions, resolved
+from meshwright.data_parallel.replicas.replica import Replica
+from meshwright.data_parallel.replicas.traced import Route, TracedForward
+from meshwright.data_parallel.residency import ReplicaResidency
+from meshwright.gradients import look_at_optimizers
+
+__all__ = [
+    "Replicate",
+    "ReplicateState",
+    "ReplicatedModule",
+    "check_names",
+    "replicate",
+]
+
+STATES = "_meshwright_states"
+"""The attribute of a module that holds the state of each composable function applied to it."""
+
+NAME = "replicate"
+
+
+class ReplicateState:
+    """The state of one replicated module: options now, a `Replica` from the first forward on."""
+
+    def __init__(self, module: nn.Module, options: ReplicateOptions) -> None:
+        self.options = options
+        self.is_synchronised = True
+        """Whether forward passes lead to a reduction; taken over by the replica."""
+        # The module holds this state, so a strong reference back would be a cycle.
+        self._module = weakref.ref(module)
+        self._replica: Replica | None = None
+        self._hook: tuple[object, CommunicationHook] | None = None
+        self._body: TracedForward | None = None
+        self._is_called = False
+        """Whether the module was called, and its forward pass comes next."""
+        # A stage without anything to train may still have buffers to keep equal.
+        self.residency = ReplicaResidency(lambda: self._set_up(may_be_frozen=True))
+
+    @property
+    def replica(self) -> Replica:
+        """The running half, set up now when there was no forward pass yet (a collective then)."""
+        return self._set_up(may_be_frozen=False)
+
+    def _set_up(self, *, may_be_frozen: bool) -> Replica:
+        if self._replica is None:
+            module = self._module()
+            if module is None:
+                raise RuntimeError("the replicated module is gone")
+            options = self.options
+            options = replace(options, ignored=_with_managed(module, options.ignored))
+            with torch.inference_mode(False):  # an evaluation may come first
+                self._replica = Replica(
+                    module,
+                    communicator(options.process_group, options.axis),
+                    options,
+                    may_be_frozen=may_be_frozen,
+                )
+            self._replica.reducer.is_wanted = self.is_synchronised
+            if self._hook is not None:
+                self._replica.reducer.register_hook(*self._hook)
+        return self._replica
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Set whether forward passes from now on lead to a reduction of their gradients."""
+        self.is_synchronised = requires_gradient_sync
+        if self._replica is not None:
+            self._replica.reducer.is_wanted = requires_gradient_sync
+
+    def register_hook(self, state: object, hook: object) -> None:
+        """Have ``hook`` reduce the gradients, from the set-up on when that is still to come."""
+        checked = check_hook(hook)
+        if self._hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. "
+                "Combine the hooks into one function"
+            )
+        if self._replica is not None:
+            self._replica.reducer.register_hook(state, checked)
+        self._hook = (state, checked)
+
+    def _ddp_weakref(self) -> Replica | None:
+        """The live replica with its ``device_ids``; None before the first forward pass."""
+        return self._replica
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The module's forward pre-hook."""
+        self._is_called = True
+        if torch.compiler.is_compiling():
+            if self._route() == "eager":
+                return untraced(self.before_forward, module, args, kwargs)
+            return self.replica.before_traced(module, args, kwargs)
+        return self.replica.before_forward(args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """The module's forward hook."""
+        if not torch.compiler.is_compiling():
+            self.replica.after_forward(output)
+        elif self._route() == "eager":
+            untraced(self.after_forward, module, args, output)
+
+    @inlined
+    def forward(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """Call ``run``, the forward of the module's own class, compiled or not."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the replicated module is gone")
+        if self._is_called:
+            self._is_called = False
+            return self._compute(run, module, args, kwargs)
+        # The user has called `forward` itself, and so no hook of the module.
+        args, kwargs = self.before_forward(module, args, kwargs) or (args, kwargs)
+        self._is_called = False
+        output = self._compute(run, module, args, kwargs)
+        self.after_forward(module, args, output)
+        return output
+
+    @inlined
+    def _compute(
+        self,
+        run: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # noqa: ANN401
+        if not torch.compiler.is_compiling() or self._route() != "forward" or self._body is None:
+            return run(module, *args, **kwargs)
+        return self.replica.marking.call(self._body, (run, *args), kwargs)
+
+    def _route(self) -> Route:
+        return self.replica.route() if self._is_traceable() else "eager"
+
+    @constant
+    def _is_traceable(self) -> bool:
+        """Check that the module's class computes its forward; sets the replica up, a collective."""
+        module = self._module()
+        if self.replica is None or module is None or "forward" in vars(module):
+            return False
+        if self._body is None:
+            self._body = TracedForward(module)
+        return True
+
+
+class ReplicatedModule(OfThisProcess):
+    """The members that the class of a replicated module has beside its own."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Make a module of the class before: a slice of a container has no gradients to reduce."""
+        return cls.__bases__[1](*args, **kwargs)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Set whether forward passes from now on lead to a reduction of their gradients.
+
+        Gradients of passes without one stay on this rank and are part of the next reduction.
+        """
+        replicate.state(self).set_requires_gradient_sync(requires_gradient_sync)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes inside the block do not lead to a reduction.
+
+        >>> with model.no_sync():
+        ...     loss(model(first)).backward()
+        >>> loss(model(second)).backward()  # reduces the sum of both
+        """
+        state = replicate.state(self)
+        before = state.is_synchronised
+        state.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            state.set_requires_gradient_sync(before)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `UnevenInputs`.
+
+        Collective when there was no forward pass yet.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return UnevenInputs(
+            replicate.state(self).replica,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Have ``hook(state, bucket)`` reduce the gradients, see `comm_hooks`.
+
+        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        """
+        replicate.state(self).register_hook(state, hook)
+
+    def pipeline_residency(self) -> ReplicaResidency:
+        """Return the switch by which a pipeline's schedule drives reductions and broadcasts."""
+        return replicate.state(self).residency
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(
+            "DDP does not support deepcopy. Copy the module first, then call replicate on the copy"
+        )
+
+
+class Replicate:
+    """The composable function behind `replicate`; call it, or ask it for a module's state."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        device_id: int | torch.device | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
+        **keywords: Unpack[ReplicateKeywords],
+    ) -> nn.Module:
+        """Keep ``module`` equal on all ranks of one axis; returns the same module.
+
+        Parameters and buffers are broadcast from rank 0 in the first forward pass, gradients become
+        their mean over the ranks during each backward pass, and buffers are broadcast in each
+        forward pass. A parameter that got no gradient on some ranks counts as zero there; one that
+        got none on any rank keeps ``.grad`` None. Sparse gradients stay sparse.
+
+        Until the backward pass has ended a gradient is this rank's: `torch.autograd.grad` returns
+        that, and so hooks of parameters, both kinds, see it; what they change is what is summed.
+
+        Parameters may be DTensors of tensor parallelism, on axes beside ``device_mesh``: they stay
+        registered as they are, and the gradients of this rank's parts become means.
+
+        Gradients of ``ignored_modules`` are left alone. On a GPU ``device_id``, or the one entry of
+        ``device_ids``, is where inputs are moved to. ``keywords`` are those of `ReplicateKeywords`.
+
+        Raises AssertionError when the module is replicated already, RuntimeError for a
+        ``device_id`` of another type, TypeError for a keyword that there is none of, ValueError
+        for a mesh with more than one dimension and for values out of range.
+
+        >>> model = replicate(Net(), bucket_cap_mb=10)
+        >>> loss(model(batch)).backward()  # .grad is the mean over all ranks
+        """
+        mesh = keywords.get("device_mesh")
+        options = resolved(
+            module,
+            keywords,
+            ignored=frozenset(ignored_modules or ()),
+            device_ids=_device_ids(device_id) or one_device(module, device_ids),
+            wrong_mesh=ValueError(
+                f"replicate expects a 1D DeviceMesh but got {mesh}. "
+                'Select one axis of it, for example mesh["replicate"]'
+            ),
+        )
+        return self.apply(module, options)
+
+    def apply(self, module: nn.Module, options: ReplicateOptions) -> nn.Module:
+        """Apply to ``module`` what ``options`` say; `__call__` with the arguments made up."""
+        look_at_optimizers()
+        states: dict[str, Any] = module.__dict__.setdefault(STATES, {})
+        if NAME in states:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"replicate has been applied to this {type(module).__name__} before"
+            )
+        if "fully_shard" in states:
+            raise RuntimeError(
+                "Cannot apply `replicate()` on a Module already managed by `fully_shard`. "
+                "Apply replicate to the modules beside it"
+            )
+        before = _names(module)
+        state = ReplicateState(module, options)
+        states[NAME] = state
+        cls = type(module)
+        members = {"forward": _traceable(cls.forward)}
+        module.__class__ = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), members)
+        if options.mixed_precision is not None:
+            # Before the other hooks, which then run outside of the casts.
+            compute_in(
+                module,
+                options.mixed_precision,
+                _with_managed(module, options.ignored),
+                options.ignored_names,
+            )
+        module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state.after_forward)
+        check_names("replicate", before, _names(module))
+        return module
+
+    def state(self, module: nn.Module) -> ReplicateState:
+        """Find the state of a replicated ``module``. Raises ValueError for any other."""
+        state = module.__dict__.get(STATES, {}).get(NAME)
+        if not isinstance(state, ReplicateState):
+            raise ValueError(
+                f"expected a replicated module, found a {type(module).__name__} that replicate was "
+                "not applied to"
+            )
+        return state
+
+
+replicate = Replicate()
+
+
+def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> None:
+    """Raise RuntimeError when a composable function has renamed or reordered what a module holds.
+
+    ``before`` and ``after`` are the names of parameters, buffers and modules, in their order.
+    """
+    if list(before) == list(after):
+        return
+    gone, added = sorted({*before} - {*after}), sorted({*after} - {*before})
+    if gone or added:
+        raise RuntimeError(
+            f"{function}: expected the names before and after to be equal, but {gone} are gone and "
+            f"{added} are new. Composable distributed API implementations cannot modify FQNs. "
+            "Does the module's class rename what is assigned to it?"
+        )
+    raise RuntimeError(
+        f"{function}: expected {list(before)}, found {list(after)}. Composable distributed API "
+        "implementations cannot modify the order of FQNs."
+    )
+
+
+def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, as `ReplicateState.forward` runs it."""
+
+    @functools.wraps(forward)
+    def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return replicate.state(self).forward(forward, args, kwargs)
+
+    return traceable
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [
+        *(name for name, _ in module.named_parameters()),
+        *(name for name, _ in module.named_buffers()),
+        *(name for name, _ in module.named_modules()),
+    ]
+
+
+def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.device, ...] | None:
+    if device_id is None:
+        return None
+    if not isinstance(device_id, int | torch.device):
+        raise RuntimeError(
+            "Expected device_id to be int or torch.device, "
+            f"but got {type(device_id)}. Pass the one device of this rank"
+        )
+    if isinstance(device_id, torch.device):
+        if device_id.type == "cpu":
+            return None
+        return (device_id if device_id.index is None else device_id.index,)
+    return (device_id,)
+
+
+def _with_managed(module: nn.Module, ignored: Collection[nn.Module]) -> frozenset[nn.Module]:
+    """``ignored`` and the submodules that a composable function has been applied to before."""
+    own = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
+    return frozenset(ignored) | own

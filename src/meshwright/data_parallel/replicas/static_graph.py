@@ -1,0 +1,120 @@
+"""The check that every backward pass uses what the first one used, for models that promise it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.replicas.slots import BucketLayout
+
+__all__ = ["CountedBucket", "StaticGraph", "late_gradient", "unexpected_gradient"]
+
+
+class CountedBucket(Protocol):
+    """A reduction that counts which of its gradients have arrived."""
+
+    layout: BucketLayout
+    arrived: bytearray
+
+
+class StaticGraph:
+    """Counts of the arrivals of each parameter's gradient, in the first backward pass and since.
+
+    From the second pass on a gradient is complete when it has arrived as often as in the first:
+    a reentrant activation checkpoint around a module that is used twice works then.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._expected: list[int] | None = None
+        self._seen = [0] * len(names)
+        self._is_skipped = False
+
+    def skip(self) -> None:
+        """Leave out a reduction of several passes, in which arrivals were not counted."""
+        self._is_skipped = True
+
+    def arrived(self, index: int) -> bool:
+        """Count an arrival; whether the gradient is complete. In the first pass nobody knows."""
+        self._seen[index] += 1
+        return self._expected is not None and self._seen[index] == self._expected[index]
+
+    def deviates(self) -> bool:
+        """Check that this pass used something else than the first, as far as it has come."""
+        if self._is_skipped:
+            return False
+        return self._expected is not None and self._seen != self._expected
+
+    def end(self) -> None:
+        """A pass has ended well: the first one is what the others are held against."""
+        if self._expected is None and not self._is_skipped:
+            self._expected = self._seen
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the arrivals of this pass."""
+        self._seen = [0] * len(self._names)
+        self._is_skipped = False
+
+    def differences(self) -> dict[str, list[str]]:
+        """Names of parameters with a gradient in only one of the two passes."""
+        expected = self._expected or self._seen
+        rows = list(zip(self._names, expected, self._seen, strict=True))
+        return {
+            "did not use": [name for name, before, now in rows if now < before],
+            "used": [name for name, before, now in rows if now > before],
+        }
+
+    def refuse(self, communicator: Communicator) -> RuntimeError:
+        """The error that every rank raises when one deviates; collective."""
+        payload = json.dumps(self.differences()).encode()
+        rows = communicator.gather_bytes(payload, label="static graph: what differs")
+        sentences: list[str] = []
+        for rank, row in zip(communicator.ranks, rows, strict=True):
+            for verb, names in json.loads(row).items():
+                if names:
+                    sentences.append(f"rank {rank} {verb} {_named_with_modules(names)}")
+        return RuntimeError(
+            "Your training graph has changed in this iteration: static_graph=True expects every "
+            f"one to use the parameters of the first, but {'; '.join(sentences)}. Leave "
+            "static_graph out, or make forward take the same path each time"
+        )
+
+
+def late_gradient(
+    bucket: CountedBucket, place: int, buckets: Iterable[CountedBucket], *, rank: int
+) -> RuntimeError:
+    """The error for a second gradient of one parameter in a pass, after its bucket's reduction."""
+    name = bucket.layout.slots[place].name
+    waiting = [
+        slot.name
+        for other in buckets
+        for slot, has_come in zip(other.layout.slots, other.arrived, strict=True)
+        if not has_come
+    ]
+    return RuntimeError(
+        f"Expected to mark a variable ready only once. Rank {rank}: parameter {name!r} "
+        f"(of {name.rpartition('.')[0] or 'the module itself'}) got another gradient after the "
+        f"first had gone into {bucket.layout.label!r}; no gradient yet: "
+        f"{_named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
+        "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
+        "torch.utils.checkpoint, or static_graph=True"
+    )
+
+
+def unexpected_gradient(name: str, *, rank: int) -> RuntimeError:
+    """The error for a gradient of a parameter that is left out, as no rank used it at first."""
+    return RuntimeError(
+        "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
+        f"first one did, but on rank {rank} parameter {name!r} (of "
+        f"{name.rpartition('.')[0] or 'the module itself'}) got a gradient. Leave the option "
+        "out, or make forward take the same path each time"
+    )
+
+
+def _named_with_modules(names: Sequence[str]) -> str:
+    """The parameters, and the modules that they belong to."""
+    modules = sorted({name.rpartition(".")[0] or "the module itself" for name in names})
+    return f"parameters {', '.join(names)} (of {', '.join(modules)})"

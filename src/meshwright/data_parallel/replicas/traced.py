@@ -1,0 +1,480 @@
+"""A replica under `torch.compile`: its gradients are marked in the graph, and a pass fuses marks.
+
+Where a mark goes:
+
+=========  ==========================================================================
+forward    route B: the forward computes with copies of the parameters, whose backward
+           marks the gradient. Needs nothing but the forward's own graph
+hooks      route A: the hook of each parameter marks what ``.grad`` has accumulated.
+           Needs a compiled backward (`meshwright.compiler.compiled_autograd`)
+nowhere    the graph ends before the replica's own hooks, and the reducer does as in
+           eager mode; for what a graph cannot hold, see `Marking.obstacle`
+=========  ==========================================================================
+
+This file knows nothing of the compiler: what to do is asked of a `GradientMarking`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import meshwright
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_kept
+from meshwright.comm.graphs.untraced import apart, constant
+from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
+from meshwright.data_parallel.replicas.in_place import KeptMemory
+from meshwright.data_parallel.replicas.reducer import GradientReducer
+from meshwright.errors import CollectiveMismatchError
+
+__all__ = ["GradientMarking", "Marking", "Route", "TracedForward"]
+
+_log = logging.getLogger("meshwright")
+
+Route = str
+"""``"forward"``, ``"hooks"`` or ``"eager"``: plain text, which a trace takes for a constant."""
+
+
+class GradientMarking(Protocol):
+    """The interface of a compiler to marks. Asked while a graph is traced, but for `ran`."""
+
+    def route(self, module: nn.Module | None) -> tuple[Route, str]:
+        """Choose the route of marks of ``module``, and name how buckets are sent and fused."""
+        ...
+
+    def ran(self, plan: str) -> None:
+        """A graph with this plan begins its first reduction."""
+        ...
+
+    def is_unfused(self, model: str) -> None:
+        """A mark of ``model`` was reduced on its own: the backend has not run the pass."""
+        ...
+
+
+class Marking:
+    """The marks of the gradients of one replica."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reducer: GradientReducer,
+        communicator: Communicator,
+        *,
+        swaps_parameters: bool = False,
+    ) -> None:
+        """``swaps_parameters``: hooks of the modules compute with casts of the parameters."""
+        self._module = weakref.ref(module)
+        self._reducer = reducer
+        self._communicator = communicator
+        self._swaps_parameters = swaps_parameters
+        self.name = f"{communicator.name}/{communicator.number('marked models')}"
+        """Equal on all ranks; marks carry it."""
+        self.keeps = False
+        """Whether ``.grad`` may hold what a pass without a reduction has left."""
+        self.is_open = False
+        """Whether such a pass has begun, and its gradients have not come."""
+        self.renewals = 0
+        """How often all graphs have become void."""
+        self._running = -1
+        """The backward pass of the graph that ran last, as autograd numbers it."""
+        self._takes = False
+        """Whether the graph that runs reduces what was left, too."""
+        self.is_driven = False
+        """Whether a pipeline's schedule says when gradients are reduced."""
+        self.has_begun = False
+        """Whether a traced forward pass has begun, which no hook has seen."""
+        self.index = {name: index for index, (name, _) in enumerate(reducer.named)}
+        self._ranks = communicator.size
+        self._mode = "coalesced"
+        self._narrow: torch.dtype | None = None
+        """In which gradients are sent, where it is another dtype than theirs."""
+        self._group = communicator.name
+        settings = reducer.settings
+        self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
+        self._agreed: dict[str, float] = {}
+        """Plans that this rank has run, with a number for each."""
+        self._passes: Counter[str] = Counter()
+        """How often it has run each."""
+        self._memory: dict[tuple[int, torch.dtype], KeptMemory] = {}
+        """Of large gradients, by index."""
+        self._told = ""
+        self._token = torch.zeros((), device=communicator.device)
+        announce(self.name, self)
+
+    def take_up(self) -> None:
+        """The reducer has other parameters: what is known of those before is void."""
+        self.index = {name: index for index, (name, _) in enumerate(self._reducer.named)}
+        self._passes.clear()
+        self._memory.clear()
+
+    # ------------------------------------------------------------------ while a graph is traced
+
+    def route(self) -> Route:
+        """Choose the route of the marks of the pass that is traced."""
+        reducer = self._reducer
+        if self.is_driven:
+            return "eager"
+        # Read while tracing, so that a trace is made anew when they change.
+        is_scaled = reducer.on_reduction is not None or reducer.is_scaled
+        route = self._choose(is_scaled, reducer.registered_hook is not None, self.renewals)
+        # One backward may bring both gradients, and a graph marks its own alone.
+        return "eager" if route == "forward" and reducer.is_wanted and self.is_open else route
+
+    @constant
+    def _choose(self, is_scaled: bool, is_hooked: bool, renewals: int) -> Route:
+        self._reducer.follow_leaves()
+        obstacle = self.obstacle()
+        route = "eager" if obstacle else self._prepare()
+        if route == "forward" and self._reducer.leaves.has_hooks_of_others:
+            obstacle = "hooks of parameters come before the reduction"
+        if not obstacle:
+            return route
+        if obstacle != self._told:
+            self._told = obstacle
+            _log.info("gradients are reduced outside of the compiled graph: %s", obstacle)
+        return "eager"
+
+    def _prepare(self) -> Route:
+        route, mode = _marking().route(self._module())
+        shares = self._communicator.backend == "meshwright"
+        self._mode = "shared" if mode == "coalesced" and shares else mode
+        self._narrow = self._narrowed()
+        return route
+
+    def obstacle(self) -> str:
+        """Name what was asked for and marks cannot express; "" when they can express all."""
+        reducer, module = self._reducer, self._module()
+        settings = reducer.settings
+        reasons = {
+            "static_graph=True compares the passes": settings.is_static,
+            "sparse gradients have no place in a bucket": bool(settings.sparse),
+            "param_to_hook_all_reduce sets an order of its own": bool(settings.delayed),
+            "skip_all_reduce_unused_params=True looks at the first pass": settings.skips_unused,
+            'unused_gradient="zeros" is decided after the reduction': settings.zeros_for_unused,
+            "mixed_precision swaps the parameters": self._swaps_parameters,
+            "gradients are reduced in another dtype": settings.reduce_dtype is not None,
+            "values that are not finite are looked for": settings.is_watched,
+            "gradients are scaled by a factor of the step": reducer.is_scaled,
+            "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
+            "modules compute on DTensors": reducer.leaves.computes_on_dtensors,
+            "recurrent modules keep their weights in a list of their own": module is not None
+            and any(isinstance(part, nn.RNNBase) for part in module.modules()),
+        }
+        hook = reducer.registered_hook
+        if hook is not None and compressed_dtype(hook, self._communicator, torch.float32) is None:
+            name = getattr(hook.hook, "__name__", type(hook.hook).__name__)
+            reasons[f"the communication hook {name} sees whole buckets"] = True
+        return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+    def begin(self) -> None:
+        """A forward pass is traced."""
+        reducer = self._reducer
+        reducer.is_synchronising = reducer.is_wanted
+        self.has_begun = True
+        if not reducer.is_wanted:
+            self.keep()
+
+    def keep(self) -> None:
+        """A forward pass begins whose gradients stay on this rank."""
+        self.keeps = self.is_open = True
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the module's own
+        """Call ``module`` with copies of its parameters whose gradients are marked.
+
+        Hooks have nothing to reduce after that. Where a frame of the forward is not traced after
+        all, this is not called either, and they do.
+        """
+        reducer, leaves = self._reducer, self._reducer.leaves
+        is_due = torch.is_grad_enabled() and reducer.is_wanted
+        if is_due:
+            reducer.is_synchronising = False
+        above = "module." if isinstance(module, TracedForward) else ""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in module.named_parameters():
+            index = self.index.get(name.removeprefix(above))
+            if index is None or parameter is not reducer.named[index][1]:
+                continue  # another tensor is lent for this call alone
+            # Of a DTensor what modules compute with, which has the gradient.
+            leaf = leaves.parameters[index]
+            if is_due and parameter.requires_grad:
+                found[name] = cast("torch.Tensor", _Marked.apply(leaf, self, index))
+            elif leaf is not parameter:
+                found[name] = leaf
+        return functional_call(module, found, args, kwargs)
+
+    def mark(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        """The mean of ``gradient`` over the ranks, once the graph runs."""
+        narrow = self._narrow if gradient.is_floating_point() else None
+        reduced = grad_reduce(
+            gradient if narrow is None else gradient.to(narrow),
+            index=index,
+            ranks=self._ranks,
+            group=self._group,
+            model=self.name,
+            mode=self._mode,
+            sizes=self._sizes,
+        )
+        return reduced if narrow is None else reduced.to(gradient.dtype)
+
+    def accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        """A hook of a compiled backward: the whole gradient of one parameter is there."""
+        self._check_hooks()
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.copy_(self.mark(gradient, index))
+
+    def accumulated_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
+        """As `accumulated`, of a DTensor's leaf; its gradient may be marked already."""
+        gradient = leaf.grad
+        if gradient is None:
+            return
+        if self._reducer.is_synchronising:
+            self._check_hooks()
+            if self.keeps:
+                gradient = with_kept(gradient, index, self.name)
+            gradient = self.mark(gradient, index)
+        deliver(self._token, gradient, index, self.name)
+        leaf.grad = None
+
+    @constant
+    def _check_hooks(self) -> bool:
+        self._prepare()
+        obstacle = self.obstacle()
+        if obstacle:
+            raise RuntimeError(
+                f"a compiled backward cannot reduce the gradients of this model: {obstacle}. "
+                "Call backward outside of compiled_autograd"
+            )
+        return True
+
+    def _narrowed(self) -> torch.dtype | None:
+        hook = self._reducer.registered_hook
+        dtype = torch.float32
+        found = None if hook is None else compressed_dtype(hook, self._communicator, dtype)
+        return None if found == dtype else found
+
+    # ------------------------------------------------------------------ while a graph runs
+
+    def stays(self) -> None:
+        """A gradient has come that hooks do not reduce: a graph has, or it is to stay here."""
+        if self.is_open and torch._C._current_graph_task_id() != self._running:
+            self.is_open = False
+
+    def take_kept(self, index: int) -> torch.Tensor | None:
+        """Take from ``.grad`` what passes without a reduction have left of parameter ``index``."""
+        self._takes = True
+        return self._reducer.leaves.take(index, self._reducer.named[index][1])
+
+    def deliver(self, index: int, gradient: torch.Tensor) -> None:
+        """Add this rank's part of a gradient to that of parameter ``index``, a DTensor."""
+        self._reducer.leaves.deliver(index, gradient)
+
+    @torch.no_grad()
+    def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+        """``gradient`` over ``ranks``, in memory that ranks of one host share."""
+        key = index, gradient.dtype
+        if key not in self._memory:
+            allocate = self._communicator.empty_shared
+            self._memory[key] = KeptMemory(gradient.numel(), gradient.dtype, allocate)
+        form = torch.empty(gradient.shape, device="meta")
+        kept = self._memory[key].tensor(form.shape, form.stride(), gradient.device)
+        return torch.div(gradient, ranks, out=kept)
+
+    def agree(self, indices: Sequence[int], plan: str) -> None:
+        """Compare with the other ranks what this backward pass is and what it will reduce.
+
+        A rank that still compiles is waited for. Raises CollectiveMismatchError on every rank,
+        RuntimeError when a hook of a parameter has come after the graph.
+        """
+        self._running = torch._C._current_graph_task_id()
+        self._refuse_hooks()
+        self._passes[plan] = count = self._passes[plan] + 1
+        is_verified = count.bit_count() == 1 and not self._reducer.is_synchronising
+        number = self._agreed.get(plan)
+        on_device = self._communicator.device.type != "cpu"
+        if on_device and number is not None and not self.keeps and not is_verified:
+            return  # to ask would stop the host until the device has caught up
+        if number is None:
+            digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
+            number = self._agreed[plan] = float(int.from_bytes(digest, "little"))
+        alignment = self._reducer.alignment
+        alignment.begin_forward()
+        alignment.begin_backward()
+        mine = (number, self._rest(indices), *(float(mark) for mark in alignment.marks()))
+        label = "agree on the gradients of a compiled graph"
+        rows = self._communicator.gather_numbers(mine, label=label)
+        if len({row[0] for row in rows}) > 1:
+            self._refuse(indices, plan)
+        if len({row[2:] for row in rows}) > 1:
+            error = alignment.refuse(self._communicator)
+            if error is not None:
+                raise error
+        at_end = torch.autograd.Variable._execution_engine.queue_callback
+        match max(row[1] for row in rows):
+            case _Rest.LATER:
+                at_end(partial(self._reduce_rest, ()))
+            case _Rest.NOW:
+                self._reduce_rest(indices)
+        if is_verified:
+            at_end(self._verify)
+        _marking().ran(plan)
+
+    def _rest(self, indices: Sequence[int]) -> _Rest:
+        """Find when to reduce gradients of passes without a reduction that this graph leaves."""
+        in_hooks = self._reducer.is_synchronising
+        takes, self._takes = self._takes or in_hooks, False
+        kept, self.is_open = self.keeps, self.is_open and not in_hooks
+        self.keeps = self.is_open
+        if kept and (self.is_open or not takes):
+            return _Rest.LATER
+        return _Rest.NOW if kept and self._beside(indices) else _Rest.NONE
+
+    def _beside(self, indices: Sequence[int]) -> list[int]:
+        """The parameters, but for ``indices``, that have a gradient."""
+        rows = enumerate(self._reducer.named)
+        return [n for n, (_, p) in rows if p.grad is not None and n not in indices]
+
+    @torch.no_grad()
+    @apart
+    def _reduce_rest(self, indices: Sequence[int]) -> None:
+        """Make all gradients means but those of ``indices``; what is equal stays as it is."""
+        payload = json.dumps(self._beside(indices)).encode()
+        rows = self._communicator.gather_bytes(payload, label="which gradients are left")
+        for index in sorted({index for row in rows for index in json.loads(row)}):
+            name, parameter = self._reducer.named[index]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_of(parameter.grad)
+            mean = gradient.div(self._ranks).contiguous()
+            self._communicator.all_reduce(mean, label=f"reduce {name}, which was left").wait()
+            gradient.copy_(mean)
+
+    def _refuse_hooks(self) -> None:
+        reducer = self._reducer
+        if reducer.is_synchronising or not reducer.leaves.has_hooks_of_others:
+            return
+        self.renewals += 1
+        raise RuntimeError(
+            "a parameter has got a hook after its model was compiled, and would be given gradients "
+            "that are reduced already. Register hooks before the first forward pass, or run this "
+            "step once more: it is compiled anew"
+        )
+
+    def _refuse(self, indices: Sequence[int], plan: str) -> None:
+        """Name the parameters that some ranks are about to reduce and others are not."""
+        names = [self._reducer.named[index][0] for index in indices]
+        payload = json.dumps([names, plan]).encode()
+        label = "graphs that differ"
+        rows = [json.loads(r) for r in self._communicator.gather_bytes(payload, label=label)]
+        everywhere = set.intersection(*(set(row[0]) for row in rows))
+        texts: list[str] = []
+        for rank, (found, its_plan) in zip(self._communicator.ranks, rows, strict=True):
+            more = sorted(set(found) - everywhere)
+            what = f"of {', '.join(more)} too" if more else "of no more than the others"
+            texts.append(f"rank {rank} has gradients {what}, in buckets {its_plan}")
+        raise CollectiveMismatchError(
+            f"axis {self._communicator.axis}: the compiled graphs of the ranks reduce different "
+            f"gradients: {'; '.join(texts)}. A graph holds what its forward pass has used: take "
+            "the same path on every rank, or leave the model uncompiled"
+        )
+
+    @apart
+    def _verify(self) -> None:
+        """Compare the gradients, after passes 1, 2, 4, 8 and so on with a plan; collective.
+
+        What reaches a parameter beside the marked copy, as from a use of the parameter outside of
+        the module, would be different on every rank.
+
+        Raises CollectiveMismatchError on every rank, naming the first parameter.
+        """
+        sums = [_checksum(parameter.grad) for _, parameter in self._reducer.named]
+        payload = json.dumps(sums).encode()
+        rows = self._communicator.gather_bytes(payload, label="verify a compiled graph")
+        if len(set(rows)) == 1:
+            return
+        found = [json.loads(row) for row in rows]
+        place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
+        raise CollectiveMismatchError(
+            f"axis {self._communicator.axis}: after the backward pass of a compiled graph "
+            f"the gradient of {self._reducer.named[place][0]!r} is not the same on every rank. "
+            "Is the parameter used outside of the replicated module's forward, or was its "
+            "gradient changed? Use it inside, or run backward in "
+            "meshwright.compiler.compiled_autograd with torch._dynamo.config.optimize_ddp = "
+            '"python_reducer"'
+        )
+
+    def unfused(self) -> None:
+        """A mark is reduced alone."""
+        _marking().is_unfused(self.name)
+
+
+class _Rest(IntEnum):
+    """The time to reduce gradients that were left on their rank and no graph reduces."""
+
+    NONE = 0
+    NOW = 1
+    """They are of parameters that the graph has no gradient of."""
+    LATER = 2
+    """The backward pass may yet bring some; it reduces all at its end."""
+
+
+class _Marked(torch.autograd.Function):
+    """A copy of a parameter; its gradient is marked on the way back."""
+
+    # The compiler reads these signatures, so they cannot be autograd's general ones.
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401 - autograd's context takes what it is given
+        parameter: torch.Tensor,
+        marking: Marking,
+        index: int,
+    ) -> torch.Tensor:
+        ctx.marking, ctx.index, ctx.keeps = marking, index, marking.keeps
+        return parameter.detach()  # no view, so that a forward may write to it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401  # pyrefly: ignore[bad-override]
+        marking: Marking = ctx.marking
+        if ctx.keeps:
+            gradient = with_kept(gradient, ctx.index, marking.name)
+        return marking.mark(gradient, ctx.index), None, None
+
+
+class TracedForward(nn.Module):
+    """A module's own forward without its hooks, which have run when `functional_call` comes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        """Call ``run``, the forward of the module's class."""
+        return run(self.module, *args, **kwargs)
+
+
+def _marking() -> GradientMarking:
+    # The one way round the arrow between the rooms: loaded by the first trace that needs it.
+    return cast("GradientMarking", meshwright.compiler.MARKING)
+
+
+def _checksum(gradient: torch.Tensor | None) -> int | None:
+    """Equal for equal bits."""
+    if gradient is None:
+        return None
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    words = flat.detach().contiguous().view(whole[flat.element_size()])
+    return int(words.sum(dtype=torch.int64).item())

@@ -1,0 +1,216 @@
+"""The settings that ranks must have alike for one root: units, their parameters, their switches.
+
+Units are compared in full when a root starts. What is set is compared again, through
+`meshwright.data_parallel.events`, in the first forward pass after it has changed on a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.checks.starting_state import (
+    Compared,
+    compare_digests,
+    compare_rows,
+    digest_of,
+)
+from meshwright.data_parallel.shards.unit import Unit, UnitSettings
+from meshwright.errors import CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from meshwright.data_parallel.sharded_modules.module_hooks import Driver
+
+__all__ = ["UnitStates", "compare_units", "compare_values"]
+
+REMEMBERED = 16
+"""States of a root whose digests are kept: accumulation changes to and from one, for instance."""
+
+SAME_MODEL = (
+    "Each rank would keep parts of a model of its own. Seed all ranks alike, or load the same "
+    "state on all of them, before the model is sharded; or pass sync_module_states=True, which "
+    "takes what rank 0 has; or load a state dict into the sharded model. A buffer that is each "
+    "rank's own is registered with persistent=False"
+)
+SAME_COPIES = (
+    "These are copies of one part, and would train apart. Initialise or load them alike on ranks "
+    "that hold the same part, or pass sync_module_states=True where the model is sharded"
+)
+
+_NAMES = tuple(field.name for field in fields(UnitSettings))
+
+Essence = tuple[tuple[object, ...], ...]
+"""What decides the collectives, driver by driver."""
+
+
+def compare_units(
+    communicator: Communicator, drivers: Sequence[Driver], *, with_training: bool = True
+) -> None:
+    """Check that every rank has the same units, parameters and settings; a collective.
+
+    ``with_training`` says whether the same parameters must require grad.
+
+    Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
+    """
+    rows: list[list[Any]] = []
+    for driver in drivers:
+        unit, name = driver.unit, driver.alike(driver.name)
+        if unit is None:
+            rows.append([f"unit {name}", "no parameters"])
+            continue
+        sizes = [axis.size for axis in unit.communicators]
+        rows.append([f"unit {name}", type(unit.exposure).__name__, sizes, _settings(unit)])
+        for group, trains in zip(unit.groups, _trains(unit), strict=True):
+            dtypes = [str(d) for d in (group.types.master, group.types.compute, group.types.reduce)]
+            shapes = group.buffer.layout.shapes
+            for slot, shape, is_trained in zip(group.slots, shapes, trains, strict=True):
+                names = [*map(driver.alike, slot.names)]
+                rows.append([names, list(shape), dtypes, is_trained and with_training])
+    compare_rows(communicator, rows, "[name, shape, dtypes, requires_grad] or a unit with settings")
+
+
+def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) -> None:
+    """Check that all ranks have started from the same values; a collective for each axis.
+
+    What an axis shards is compared as it was when it was sharded, unless it was written since; what
+    it replicates, as it is now. ``names`` are those of modules.
+
+    Raises CollectiveMismatchError on every rank, naming what differs first and the ranks.
+    """
+    by_axis: dict[Communicator, list[tuple[str, Compared]]] = {}
+    copying: set[Communicator] = set()
+    for driver in drivers:
+        for group in () if driver.unit is None else driver.unit.groups:
+            replicate = group.axes.replicate
+            for index, slot in enumerate(group.slots):
+                start, slot.start, part = slot.start, None, group.buffer.own(index)
+                (module, attribute), name = slot.places[0], slot.name
+                if module in names:
+                    name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
+                name = driver.alike(name)
+                for axis in group.axes.communicators:
+                    row = name, None if start is None else start.now(part)
+                    by_axis.setdefault(axis, []).append(row)
+                if replicate is not None and (now := digest_of(part)) is not None:
+                    copying.add(replicate)
+                    by_axis[replicate].append((name, (now, now, now)))
+        buffers, driver.buffers = driver.buffers, ()
+        for buffer in buffers:
+            name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
+            name = driver.alike(name)
+            for axis in buffer.axes:
+                by_axis.setdefault(axis, []).append((name, buffer.compared))
+    difference = ""
+    for axis, rows in by_axis.items():
+        if axis.size > 1:
+            remedy = SAME_COPIES if axis in copying else SAME_MODEL
+            difference = compare_digests(axis, rows, difference, remedy)
+    if difference:
+        raise CollectiveMismatchError(difference)
+
+
+class UnitStates:
+    """The settings of all units of a root, with a digest that is cheap while nothing changes."""
+
+    def __init__(self, drivers: Sequence[Driver], *, with_training: bool = True) -> None:
+        self._drivers = tuple(drivers)
+        self._with_training = with_training
+        self._settings: list[UnitSettings | None] = [None] * len(self._drivers)
+        self._values: list[tuple[object, ...]] = [()] * len(self._drivers)
+        self._digests: dict[Essence, int] = {}
+
+    def digest(self) -> int:
+        """63 bits that are equal on ranks with equal settings."""
+        now = self._essence()
+        found = self._digests.get(now)
+        if found is None:
+            text = json.dumps(self.describe(), sort_keys=True).encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            found = int.from_bytes(digest, "little") >> 1
+            if len(self._digests) >= REMEMBERED:
+                self._digests.clear()
+            self._digests[now] = found
+        return found
+
+    def describe(self) -> dict[str, list[Any]]:
+        """Describe the settings in words, unit by unit."""
+        found: dict[str, list[Any]] = {}
+        for driver in self._drivers:
+            unit, alike = driver.unit, driver.alike
+            if unit is None:
+                continue
+            words: list[Any] = _settings(unit)
+            words += [
+                f"{alike(group.slots[0].name)} in {group.types.master}" for group in unit.groups
+            ]
+            for when, ahead in (
+                ("forward", driver.forward_ahead),
+                ("backward", driver.backward_ahead),
+            ):
+                if ahead is not None:
+                    ahead_of_it = [alike(other.name) for other in ahead]
+                    words.append(f"gathers {ahead_of_it} ahead in the {when}")
+            if not self._with_training:
+                found[alike(driver.name)] = words
+                continue
+            for group, trains in zip(unit.groups, _trains(unit), strict=True):
+                words += [
+                    f"{alike(slot.name)} {'trainable' if is_trained else 'frozen'}"
+                    for slot, is_trained in zip(group.slots, trains, strict=True)
+                ]
+            found[alike(driver.name)] = words
+        return found
+
+    def _essence(self) -> Essence:
+        """In every forward: cheap where settings are the objects of before."""
+        rows: list[tuple[object, ...]] = []
+        for number, driver in enumerate(self._drivers):
+            unit = driver.unit
+            if unit is None:
+                rows.append(())
+                continue
+            settings = unit.settings
+            if settings is not self._settings[number]:
+                self._settings[number] = settings
+                values = (getattr(settings, name) for name in _NAMES)
+                # Some are functions that are made anew in each step.
+                self._values[number] = tuple(_word(value) for value in values)
+            ahead, behind = driver.forward_ahead, driver.backward_ahead
+            trains = [tuple(unit.exposure.trains(unit, group)) for group in unit.groups]
+            rows.append(
+                (
+                    self._values[number],
+                    unit.changes,
+                    None if ahead is None else tuple(ahead),
+                    None if behind is None else tuple(behind),
+                    *trains,
+                )
+            )
+        return tuple(rows)
+
+
+def _trains(unit: Unit) -> list[list[bool]]:
+    return [unit.exposure.trains(unit, group) for group in unit.groups]
+
+
+def _settings(unit: Unit) -> list[Any]:
+    """The settings that are equal on ranks that do the same: functions by whether there are any."""
+    settings: UnitSettings = unit.settings
+    words: list[Any] = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        words.append(f"{field.name}={_word(value)}")
+    return words
+
+
+def _word(value: object) -> object:
+    """Name a setting as ranks can compare it: of a function only that there is one."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"{value.size} ranks" if isinstance(value, Communicator) else "a function"

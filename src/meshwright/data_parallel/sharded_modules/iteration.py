@@ -1,0 +1,487 @@
+"""The state that units of one root share in an iteration: order, gathers ahead, backward's end.
+
+::
+
+    root's forward   begin_forward, record for each unit, end_forward
+    backward         begin_backward, start_reduction for each unit, end_backward (autograd calls it)
+
+An iteration that an exception has ended is given up when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright import comm
+from meshwright.comm import Communicator
+from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.comm.graphs.untraced import apart
+from meshwright.comm.groups.registry import go_on
+from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions
+from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
+from meshwright.data_parallel.checks.pass_notes import NonFinite
+from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
+from meshwright.data_parallel.modules.batch_norm import LocalStatistics
+from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
+from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
+from meshwright.data_parallel.shards.buffer import DataAxes
+from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
+from meshwright.data_parallel.shards.parameter_group import sum_parts
+from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
+from meshwright.data_parallel.shards.unit import ParameterGroup, Phase, Unit
+
+if TYPE_CHECKING:
+    from meshwright.data_parallel.sharded_modules.module_hooks import Driver
+
+__all__ = ["Iteration"]
+
+IN_FLIGHT = 1
+"""Reductions that may be under way for each sum of a unit; then the oldest is waited for, before
+another one starts. Each holds the whole gradients of its unit."""
+
+OF_PARAMETERS = "a backward pass"
+OF_INPUTS = "a backward pass that gives no parameter a gradient"
+
+REMEMBERED = 8
+"""Forwards without a backward after which the oldest are forgotten."""
+
+
+class Iteration:
+    """Brings the units of ``drivers`` (the root's first) through iterations, one after another."""
+
+    def __init__(self, drivers: Sequence[Driver], options: OrderOptions | None) -> None:
+        self.drivers = tuple(drivers)
+        self.tree: ModuleTree | None = None
+        """The modules of the root; set when it has started."""
+        self.sends_use_counts = True
+        """Whether ranks tell each other which parameters had a gradient; else all had one."""
+        self.finished: list[Driver] = []
+        """Units in the order in which their forward ended."""
+        self.in_flight: list[Unit] = []
+        """Units whose gradients are being reduced, the oldest first."""
+        self.most_in_flight: int | None = None
+        """How many reductions may be under way at a time; `IN_FLIGHT` for each sum when None."""
+        self.in_blocks: list[Unit] = []
+        """Units whose whole parameters are spread among fewer ranks than their shards."""
+        self.is_in_backward = self.is_in_forward = False
+        self.keeps_graph = self.makes_graph = False
+        """Of the last backward pass: its graph may be run again; its gradients have gradients."""
+        self.keeps_sums = self.is_of_inputs = False
+        """A backward pass has left sums for a later one; the last gave no parameter a gradient."""
+        self.showing: list[Unit] = []
+        """Units of which ``.grad`` shows what waits for a reduction."""
+        self.statistics: LocalStatistics | None = None
+        """What there is to say of BatchNorm modules below the root."""
+        units = [driver.unit for driver in drivers if driver.unit is not None]
+        self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
+        """Over which the units send."""
+        self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
+        self.announce: Callable[[], None] | None = None
+        """Called before gradients are set, which may be a collective."""
+        self.announce_clip: Callable[[float, float], None] | None = None
+        """Called with the largest norm and its kind before gradients are clipped."""
+        self._numbers = {driver: number for number, driver in enumerate(drivers)}
+        self._expected: list[Driver] = []
+        self._order: list[Driver] = []
+        self._units = units
+        self._stops = any(driver.stops_on_non_finite for driver in drivers)
+        if self._stops:
+            for unit in units:
+                unit.settings = replace(unit.settings, is_watched=True)
+        self._non_finite: NonFinite | None = None
+        """What the last backward pass has found that all ranks are to stop at."""
+        self._versions: list[int] = []
+        self._shards: list[torch.Tensor] = []
+        self._has_delivered = False
+        """Whether this rank had gradients when its last backward pass ended."""
+        self._raised_in = ""
+        """The pass that was given up last, until the next one has begun."""
+        self._steps = StepWatch(self._exposed, self._given, self._check_reduced)
+        # Torch's class only warns where ranks freeze different parameters and run other units.
+        strict = options is None or not options.warn_at_once
+        self._states = UnitStates(drivers, with_training=strict)
+        self._was_training: bool | None = None
+        communicator = _widest(units)
+        self._check: OrderCheck | None = None
+        self._events: EventCheck | None = None
+        if communicator is not None and communicator.size > 1:
+            compare_units(communicator, self.drivers, with_training=strict)
+            self._check = _order_check(communicator, self.drivers, options)
+            root = self.drivers[0].name
+            self._events = EventCheck(communicator, root, self._states.describe, self.axes)
+
+    # --------------------------------------------------------------------------- forward
+
+    def begin_forward(self, *, training: bool) -> None:
+        """The root's forward begins; an iteration that raised is given up first."""
+        raised_in = self._begin()
+        if self._order:
+            self._expected, self._order = self._order, self._expected
+            self._order.clear()
+        if len(self.finished) > REMEMBERED * len(self.drivers):
+            self.finished.clear()
+        if self._check is None or self._events is None:
+            return
+        is_training = training and torch.is_grad_enabled()
+        # In evaluation nothing depends on settings, and ranks enter and leave it together.
+        text = "a forward pass in training" if is_training else "a forward pass in evaluation"
+        event = Event(text, self._states.digest() if is_training else 0)
+        turns = is_training is not self._was_training
+        self._events.happens(event, asks=turns, after=raised_in)
+        self._was_training = is_training
+        weights = self._weights(bool(raised_in)) if is_training else UNKNOWN
+        self._check.begin(training=training, weights=weights)
+
+    def _begin(self) -> str:
+        """Start anew; the pass that raised before, if one did."""
+        go_on()
+        if self.is_in_backward or self.is_in_forward:
+            self.reset()
+        raised_in, self._raised_in = self._raised_in, ""
+        self.is_in_forward = True
+        if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
+            self.statistics.tell()
+        for exposure in self._exposures:
+            exposure.zero_alike()
+        for unit in self._units:
+            unit.exposure.refresh(unit)
+            if unit.phase is Phase.FULL and isinstance(unit.exposure, ExposedTensors):
+                unit.exposure.follow_training(unit)
+                unit.find_trainable()
+        if self.tree is not None and torch.is_grad_enabled():
+            self.tree.verify()
+        while self.in_blocks:
+            # Their backward has passed or will not come: what is gathered now is what is held now.
+            self.in_blocks.pop().forget_block()
+        return raised_in
+
+    def begin_driven(self, what: str, *, training: bool) -> None:
+        """A step in which somebody else gathers, frees and reduces begins; an exception ends it.
+
+        Units are gathered in their own order then, so that no order is recorded. ``what`` is
+        compared over the ranks like a forward pass.
+        """
+        raised_in = self._begin()
+        self.take_waiting()
+        self.finished.clear()
+        if self._events is not None:
+            event = Event(what, self._states.digest() if training else 0)
+            turns = training is not self._was_training
+            self._events.happens(event, asks=turns, after=raised_in)
+            self._was_training = training
+
+    def end_driven(self, *, training: bool) -> None:
+        """It has ended: wait for the reductions it has left, and set gradients."""
+        if training and self.drivers[0].is_last_backward:
+            self._settle()
+        self.is_in_forward = False
+        self.stop()
+
+    def record(self, driver: Driver) -> Driver | None:
+        """``driver`` runs next; returns the one that came after it the last time, if any."""
+        if self._check is not None:
+            self._check.record(self._numbers[driver])
+        position = len(self._order)
+        self._order.append(driver)
+        expected = self._expected
+        if position + 1 < len(expected) and expected[position] is driver:
+            return expected[position + 1]
+        return None
+
+    def end_forward(self) -> None:
+        """The root's forward has ended."""
+        self.is_in_forward = False
+        if self._check is not None:
+            self._check.end_forward()
+
+    def limit_in_flight(self) -> None:
+        """Follow what the drivers allow."""
+        asked = [d.most_in_flight for d in self.drivers if d.most_in_flight is not None]
+        self.most_in_flight = max(asked, default=None)
+
+    def reset(self) -> None:
+        """Give up an iteration that ended in an exception."""
+        self.take_waiting()
+        self.makes_graph = False
+        if self.is_in_backward or self.is_in_forward:
+            self._raised_in = f"a {'backward' if self.is_in_backward else 'forward'} pass"
+        for driver in self.drivers:
+            driver.drop()
+        for kept in (self._order, self.finished, self.in_flight):
+            kept.clear()
+        self.is_in_backward = self.is_in_forward = False
+
+    def _weights(self, has_raised: bool) -> int:
+        """Classify what optimizers have done since the last call, as far as this rank can tell."""
+        steps = self._steps.take()
+        has_delivered, self._has_delivered = self._has_delivered, False
+        if steps is Steps.RAISED:
+            return INTERRUPTED
+        has_changed = None if self._steps.has_seen else self._have_versions_changed()
+        if steps is Steps.ENDED or has_changed:
+            return STEPPED
+        # Gradients that were to be used and are gone without a step were left out.
+        has_unused = has_delivered or self._has_gradients() or has_raised
+        is_known = self._steps.has_seen or has_changed is False
+        return ACCUMULATES if is_known and has_unused else UNKNOWN
+
+    def _have_versions_changed(self) -> bool | None:
+        """Check that somebody has written to weights since the last call; None if unknown.
+
+        For optimizers that are not torch's: it takes a while with many DTensors.
+        """
+        versions = [unit.exposure.version(unit) for unit in self._units]
+        shards = [group.buffer.shard for unit in self._units for group in unit.groups]
+        before, self._versions = self._versions, versions
+        then, self._shards = self._shards, shards
+        # What was converted since then counts something else now.
+        if len(then) != len(shards) or any(a is not b for a, b in zip(then, shards, strict=True)):
+            return None
+        return versions != before
+
+    def _exposed(self) -> list[torch.Tensor]:
+        """List the parameters that optimizers may hold."""
+        return [p for unit in self._units for p in unit.exposure.parameters(unit)]
+
+    def _given(self) -> list[torch.Tensor]:
+        """List what no optimizer may hold: what was sharded, is whole, or shows instead."""
+        slots = [slot for unit in self._units for slot in unit.slots]
+        before = (slot.given() for slot in slots if slot.given is not None)
+        shown = (module.__dict__.get(name) for slot in slots for module, name in slot.places)
+        return [*(t for t in (*before, *shown) if t is not None), *(slot.full for slot in slots)]
+
+    def _check_reduced(self) -> None:
+        """Raise RuntimeError where an optimizer would use gradients that wait for a reduction."""
+        if self.showing:
+            raise RuntimeError(
+                f"an optimizer steps while gradients of {self.showing[0].name!r} wait for their "
+                "reduction: the last backward pass was in no_sync. Run the last one of a step "
+                "outside of it"
+            )
+
+    def _has_gradients(self) -> bool:
+        """Check that an optimizer that steps now would change anything on this rank."""
+        return any(unit.exposure.has_gradients(unit) for unit in self._units)
+
+    # -------------------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        """Ask autograd for a call at the end of this backward pass, once."""
+        if not self.is_in_backward:
+            self.is_of_inputs = self.keeps_sums and not self._reaches_parameters()
+            if self._events is not None:
+                self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
+            self.is_in_backward = True
+            self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            # Only `create_graph=True` leaves gradients enabled within a backward pass.
+            self.makes_graph = torch.is_grad_enabled()
+            if self.makes_graph:
+                self._check_kept()
+            self.take_waiting()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _reaches_parameters(self) -> bool:
+        """Tell whether the backward pass that runs now gives any parameter a gradient."""
+        slots = (slot for unit in self._units for slot in unit.slots)
+        return any(
+            _gets_gradient(slot.leaf) or (slot.full is not slot.leaf and _gets_gradient(slot.full))
+            for slot in slots
+            if slot.leaf.requires_grad
+        )
+
+    def _check_kept(self) -> None:
+        freed = [unit.name for unit in self._units if not unit.settings.keep_full_after_forward]
+        if freed:
+            raise RuntimeError(
+                "FSDP does not support gradients of gradients where parameters are freed after the "
+                f"forward, as those of {freed[0]!r}: the second backward pass needs them. Keep "
+                "them, with reshard_after_forward=False in all calls of fully_shard or "
+                "ShardingStrategy.SHARD_GRAD_OP, or call backward without create_graph=True"
+            )
+
+    def take_waiting(self) -> None:
+        """Gradients that wait for a reduction are out of sight, less what was dropped."""
+        while self.showing:
+            unit = self.showing.pop()
+            unit.exposure.take_waiting(unit)
+
+    def before(self, driver: Driver) -> Driver | None:
+        """The driver whose backward comes after that of ``driver``: it ran just before."""
+        # A backward that has ended has forgotten those of its forward.
+        for position in range(min(driver.position, len(self.finished)) - 1, -1, -1):
+            other = self.finished[position]
+            if other.unit is not None and other.unit is not driver.unit:
+                return other
+        return None
+
+    def start_reduction(self, unit: Unit, *, is_limited: bool = True) -> None:
+        """Reduce the gradients of ``unit``, with at most so many reductions under way."""
+        if unit.is_reducing:
+            unit.finish_reduce()
+            self.in_flight.remove(unit)
+        if is_limited:
+            for other in self.in_flight:
+                other.reduce_further()
+            asked = self.most_in_flight
+            most = IN_FLIGHT * max(len(unit.communicators), 1) if asked is None else asked
+            while len(self.in_flight) >= most:
+                self.in_flight.pop(0).finish_reduce()
+        # Not before: its line and that of a reduction that has ended are not there together.
+        unit.accumulate()
+        unit.reduce()
+        self.in_flight.append(unit)
+
+    @torch.no_grad()
+    @apart
+    def end_backward(self) -> None:
+        """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
+
+        One that is not the last leaves reductions under way, gradients undelivered and the order
+        of the forwards as it is, for the backwards that follow. So does one that makes a graph.
+        """
+        if self.makes_graph:
+            self._end_graph()
+            return
+        for driver in reversed(self.drivers):
+            driver.finish_backward(self)
+        self.showing = [
+            unit
+            for unit in self._units
+            if (self.is_of_inputs or not unit.settings.synchronise)
+            and unit.exposure.show_waiting(unit)
+        ]
+        if self.is_of_inputs or not self.drivers[0].is_last_backward:
+            self.is_in_backward, self.keeps_sums = False, True
+            return
+        self._settle()
+        self.is_in_backward = False
+        self.stop()
+
+    def _end_graph(self) -> None:
+        self.is_in_backward = self.makes_graph = False
+        for unit in self._units:
+            for slot in unit.slots:
+                if slot.leaf.grad is not None and slot.leaf.grad.requires_grad:
+                    slot.leaf.grad = None
+                    raise RuntimeError(
+                        f"the gradient of sharded parameter {slot.name!r} has a graph, which a sum "
+                        "over the ranks ends: take gradients of inputs with torch.autograd.grad("
+                        "..., create_graph=True), and call backward without it"
+                    )
+
+    def stop(self) -> None:
+        """Raise on every rank where gradients that have been delivered were to be finite."""
+        found, self._non_finite = self._non_finite, None
+        if found is not None:
+            raise found.error()
+
+    def _settle(self) -> None:
+        """Wait for all reductions and set gradients."""
+        for unit in self.in_flight:
+            unit.reduce_further()
+        for unit in self.in_flight:
+            unit.finish_reduce()
+        self.in_flight.clear()
+        if self._check is not None:
+            self._check.finish()
+        self.deliver()
+        self._has_delivered = self._check is not None and self._has_gradients()
+        self.finished.clear()
+
+    @contextlib.contextmanager
+    def without_order_check(self) -> Iterator[None]:
+        """Forwards of the block are not compared between ranks: somebody else does it."""
+        check, events = self._check, self._events
+        self._check = self._events = None
+        try:
+            yield
+        finally:
+            self._check, self._events = check, events
+
+    def deliver(self) -> None:
+        """Set the gradients of the units whose sums have ended."""
+        units = [d.unit for d in self.drivers if d.unit is not None and d.unit.has_mean]
+        if not units:
+            return
+        if self.announce is not None:
+            self.announce()
+        groups = [group for unit in units for group in unit.trainable_groups]
+        sum_parts([m for group in groups if group.partial_sums for m in group.partial_means()])
+        on_axes: dict[DataAxes, list[ParameterGroup]] = {}
+        for group in groups:
+            on_axes.setdefault(group.axes, []).append(group)
+        used: dict[ParameterGroup, list[bool]] = {}
+        found = NonFinite.of(units) if self._stops else NonFinite()
+        for axes, together in on_axes.items():
+            flags = [flag for group in together for flag in group.used]
+            # One flag more where a pass is to stop; it needs no collective beside use counts.
+            told = [*(flags if self.sends_use_counts else ()), *found.flags]
+            if told:
+                told = _any_rank(told, axes.communicators)
+            if found.flags and told.pop():
+                self._non_finite = replace(found, axes=axes.communicators)
+            if self.sends_use_counts:
+                flags = told
+            at = 0
+            for group in together:
+                used[group] = flags[at : at + len(group.slots)]
+                at += len(group.slots)
+        for unit in units:
+            unit.deliver(used)
+
+
+def _order_check(
+    communicator: Communicator, drivers: Sequence[Driver], options: OrderOptions | None
+) -> OrderCheck:
+    """The check of the units' order over ``communicator``."""
+    ordered = [
+        OrderedUnit(
+            name=driver.name,
+            parameters=() if driver.unit is None else tuple(s.name for s in driver.unit.slots),
+            payload=() if driver.unit is None else tuple(_sent(g) for g in driver.unit.groups),
+        )
+        for driver in drivers
+    ]
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    axes = {axis for unit in units for axis in unit.communicators}
+    return OrderCheck(communicator, ordered, options, axes=list(axes))
+
+
+def _sent(group: ParameterGroup) -> int:
+    """Bytes that this rank gives to the gather of ``group``."""
+    return group.buffer.layout.shard_size * group.types.compute.itemsize
+
+
+def _widest(units: Sequence[Unit]) -> Communicator | None:
+    """The communicator with the most ranks that run the same units."""
+    axes = [axis for unit in units for axis in unit.communicators]
+    size = max((group.axes.size for unit in units for group in unit.groups), default=1)
+    found = max(axes, key=lambda axis: axis.size, default=None)
+    if found is None or found.size == size or not comm.is_connected():
+        return found
+    world = comm.communicator()
+    return world if world.size == size else found
+
+
+def _gets_gradient(leaf: torch.Tensor) -> bool:
+    """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator_of(leaf))
+    except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
+        return False
+
+
+@torch.no_grad()
+def _any_rank(flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
+    """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
+    mine = torch.tensor(flags, dtype=torch.uint8)
+    for axis in communicators:
+        everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8, device=axis.device)
+        axis.all_gather_list(everyone, mine.to(axis.device), label="use counts").wait()
+        mine = everyone.amax(0)
+    return [bool(flag) for flag in mine.tolist()]

@@ -1,0 +1,468 @@
+"""Module hooks and autograd hooks that bring units through one iteration.
+
+::
+
+    before a module's forward    gather its unit, show whole parameters, watch its inputs
+    after it                     free the unit, watch its outputs
+    gradient of an output        gather the unit again, and the one that ran before it
+    gradient of all inputs       take the unit's gradients, start their reduction, free the unit
+    end of the backward          reduce what is left, wait, set ``.grad``
+
+The root is the first module of a tree to run forward. Its `Iteration` knows all units below it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.graphs.untraced import apart, untraced
+from meshwright.data_parallel.checks.order import OrderOptions
+from meshwright.data_parallel.checks.starting_state import StartingBuffer
+from meshwright.data_parallel.modules.batch_norm import LocalStatistics
+from meshwright.data_parallel.modules.nested import map_tensors, tensors_in
+from meshwright.data_parallel.sharded_modules.agreement import compare_values
+from meshwright.data_parallel.sharded_modules.iteration import Iteration
+from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
+from meshwright.data_parallel.shards.replaced_parameters import rank_in
+from meshwright.data_parallel.shards.unit import Phase, Unit
+
+__all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
+
+ATTRIBUTE = "_meshwright_driver"
+
+NOBODY: Sequence[Driver] = ()
+
+
+def attach(module: nn.Module, driver: Driver) -> None:
+    """Make ``driver`` the one of ``module``, by which roots find their units."""
+    module.__dict__[ATTRIBUTE] = driver
+
+
+def driver_of(module: nn.Module) -> Driver | None:
+    """Find the driver of ``module``; None without one."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def _unit_of(module: nn.Module) -> Unit | None:
+    driver = driver_of(module)
+    return None if driver is None else driver.unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastSettings:
+    """The dtypes that floating-point inputs and outputs of a module are cast to, if any."""
+
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+
+
+class Driver:
+    """Drives one unit (None for modules without parameters of their own) from module hooks."""
+
+    def __init__(
+        self,
+        unit: Unit | None,
+        name: str = "",
+        *,
+        cast: CastSettings | None = None,
+        order: OrderOptions | None = None,
+        parts: Iterable[nn.Module] = (),
+        ignored: PlacesIn = (),
+        buffers: Sequence[StartingBuffer] = (),
+    ) -> None:
+        """``ignored`` is where modules hold parameters that were left out on purpose.
+
+        ``buffers`` are to be equal on all ranks before the first step.
+        """
+        self.unit = unit
+        self.ignored = ignored
+        self.buffers = buffers
+        self.name = name
+        self.cast = cast or CastSettings()
+        self.order = order
+        """How the order is checked if this becomes the root."""
+        self.iteration: Iteration | None = None
+        """What the units of one root share; None before the first forward."""
+        self.is_root = False
+        self.keeps_as_root = False
+        """Whether a root keeps its parameters between forward and backward by default."""
+        self.forward_ahead: list[Driver] | None = None
+        """Whose units to gather ahead in the forward, instead of the one that came next before."""
+        self.backward_ahead: list[Driver] | None = None
+        """The same for the backward."""
+        self.is_last_backward = True
+        """Whether backward passes deliver gradients; that of the root counts."""
+        self.stops_on_non_finite = False
+        """True where ranks stop at gradients that are not finite, of all units if of one."""
+        self.most_in_flight: int | None = None
+        """How many reductions its unit allows at a time; the largest counts for the root."""
+        self.without_effect: dict[str, object] = {}
+        """Settings that were accepted and change nothing here, with their last values."""
+        self.position = -1
+        """Where it stands among the units whose forward has ended, at its last forward."""
+        self.residency: object | None = None
+        """What lets a pipeline schedule drive this unit, once that has been asked for."""
+        self.is_driven = False
+        """Whether a schedule gathers, frees and reduces now, so that hooks need not."""
+        self._parts = frozenset(map(id, parts))
+        self._to_run: set[int] = set()
+        self._uses = 0
+        """Forwards whose backward has not ended in the pass of now."""
+        self._in_graphs = 0
+        """Forwards in graphs of now, which may run again where they are kept."""
+        self.has_run = False
+        """Whether its forward has run and its backward has not ended yet."""
+        self._changes = 0
+        """How often parameters had changed, see `Unit.changes`, at the last forward."""
+
+    # ---------------------------------------------------------------------------- set-up
+
+    def start(self, module: nn.Module) -> Iteration:
+        """The iteration this belongs to; becomes a root when it belongs to none."""
+        if self.iteration is not None:
+            return self.iteration
+        if self._parts:
+            raise RuntimeError(
+                f"FSDP requires a single root module but got {len(self._parts)} modules of one "
+                f"unit, of which {type(module).__name__} ran first. Call fully_shard on a module "
+                "that contains them, and run that"
+            )
+        drivers: dict[Driver, None] = {self: None}
+        names = {part: name for name, part in module.named_modules()}
+        for part, name in names.items():
+            driver = driver_of(part)
+            if driver is None or driver in drivers:
+                continue
+            if driver.iteration is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
+                    "running forward through the root module first"
+                )
+            driver.name = driver.name or name
+            drivers[driver] = None
+        self.name = self.name or type(module).__name__
+        for driver in drivers:
+            driver.adopt_names(names)
+            if driver.unit is not None:
+                driver.unit.exposure.refresh(driver.unit)
+        with torch.inference_mode(False):
+            iteration = Iteration(list(drivers), self.order)
+        ignored = [place for driver in drivers for place in driver.ignored]
+        iteration.tree = ModuleTree(module, frozenset(ignored), _unit_of, self.clean)
+        iteration.statistics = LocalStatistics(module, iteration.axes)
+        _check_meta(drivers)
+        for driver in drivers:
+            driver.check_materialised()
+        compare_values(list(drivers), names)
+        for driver in drivers:
+            driver.iteration = iteration
+        self.is_root = True
+        iteration.limit_in_flight()
+        if self.keeps_as_root and self.unit is not None:
+            self.unit.settings = replace(self.unit.settings, keep_full_after_forward=True)
+        return iteration
+
+    def clean(self, name: str) -> str:
+        """The name that users know a parameter by."""
+        return name
+
+    def alike(self, name: str) -> str:
+        """The name by which ranks compare what has the user's ``name`` on this one."""
+        return name
+
+    def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
+        """The names of all modules, seen from the root, have become known."""
+
+    def check_materialised(self) -> None:
+        """Raise RuntimeError when parameters are not where they compute from."""
+
+    # --------------------------------------------------------------------------- forward
+
+    @apart
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The forward pre-hook: whole parameters are there afterwards. Never traced."""
+        if torch.compiler.is_compiling():
+            return untraced(self.before_forward, module, args, kwargs)
+        if self.is_driven:
+            if self.unit is not None:
+                self.unit.wait_unshard()
+            return self._cast_inputs(args, kwargs)
+        self.refuse_transforms(module)
+        iteration = self.iteration or self.start(module)
+        is_recompute = torch._C._current_graph_task_id() != -1
+        following: Driver | None = None
+        if not is_recompute and not self._to_run:
+            if self.is_root:
+                iteration.begin_forward(training=module.training)
+            following = iteration.record(self)
+            self._to_run.update(self._parts)
+        unit = self.unit
+        if unit is None:
+            return self._cast_inputs(args, kwargs)
+        unit.unshard()
+        self._gather_ahead(unit, following)
+        unit.wait_unshard()
+        if torch.is_grad_enabled():
+            if not is_recompute:
+                self._uses += 1
+                self._in_graphs += 1
+                self.has_run = True
+                self._changes = unit.changes
+            return self._watch_inputs(args, kwargs)
+        return self._cast_inputs(args, kwargs)
+
+    def refuse_transforms(self, module: nn.Module) -> None:
+        """Raise RuntimeError inside of a transform of `torch.func`."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"{self.name or type(module).__name__} is sharded and was called inside of a "
+                "transform of torch.func (vmap, grad, ...), which hides when its backward comes. "
+                "Call it outside, or use replicate"
+            )
+
+    @apart
+    def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
+        """The forward hook: the unit is freed, unless it is kept. Never traced."""
+        if torch.compiler.is_compiling():
+            return untraced(self.after_forward, module, args, output)
+        dtype = self.cast.outputs
+        if dtype is not None:
+            output = map_tensors(partial(_cast, dtype=dtype), output)
+        if self.is_driven:
+            return output
+        if self.unit is not None:
+            output = self._without_parameters(output, self.unit)
+        iteration = self.iteration or self.start(module)
+        if torch._C._current_graph_task_id() != -1:
+            return output
+        is_training = torch.is_grad_enabled()
+        if is_training:
+            self._watch_outputs(output)
+        if self._parts:
+            self._to_run.discard(id(module))
+            if self._to_run:
+                return output
+        if is_training:
+            self.position = len(iteration.finished)
+            iteration.finished.append(self)
+        unit = self.unit
+        if unit is not None and not is_training:
+            unit.reshard()
+        elif (
+            unit is not None
+            and not (unit.settings.keep_full_after_forward and unit.shows_all)
+            and unit.reshard_for_backward()
+        ):
+            iteration.in_blocks.append(unit)
+        if self.is_root:
+            for driver in iteration.drivers:
+                driver.leave_forward()
+            iteration.end_forward()
+        return output
+
+    def leave_forward(self) -> None:
+        """The root's forward has ended: modules of one unit that did not run will not come."""
+        if self._to_run:
+            self._to_run.clear()
+            if self.unit is not None and not self.unit.settings.keep_full_after_forward:
+                self.unit.reshard()
+
+    def _gather_ahead(self, unit: Unit, following: Driver | None) -> None:
+        if self.forward_ahead is not None:
+            for driver in self.forward_ahead:
+                if driver.unit is not None:
+                    driver.unit.unshard()
+            return
+        other = following.unit if following is not None else None
+        if other is not None and unit.settings.forward_prefetch:
+            other.unshard()
+
+    @staticmethod
+    def _without_parameters(output: Any, unit: Unit) -> Any:  # noqa: ANN401
+        """``output``, where views of whole parameters are copied: their memory will be gone."""
+        if isinstance(output, torch.Tensor):
+            return output.clone() if unit.lends(output) else output
+        if not any(unit.lends(tensor) for tensor in tensors_in(output)):
+            return output
+
+        def kept(value: torch.Tensor) -> torch.Tensor:
+            return value.clone() if unit.lends(value) else value
+
+        return map_tensors(kept, output)
+
+    def _watch_outputs(self, output: object) -> None:
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                output.register_hook(self._output_gradient)
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._output_gradient)
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Notice when the gradients of all inputs are there: this unit's backward is over then."""
+        watched: list[torch.Tensor] = []
+        args = tuple([self._alias(value, watched) for value in args])
+        if kwargs:
+            kwargs = {key: self._alias(value, watched) for key, value in kwargs.items()}
+        if len(watched) == 1:
+            watched[0].register_hook(self.after_backward)
+        elif watched:
+            torch.autograd.graph.register_multi_grad_hook(watched, self.after_backward, mode="all")
+        return args, kwargs
+
+    def _alias(self, value: Any, watched: list[torch.Tensor]) -> Any:  # noqa: ANN401
+        if isinstance(value, torch.Tensor):
+            value = self._cast_input(value)
+            if not value.requires_grad:
+                return value
+            # A view of its own: the input itself may have uses outside of this module.
+            watched.append(value.view_as(value))
+            return watched[-1]
+        if type(value) in (tuple, list):
+            return type(value)([self._alias(item, watched) for item in value])
+        if type(value) is dict:
+            return {key: self._alias(item, watched) for key, item in value.items()}
+        return value if self.cast.inputs is None else map_tensors(self._cast_input, value)
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.cast.inputs is None:
+            return args, kwargs
+        return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
+
+    def _cast_input(self, value: Any) -> Any:  # noqa: ANN401
+        dtype = self.cast.inputs
+        return value if dtype is None else _cast(value, dtype)
+
+    # -------------------------------------------------------------------------- backward
+
+    @apart
+    def _output_gradient(self, gradient: object) -> None:
+        if torch.compiler.is_compiling():
+            untraced(self._output_gradient, gradient)
+            return
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            raise RuntimeError(
+                f"the backward pass of {self.name!r} is compiled, which sharded modules do not "
+                "support: hooks gather and free its parameters meanwhile. Call backward outside of "
+                "compiled_autograd; what torch.compile makes of the forward pass stays compiled"
+            )
+        self.before_backward(gradient)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Check for a unit whose whole parameters are not there, nor on their way."""
+        return self.unit is not None and self.unit.phase is Phase.SHARDED
+
+    def before_backward(self, gradient: object = None) -> None:
+        """The gradient of an output has come: whole parameters are needed again."""
+        iteration, unit = self.iteration, self.unit
+        if iteration is None:
+            return
+        if unit is not None and unit.changes != self._changes:
+            raise RuntimeError(
+                f"rank {rank_in(unit.communicators)}: parameters of {self.name!r} were converted, "
+                "loaded or given anew between its forward and its backward pass, whose graph "
+                "needs those of before. Run backward first, then change them"
+            )
+        iteration.begin_backward()
+        if unit is None or not unit.settings.unshard_in_backward:
+            return
+        is_kept = unit.phase is Phase.FULL
+        if not is_kept:
+            unit.unshard()
+        ahead: Sequence[Driver] | None = self.backward_ahead
+        if ahead is None:
+            other = iteration.before(self) if unit.settings.backward_prefetch == "before" else None
+            ahead = [other] if other is not None else NOBODY
+        for driver in ahead:
+            # One output of several may come late, when those before it are done.
+            if is_kept and not (driver.has_run and driver.is_sharded):
+                continue
+            if driver.unit is not None and driver.unit.settings.unshard_in_backward:
+                driver.unit.unshard()
+        unit.wait_unshard()
+
+    @apart
+    def after_backward(self, gradient: object = None) -> None:
+        """The gradients of the inputs have come, so those of the parameters have too."""
+        iteration, unit = self.iteration, self.unit
+        if iteration is not None:
+            iteration.begin_backward()
+            if iteration.makes_graph:  # which is run again: that pass is this unit's
+                return
+        self._uses -= 1
+        if self._uses > 0 or iteration is None or unit is None:
+            return
+        if unit.settings.backward_prefetch == "after":
+            other = iteration.before(self)
+            if other is not None and other.unit is not None and other.has_run:
+                other.unit.unshard()
+        self._end(iteration, unit, is_due=True)
+
+    def finish_backward(self, iteration: Iteration) -> None:
+        """The whole backward pass has ended: do what no input's gradient has triggered."""
+        unit, has_run = self.unit, self.has_run
+        if not iteration.keeps_graph:
+            self._in_graphs = 0
+        self._uses, self.has_run = self._in_graphs, False
+        if unit is not None and (has_run or unit.has_gradient or unit.phase is not Phase.SHARDED):
+            self._end(iteration, unit, is_due=has_run)
+
+    def drop(self) -> None:
+        """Give up an iteration that ended in an exception."""
+        self._uses, self._in_graphs, self.has_run = 0, 0, False
+        self._to_run.clear()
+        if self.unit is not None:
+            self.unit.drop()
+
+    def _end(self, iteration: Iteration, unit: Unit, *, is_due: bool) -> None:
+        self.has_run = False
+        settings = unit.settings
+        if not settings.synchronise or not settings.all_reduce:
+            iteration.keeps_sums = True
+        if not settings.synchronise or iteration.is_of_inputs:
+            unit.keep_gradients()
+        elif unit.trainable_groups and (is_due or unit.has_gradient):
+            iteration.start_reduction(unit)
+        # Modules have shown what is kept after the forward: a loss may have read it, and a graph
+        # that is run again may begin there, before anything gathers it once more.
+        is_read = iteration.keeps_graph and settings.keep_full_after_forward
+        if not settings.keep_full_after_backward and not is_read:
+            unit.reshard()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+        return value.to(dtype)
+    return value
+
+
+def _check_meta(drivers: Iterable[Driver]) -> None:
+    """Raise RuntimeError when parameters are still on the meta device."""
+    found: dict[str, list[str]] = {}
+    for unit in (driver.unit for driver in drivers if driver.unit is not None):
+        for group in unit.groups:
+            if group.buffer.shard.is_meta:
+                found.setdefault(unit.name, []).extend(slot.name for slot in group.slots)
+    if found:
+        names = "; ".join(f"{of_unit} of unit {unit!r}" for unit, of_unit in found.items())
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {names}. Call module.to_empty(device=...), and "
+            "initialise the parameters"
+        )

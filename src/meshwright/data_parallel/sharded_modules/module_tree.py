@@ -1,0 +1,121 @@
+"""The modules of one root, watched for parameters that came after it was sharded.
+
+A module that is added or replaced later, as adapters are, brings parameters that no unit holds:
+they would train on each rank alone, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
+from meshwright.data_parallel.shards.replaced_parameters import rank_in
+from meshwright.data_parallel.shards.unit import Unit
+
+__all__ = ["STATES", "ModuleTree", "PlacesIn", "places_in"]
+
+STATES = "_meshwright_states"
+"""The attribute of a module that says which composable functions were applied to it."""
+
+PlacesIn = Collection[tuple[nn.Module, str]]
+"""Where modules hold parameters."""
+
+
+def places_in(modules: Iterable[nn.Module], parameters: Collection[int]) -> PlacesIn:
+    """The places of those ``parameters``, given by ``id``, that ``modules`` hold themselves."""
+    return frozenset(
+        (module, name)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if id(parameter) in parameters
+    )
+
+
+class ModuleTree:
+    """The modules below ``root``, as they were when it was looked through last."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        ignored: PlacesIn,
+        unit_of: Callable[[nn.Module], Unit | None],
+        clean: Callable[[str], str],
+    ) -> None:
+        """``unit_of`` gives the unit that a module was made the head of, ``clean`` users' names."""
+        self._root = root
+        self._unit_of = unit_of
+        self._clean = clean
+        self._ignored = ignored
+        self._seen: list[tuple[dict[str, Any], list[int], dict[str, Any], int]] = []
+        """Of each module: its children, their identities, its parameters, how many those are."""
+        self._frozen: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        """What no unit holds, and where."""
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise RuntimeError where a parameter trains that no unit holds; cheap where none came."""
+        is_same = bool(self._seen)
+        for children, known, parameters, count in self._seen:
+            if [*map(id, children.values())] != known or len(parameters) != count:
+                is_same = False
+                break
+        for parameters, name, parameter in self._frozen:
+            if parameters.get(name) is not parameter or parameter.requires_grad:
+                is_same = False
+        if not is_same:
+            self._look_through()
+
+    def _look_through(self) -> None:
+        modules = list(_reduced_here(self._root))
+        units = {u: None for _, module in modules if (u := self._unit_of(module)) is not None}
+        places = {place for unit in units for slot in unit.slots for place in slot.places}
+        flat = {
+            id(parameter)
+            for unit in units
+            if not isinstance(unit.exposure, ExposedTensors)
+            for parameter in unit.exposure.parameters(unit)
+        } - {id(slot.original) for unit in units for slot in unit.slots}
+        seen: list[tuple[dict[str, Any], list[int], dict[str, Any], int]] = []
+        self._seen.clear()  # who goes on after an error is told again
+        self._frozen.clear()
+        for path, module in modules:
+            children, parameters = module._modules, module._parameters
+            seen.append((children, [*map(id, children.values())], parameters, len(parameters)))
+            for name, parameter in parameters.items():
+                is_held = (module, name) in places or id(parameter) in flat
+                if parameter is None or is_held or (module, name) in self._ignored:
+                    continue
+                if parameter.requires_grad:
+                    rank = rank_in(next((unit.communicators for unit in units), ()))
+                    raise self._nobody_reduces(f"{path}.{name}", module, parameter, rank)
+                self._frozen.append((parameters, name, parameter))
+        self._seen = seen
+
+    def _nobody_reduces(
+        self, path: str, module: nn.Module, parameter: nn.Parameter, rank: int
+    ) -> RuntimeError:
+        return RuntimeError(
+            f"rank {rank}: parameter {self._clean(path.lstrip('.'))!r} of shape "
+            f"{tuple(parameter.shape)}, in a {type(module).__name__}, trains and belongs to no "
+            "unit of the sharded model: it came later, and each rank would train it alone. Add and "
+            "replace modules, such as adapters, before the model is sharded, or shard the new "
+            "module too, or freeze it (requires_grad_(False))"
+        )
+
+
+def _reduced_here(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below ``root`` with their names, but for those that `replicate` reduces."""
+    seen: set[nn.Module] = set()
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen or "replicate" in module.__dict__.get(STATES, {}):
+            continue
+        seen.add(module)
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                waiting.append((f"{path}.{name}" if path else name, child))

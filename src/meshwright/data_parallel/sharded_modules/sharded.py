@@ -1,0 +1,348 @@
+"""`fully_shard`: parameters live in parts on the ranks and are whole only while a module runs.
+
+The module keeps its parameter names. At rest parameters are DTensors, each with this rank's chunk
+along dim 0; while the module computes they are plain tensors. Its class becomes a subclass of its
+own that adds the methods of `FSDPModule`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright import comm
+from meshwright.comm.dtensors.dtensor import savable
+from meshwright.data_parallel.checks.starting_state import starting_buffers
+from meshwright.data_parallel.sharded_modules.module_hooks import (
+    CastSettings,
+    Driver,
+    attach,
+    driver_of,
+)
+from meshwright.data_parallel.sharded_modules.module_tree import STATES, places_in
+from meshwright.data_parallel.sharded_modules.sharded_module import FSDPModule, rebuild
+from meshwright.data_parallel.shards.placement import PlacementChoice, target_of
+from meshwright.data_parallel.shards.policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from meshwright.data_parallel.shards.sharding import (
+    ShardOptions,
+    build_unit,
+    on_one_mesh,
+    own_modules,
+)
+from meshwright.data_parallel.shards.shared_parameters import check_settled, remember
+from meshwright.data_parallel.shards.unit import Unit
+from meshwright.gradients import look_at_optimizers
+from meshwright.mesh import DeviceMesh, init_device_mesh
+
+__all__ = [
+    "FullyShard",
+    "ShardedState",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]
+
+NAME = "fully_shard"
+
+
+class _ShardedDriver(Driver):
+    """Its unit is called by the names that the root knows."""
+
+    def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
+        if self.unit is not None:
+            self.unit.rename(self.name, modules)
+            check_settled(self.unit)
+
+    def check_materialised(self) -> None:
+        if self.unit is not None:
+            _check_offloaded(self.unit)
+
+
+class ShardedState:
+    """The state of one module that `fully_shard` was applied to."""
+
+    def __init__(self, driver: Driver, options: ShardOptions) -> None:
+        self.driver = driver
+        self.options = options
+
+    @property
+    def unit(self) -> Unit | None:
+        """The parameters that were sharded together; None when the module had none left."""
+        return self.driver.unit
+
+    @property
+    def padding(self) -> float:
+        """Elements of padding for each element of this module's unit; 0.0 without a unit."""
+        groups = () if self.unit is None else self.unit.groups
+        layouts = [group.buffer.layout for group in groups]
+        elements = sum(layout.numel for layout in layouts)
+        return sum(layout.padded_size for layout in layouts) / elements - 1.0 if elements else 0.0
+
+    @property
+    def without_effect(self) -> Mapping[str, object]:
+        """Settings that were accepted for torch's sake and change nothing, with their values."""
+        return MappingProxyType(self.driver.without_effect)
+
+
+class FullyShard:
+    """The composable function behind `fully_shard`; call it, or ask it for a module's state."""
+
+    def __call__(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        *,
+        mesh: DeviceMesh | None = None,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: PlacementChoice | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        ignored_params: Collection[nn.Parameter] | None = None,
+        dp_mesh_dims: DataParallelMeshDims | None = None,
+        stop_on_non_finite: bool = False,
+        sync_module_states: bool = False,
+    ) -> Any:  # noqa: ANN401 - returns what it was given
+        """Shard the parameters of ``module`` that no earlier call has taken; returns it.
+
+        Apply it to inner modules first. One call is one unit: its parameters are gathered in one
+        collective before the forward pass and again before the backward pass, and their gradients
+        are reduced in one. A list of modules is one unit too.
+
+        ``mesh`` has one dim, or two with names: ranks along the first then hold the same shards.
+        ``reshard_after_forward=False`` keeps whole parameters until the backward pass; None does so
+        for the root only; a number spreads them among that many neighbouring ranks until then.
+        Call `FSDPModule.reshard` where something writes to parameters in between.
+        ``shard_placement_fn`` gives for a parameter a placement with the ``dim`` it is cut along,
+        a `ShardPlacementResult` with a mesh of its own too, or None for dim 0.
+
+        Parameters may be DTensors already, for tensor parallelism: their parts are sharded. They
+        compute as local tensors in modules of this library, elsewhere as they are. They lie on
+        other axes than ``mesh``, or, with ``dp_mesh_dims``, on
+        all axes of ``mesh``, of which that names those for data. Parameters below ``module`` that
+        tensor parallelism has left whole are replicated over its axes, on the same mesh.
+
+        A parameter that is a tensor subclass with ``fsdp_pre_all_gather`` and
+        ``fsdp_post_all_gather`` is gathered by these: as torch's, but for inputs that are short of
+        the padding, which is added. It has its values in one plain tensor of its shape and dtype.
+
+        Ranks must hold the same values: what they have sharded is compared when the root runs for
+        the first time, but for what was written or loaded since. ``sync_module_states=True`` gives
+        all ranks the parameters and buffers that rank 0 of the mesh has, before they are cut.
+
+        Hooks of parameters run when gradients have been reduced: those of `Tensor.register_hook`
+        on the mean, a DTensor, those of ``register_post_accumulate_grad_hook`` when ``.grad`` is
+        set. `torch.autograd.grad` of inputs returns this rank's gradient; for parameters it raises,
+        as the graph has whole tensors in their place.
+
+        ``p.full_tensor()`` outside of the module is for terms of parameters alone, equal on all
+        ranks. In a term with this rank's data its gradient would be this rank's, without a mean:
+        ``p.full_tensor(grad_placements=[Partial("avg")])`` takes that, as with torch's.
+
+        With ``stop_on_non_finite``, which holds for the whole root, every rank raises
+        `NonFiniteError` at the end of a backward pass in which a gradient was not finite. Not with
+        a gradient scaler, which skips such passes.
+
+        Raises ValueError for a container without forward, a scalar parameter or another kind of
+        mesh, TypeError for another tensor subclass with operators of its own, AssertionError when
+        the module is sharded already.
+
+        >>> for layer in model.layers:
+        ...     fully_shard(layer)
+        >>> fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        """
+        modules = [module] if isinstance(module, nn.Module) else list(module)
+        _check_modules(modules)
+        look_at_optimizers()
+        options = ShardOptions(
+            target=target_of(_mesh(mesh), dp_mesh_dims),
+            reshard_after_forward=reshard_after_forward,
+            placement_of=shard_placement_fn,
+            precision=MixedPrecisionPolicy.of(mp_policy),
+            offload=OffloadPolicy.of(offload_policy),
+            ignored=frozenset(id(parameter) for parameter in ignored_params or ()),
+        )
+        _check_reshard(options)
+        axes = options.target.axes.communicators
+        inside = [part for _, part in own_modules(modules)]
+        unit = build_unit(modules, options, synchronises=sync_module_states)
+        buffers = () if sync_module_states else starting_buffers(inside, options.ignored, axes)
+        driver = _ShardedDriver(
+            unit,
+            cast=_cast(options.precision),
+            parts=modules if len(modules) > 1 else (),
+            ignored=places_in(inside, options.ignored),
+            buffers=buffers,
+        )
+        remember(driver)
+        driver.keeps_as_root = reshard_after_forward is None
+        driver.stops_on_non_finite = stop_on_non_finite
+        for part in modules:
+            _install(part, driver, options)
+        on_one_mesh(modules)
+        return module
+
+    def state(self, module: nn.Module) -> ShardedState:
+        """Find the state of the sharded ``module``. Raises ValueError when it is not sharded."""
+        state = module.__dict__.get(STATES, {}).get(NAME)
+        if not isinstance(state, ShardedState):
+            raise ValueError(
+                f"expected a module that fully_shard was applied to, found a "
+                f"{type(module).__name__} that it was not applied to"
+            )
+        return state
+
+
+fully_shard = FullyShard()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make the method ``method_name`` gather and free parameters as ``forward`` does.
+
+    Does nothing to a module that is not sharded. Raises ValueError when it has no such method.
+    """
+    driver = driver_of(module)
+    if driver is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(f"{type(module).__name__} does not have a method {method_name!r}")
+
+    def around(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        args, kwargs = driver.before_forward(module, args, kwargs)
+        return driver.after_forward(module, args, method(*args, **kwargs))
+
+    setattr(module, method_name, around)
+
+
+# ------------------------------------------------------------------------------------ set-up
+
+
+def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
+    module.__dict__.setdefault(STATES, {})[NAME] = ShardedState(driver, options)
+    attach(module, driver)
+    module.__class__ = _sharded_class(type(module))
+    module.register_forward_pre_hook(driver.before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(driver.after_forward)
+    module.register_load_state_dict_post_hook(partial(_loaded, driver))
+    holders = () if driver.unit is None else driver.unit.slots
+    for part in dict.fromkeys(where for slot in holders for where, _ in slot.places):
+        part.register_state_dict_pre_hook(partial(_put_away, driver))
+        part.register_state_dict_post_hook(_make_savable)
+        part.register_load_state_dict_pre_hook(partial(_put_away, driver))
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with the members of `FSDPModule`.
+
+    All modules of ``cls`` get the same one: what is compiled for one block serves the others.
+    """
+    bases = (FSDPModule, cls)
+    made = (each for each in type.__subclasses__(cls) if each.__bases__ == bases)
+    return next(made, None) or type(f"FSDP{cls.__name__}", bases, _framed(cls))
+
+
+def _framed(cls: type[nn.Module]) -> dict[str, object]:
+    """The forward of torch's own classes in a frame of ours: compilers begin no graph in theirs."""
+    theirs = cls.forward
+    if not (theirs.__module__ or "").startswith("torch."):  # None for what torch.fx has written
+        return {}
+
+    @functools.wraps(theirs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        return theirs(self, *args, **kwargs)
+
+    # Graphs belong to the code of a frame, and there are only so many to one.
+    forward.__code__ = forward.__code__.replace(co_name=theirs.__qualname__)
+    return {"forward": forward}
+
+
+def _put_away(driver: Driver, *_: object) -> None:
+    """State dicts hold what is at rest, also where whole parameters are kept for the backward."""
+    if driver.unit is not None:
+        driver.unit.reshard()
+
+
+def _make_savable(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Make what state dicts hold fit to be copied and saved, also where nobody asks us."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = savable(value)
+
+
+def _loaded(driver: Driver, module: nn.Module, keys: object) -> None:
+    if driver.unit is not None:
+        rebuild(driver.unit)
+
+
+def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is not None:
+        return mesh
+    world = comm.connect()
+    # Without a name, as torch's: so that its DTensors meet those of a mesh that users make.
+    return init_device_mesh(world.device.type, (world.size,))
+
+
+def _cast(precision: MixedPrecisionPolicy) -> CastSettings:
+    inputs = precision.param_dtype if precision.cast_forward_inputs else None
+    return CastSettings(inputs=inputs, outputs=precision.output_dtype)
+
+
+# ------------------------------------------------------------------------------------ checks
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        has_forward = type(module).forward is not nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward:
+            raise ValueError(
+                "fully_shard does not support containers that do not implement forward: "
+                f"{type(module).__name__}. Apply it to the modules inside"
+            )
+        states = module.__dict__.get(STATES, {})
+        if NAME in states:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard has been applied to this {type(module).__name__} before"
+            )
+        if states:
+            raise RuntimeError(
+                "Cannot apply `fully_shard()` on a Module already managed by "
+                f"`{', '.join(states)}`. Apply it to the modules beside it"
+            )
+
+
+def _check_reshard(options: ShardOptions) -> None:
+    after = options.reshard_after_forward
+    if after is not None and not isinstance(after, bool | int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, got {type(after).__name__}"
+        )
+    size = options.target.axes.parts
+    if isinstance(after, int) and not isinstance(after, bool) and (after < 1 or size % after):
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {size}, the "
+            f"number of ranks that a parameter is sharded over; got {after}"
+        )
+
+
+def _check_offloaded(unit: Unit) -> None:
+    """Raise RuntimeError when shards that should be on the CPU are not."""
+    for group in unit.groups:
+        found = group.buffer.shard.device
+        if group.home is not None and found.type != "cpu":
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+                f"Found {group.slots[0].name!r} on {found}: load a state dict on the CPU, or call "
+                'module.to_empty(device="cpu") and initialise the parameters'
+            )

@@ -1,0 +1,265 @@
+"""Uneven inputs of sharded modules: a rank without batches issues its part of each collective.
+
+Shards of a rank that is done are still needed, and still learn. So it does, on each notice::
+
+    UNSHARD n          gathers unit n, and frees it
+    REDUCE n           takes part with zeros in the reduction of unit n; REDUCE_FURTHER n in hybrid
+    DELIVER            sets its shards' gradients
+    CLIP               clips its gradients as the others (of the facade)
+    STEP k             steps its optimizer k, with the learning rates and the like of the others
+
+Notices carry what comes next on every rank that trains, and are compared: the order check of the
+units pauses meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.replicas.join import Attendance, Notice
+from meshwright.data_parallel.sharded_modules.iteration import Iteration
+from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
+from meshwright.data_parallel.shards.unit import Unit
+
+__all__ = ["JoinsUnevenInputs", "join_sharded", "joins"]
+
+
+@contextlib.contextmanager
+def join_sharded(
+    module: nn.Module,
+    *,
+    divide_by_initial_world_size: bool = True,
+    throw_on_early_termination: bool = False,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Iterator[None]:
+    """A block in which ranks may run different numbers of iterations of the sharded root.
+
+    Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or by the
+    number of those that still train; with a communication hook, which divides itself, by that
+    alone. The optimizers that step ``module`` inside the block are noticed, and a rank that is done
+    steps its own with the others; one that may have no batch at all needs ``optimizers``. Gradients
+    are taken to be zeroed between a step and the next backward pass. The facade's own clipping is
+    joined. Collectives of the user's own on the same axes are not, `torch.nn.utils.clip_grad_norm_`
+    of DTensors among them, and `ShardedGradScaler` refuses to work inside the block.
+
+    Raises RuntimeError on all ranks at the end of the first with ``throw_on_early_termination``,
+    ValueError for a module that is not a sharded root.
+    """
+    joined = _Joined(
+        module,
+        optimizers,
+        divides_by_all=divide_by_initial_world_size,
+        throws=throw_on_early_termination,
+    )
+    with joined.iteration.without_order_check():
+        with joined.announcing():
+            yield
+        joined.shadow()
+
+
+class _Joined:
+    """One root inside the block."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        divides_by_all: bool,
+        throws: bool,
+    ) -> None:
+        self.iteration = _root_iteration(module)
+        self._module = module
+        self._units = [d.unit for d in self.iteration.drivers if d.unit is not None]
+        self._optimizers = list(optimizers)
+        self._divides_by_all = divides_by_all
+        self._has_stepped = False
+        """Whether the gradients that there are have been used."""
+        widest = max(self._units, key=lambda unit: max(g.axes.size for g in unit.groups))
+        self._attendance = Attendance(widest.communicators, throws=throws)
+
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Say what comes next before each collective and each step, as long as there are inputs."""
+        before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
+        handle = register_optimizer_step_pre_hook(self._before_step)
+        self.iteration.announce = self._before_delivery
+        self.iteration.announce_clip = self._before_clip
+        for unit in self._units:
+            # A rank that is done holds no part of what was whole in a forward of the others.
+            unit.forget_block()
+            unit.settings = replace(unit.settings, block=None)
+            unit.announce = self._before_move
+        try:
+            yield
+        finally:
+            handle.remove()
+            self.iteration.announce = self.iteration.announce_clip = None
+            for unit, (factor, block) in zip(self._units, before, strict=True):
+                unit.announce = None
+                unit.settings = replace(unit.settings, divide_factor=factor, block=block)
+
+    def shadow(self) -> None:
+        """Take part without inputs until no rank has any."""
+        settings = [unit.settings for unit in self._units]
+        for unit in self._units:
+            unit.reshard()
+        while (found := self._attendance.leave()) is not None:
+            self._follow(*found)
+        for unit, before in zip(self._units, settings, strict=True):
+            unit.settings = before
+
+    # --------------------------------------------------------------------- ranks that train
+
+    def _before_move(self, unit: Unit, move: str) -> None:
+        notice = Notice[move.upper()]
+        self._attendance.give(notice, self._units.index(unit))
+        if notice is Notice.REDUCE:
+            self._divide(unit)
+
+    def _before_delivery(self) -> None:
+        self._attendance.give(Notice.DELIVER)
+        self._has_stepped = False
+
+    def _before_clip(self, max_norm: float, norm_type: float) -> None:
+        self._attendance.give(Notice.CLIP)
+        _share(self._attendance.communicators, json.dumps([max_norm, norm_type]).encode())
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Check that ``optimizer`` has parameters of the root."""
+        mine = {id(parameter) for parameter in self._module.parameters()}
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not self.holds(optimizer):
+            return
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        self._attendance.give(Notice.STEP, self._optimizers.index(optimizer))
+        numbers = [_numbers(group) for group in optimizer.param_groups]
+        _share(self._attendance.communicators, json.dumps(numbers).encode())
+        self._has_stepped = True
+
+    # --------------------------------------------------------------------- ranks that are done
+
+    def _follow(self, notice: Notice, number: int) -> None:
+        if notice is Notice.DELIVER:
+            self._deliver()
+            return
+        if notice is Notice.STEP:
+            self._step(number)
+            return
+        if notice is Notice.CLIP:
+            payload = _share(self._attendance.communicators, b"")
+            self._module.clip_grad_norm_(*json.loads(payload))  # pyrefly: ignore[not-callable]
+            return
+        unit = self._units[number]
+        if notice is Notice.UNSHARD:
+            unit.unshard()
+            unit.wait_unshard()
+            unit.reshard()
+        elif notice is Notice.REDUCE:
+            unit.finish_reduce()
+            unit.settings = replace(unit.settings, all_reduce=False)
+            self._divide(unit)
+            unit.reduce()
+        else:
+            unit.settings = replace(unit.settings, all_reduce=True)
+            unit.reduce_further()
+
+    def _deliver(self) -> None:
+        if self._has_stepped:
+            self._has_stepped = False
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        for unit in self._units:
+            unit.finish_reduce()
+        self.iteration.deliver()
+        self.iteration.stop()
+
+    def _step(self, number: int) -> None:
+        payload = _share(self._attendance.communicators, b"")
+        if number >= len(self._optimizers):
+            raise RuntimeError(
+                f"join: the ranks that train step optimizer {number} of this "
+                f"{type(self._module).__name__}, and this rank, which is done, has not seen it "
+                "step. Pass join(optimizers=[...]) on every rank, in the same order"
+            )
+        optimizer = self._optimizers[number]
+        for group, numbers in zip(optimizer.param_groups, json.loads(payload), strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items()})
+        optimizer.step()
+        self._has_stepped = True
+
+    def _divide(self, unit: Unit) -> None:
+        if not self._divides_by_all:
+            active = len(self._attendance.active)
+            unit.settings = replace(unit.settings, divide_factor=float(active))
+
+
+class JoinsUnevenInputs(nn.Module):
+    """The members that the classes of sharded modules have in common."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+        if not enable:
+            return contextlib.nullcontext()
+        return join_sharded(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+            optimizers=optimizers,
+        )
+
+
+def joins(optimizer: torch.optim.Optimizer) -> bool:
+    """Check that ``optimizer`` steps a root that is inside of a `join_sharded` block."""
+    owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
+    return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
+
+
+def _root_iteration(module: nn.Module) -> Iteration:
+    driver = driver_of(module)
+    iteration = None if driver is None else driver.start(module)
+    if driver is None or iteration is None or not driver.is_root:
+        raise ValueError(
+            f"join needs the sharded root, found a {type(module).__name__} that is "
+            f"{'not sharded' if driver is None else 'inside of one'}"
+        )
+    return iteration
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of one parameter group that are plain numbers."""
+    return {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, bool | int | float)
+        or (isinstance(value, tuple) and all(isinstance(part, int | float) for part in value))
+    }
+
+
+def _share(communicators: Sequence[Communicator], payload: bytes) -> bytes:
+    """The first of the ranks' payloads that is not empty."""
+    for axis in communicators:
+        rows = axis.gather_bytes(payload, label="uneven inputs: optimizer")
+        payload = next((row for row in rows if row), b"")
+    return payload

@@ -1,0 +1,344 @@
+"""The members that the class of a module has beside its own after `fully_shard`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.comm_hooks.shard_hooks import register_bucket_hook
+from meshwright.data_parallel.modules.of_this_process import OfThisProcess
+from meshwright.data_parallel.residency import ShardedResidency, sharded_residency
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
+from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInputs
+from meshwright.data_parallel.shards.buffer import CustomCollective
+from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
+from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
+
+__all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
+
+
+class UnshardHandle:
+    """A gather on its way. ``wait`` makes the whole parameters visible."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are there; nothing the second time."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.wait_unshard()
+
+
+class FSDPModule(OfThisProcess, JoinsUnevenInputs):
+    """A module whose parameters `fully_shard` has sharded.
+
+    Settings take hold from the next forward or backward pass on, in this module and, where there
+    is ``recurse``, in the sharded modules below it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Make a module of the class before sharding: a slice of a container has no unit."""
+        return cls.__bases__[1](*args, **kwargs)
+
+    # ------------------------------------------------------------------------ parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters now; with ``async_op`` the handle waits for them."""
+        unit = _driver(self).unit
+        if unit is not None:
+            if unit.phase is Phase.SHARDED:
+                unit.exposure.refresh(unit)
+            unit.unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's whole parameters now."""
+        unit = _driver(self).unit
+        if unit is not None:
+            unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Give up an iteration that raised. The next forward pass of the root does it too."""
+        iteration = _driver(self).iteration
+        if iteration is not None:
+            iteration.reset()
+
+    # ---------------------------------------------------------------------- accumulation
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module, also where whole parameters are in the place of the sharded ones."""
+        super().zero_grad(set_to_none)
+        zero_kept(_units(self, recurse=True), set_to_none=set_to_none)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward passes reduce. Without it whole gradients gather on this rank."""
+        self._set(recurse, synchronise=requires_gradient_sync)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in the block do not reduce; the next one outside reduces the sum."""
+        before = {unit: unit.settings.synchronise for unit in _units(self, recurse=True)}
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, synchronise in before.items():
+                unit.settings = replace(unit.settings, synchronise=synchronise)
+
+    def pipeline_residency(self) -> ShardedResidency:
+        """Return what lets a pipeline's schedule drive this module's unit and those below."""
+        return sharded_residency(self)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether reductions also run over the replicating axis of a 2-D mesh."""
+        self._set(recurse, all_reduce=requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward passes are the last of a step, for the whole root.
+
+        One that is not leaves its reductions under way, and its gradients, the sums of all since,
+        come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
+        """
+        driver = _driver(self)
+        root = driver if driver.iteration is None else driver.iteration.drivers[0]
+        root.is_last_backward = is_last_backward
+
+    # --------------------------------------------------------------------------- freeing
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                "reshard_after_forward should be a bool, got "
+                f"{type(reshard_after_forward).__name__}. A group size goes to fully_shard"
+            )
+        for driver in _drivers(self, recurse=recurse):
+            driver.keeps_as_root = False
+        self._set(recurse, keep_full_after_forward=not reshard_after_forward, block=None)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters are freed after the backward pass.
+
+        What is kept is gathered again where gradients have come to ``.grad``, since an optimizer
+        may have stepped: keeping pays while gradients gather without a reduction.
+        """
+        self._set(recurse, keep_full_after_backward=not reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether this module's backward pass needs its parameters; an embedding's does not."""
+        self._set(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` ahead, when this module's forward pass begins."""
+        _driver(self).forward_ahead = _prefetched(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` ahead, when this module's backward pass begins."""
+        _driver(self).backward_ahead = _prefetched(modules)
+
+    # ------------------------------------------------------------------------- reduction
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of by the number of ranks."""
+        self._set(False, divide_factor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Have ``hook(state, bucket)`` reduce the gradients of the units here, see `comm_hooks`.
+
+        On a 2-D mesh it runs on this rank's shards over the replicating dim, see `shard_hooks`.
+        Raises TypeError or ValueError for what cannot be one, RuntimeError for a second hook.
+        """
+        register_bucket_hook(_units(self, recurse=True), state, hook)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: object = None
+    ) -> None:
+        """Call ``hook`` with each reduced gradient shard; it may change it in place.
+
+        Raises ValueError when it cannot be called, for parameters on several meshes, and for a
+        ``stream`` where the mesh has a replicating axis, whose own stream is used.
+        """
+        if not callable(hook):
+            raise ValueError(f"expected a callable hook, got {type(hook).__name__}")
+        unit = _unit_on_one_mesh(self, "set_all_reduce_hook")
+        if stream is not None and unit is not None and unit.groups[0].axes.replicate is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        self._set(False, shard_hook=hook)
+
+    def set_custom_all_gather(self, comm: CustomCollective) -> None:
+        """Gather this module's parameters by ``comm``, written to torch's protocol.
+
+        ``comm.allocate(size, dtype=, device=)`` gives the memory, and ``comm(output_tensor=,
+        input_tensor=, group=, async_op=)`` gathers; what it returns is waited for, unless None.
+        Raises ValueError when the module's parameters lie on several meshes.
+        """
+        _unit_on_one_mesh(self, "set_custom_all_gather")
+        self._set(False, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
+        """Sum this module's gradients by ``comm``, written to torch's protocol.
+
+        As in `set_custom_all_gather`, with ``op`` in place of ``async_op``. The sums are scaled
+        afterwards, so ``op`` is always a sum.
+        """
+        _unit_on_one_mesh(self, "set_custom_reduce_scatter")
+        self._set(False, reduce_scatter=comm)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Bound the reductions that are under way at once; each holds its gradients in memory.
+
+        The largest number in the tree of the root counts. Raises TypeError or ValueError for what
+        is not a positive int.
+        """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        for driver in _drivers(self, recurse=recurse):
+            driver.most_in_flight = max_input_buffers
+            if driver.iteration is not None:
+                driver.iteration.limit_in_flight()
+
+    # ------------------ accepted and recorded in `fully_shard.state(module).without_effect`
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Recorded; gradients are always summed and scaled by us."""
+        self._record(False, "force_sum_reduction_for_comms", enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Recorded; unused parameters of a module that ran always count as zeros."""
+        self._record(recurse, "reduce_scatter_unused_params", reduce_scatter_unused_params)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Recorded; gathers and reductions of one axis share its group."""
+        self._record(recurse, "separate_reduce_scatter_group", enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Recorded; buffers come from torch's allocator."""
+        self._record(False, "allocate_memory_from_process_group_for_comm", enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Recorded; buffers come from torch's allocator."""
+        self._record(False, "symm_mem_for_comm", backend)
+
+    def set_post_optim_event(self, event: object) -> None:
+        """Recorded; on a CPU the optimizer has ended when the next forward begins."""
+        self._record(False, "post_optim_event", event)
+
+    # --------------------------------------------------------------------------- private
+
+    def _set(self, recurse: bool, **changes: Any) -> None:
+        for unit in _units(self, recurse=recurse):
+            unit.settings = replace(unit.settings, **changes)
+
+    def _record(self, recurse: bool, name: str, value: object) -> None:
+        for driver in _drivers(self, recurse=recurse):
+            driver.without_effect[name] = value
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
+        """As for any module; whole parameters are freed first, and shards follow."""
+        units = list(_units(self, recurse=True))
+        for unit in units:
+            unit.reshard()
+            if isinstance(unit.exposure, ExposedTensors):
+                unit.exposure.let_go(unit)
+        result = super()._apply(fn, recurse)
+        for unit in units:
+            rebuild(unit)
+        return result
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward pass, in place; what gathers and frees parameters runs around it.
+
+        Arguments are those of `torch.compile`. With ``fullgraph=True`` no module below may be
+        sharded by itself.
+        """
+        # As an attribute of the instance: hooks of the module would end the graph at its edges.
+        self.forward = torch.compile(self.forward, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization. Copy the "
+            "module first, then call fully_shard on the copy"
+        )
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Make several roots share streams; without effect on a CPU, where there are none.
+
+    Raises ValueError for a module that is not sharded.
+    """
+    _prefetched(modules)
+
+
+def rebuild(unit: Unit) -> None:
+    """Make the shard of ``unit`` follow what its modules hold now."""
+    if isinstance(unit.exposure, ExposedTensors):
+        unit.exposure.take_over(unit)
+
+
+def _driver(module: nn.Module) -> Driver:
+    driver = driver_of(module)
+    if driver is None:
+        raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")
+    return driver
+
+
+def _drivers(module: nn.Module, *, recurse: bool) -> Iterable[Driver]:
+    if not recurse:
+        return [_driver(module)]
+    found = (driver_of(part) for part in module.modules())
+    return list(dict.fromkeys(driver for driver in found if driver is not None))
+
+
+def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
+    units = (driver.unit for driver in _drivers(module, recurse=recurse))
+    return [unit for unit in units if unit is not None]
+
+
+def _unit_on_one_mesh(module: nn.Module, method: str) -> Unit | None:
+    unit = _driver(module).unit
+    if unit is not None and len({group.axes for group in unit.groups}) > 1:
+        raise ValueError(
+            f"{method} is not supported with multiple meshes in one module: unit {unit.name!r} has "
+            "parameters that its shard_placement_fn put on other ranks than the rest"
+        )
+    return unit
+
+
+def _prefetched(modules: Iterable[nn.Module]) -> list[Driver]:
+    drivers: list[Driver] = []
+    for module in modules:
+        driver = driver_of(module)
+        if driver is None:
+            raise ValueError(
+                f"Expects FSDPModule but got {type(module).__name__}. Call fully_shard on it first"
+            )
+        drivers.append(driver)
+    return drivers

@@ -1,0 +1,462 @@
+"""One line of elements on the data axes: a shard at rest, the whole when needed, and gradients.
+
+============  ============  ==========================================================
+from          to            operation
+============  ============  ==========================================================
+Shard         Replicate     all-gather into ``full``           (`gather`)
+Replicate     Shard         slice                              (`fill`)
+Partial       Shard         reduce-scatter of ``gradient``     (`reduce`, axis ``shard``)
+Partial       Replicate     all-reduce                         (`reduce`, axis ``replicate``)
+============  ============  ==========================================================
+
+Elements lie in two ways. Packed, the line is cut at any element, and the gather writes straight
+into ``full``, whose views are the tensors. Chunked, each shard holds a chunk of every tensor; what
+is gathered then lies rank by rank in a staging line and is copied out to the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from meshwright.comm import Communicator, Pending
+from meshwright.comm.memory.reusable_storage import Line, line_of
+from meshwright.data_parallel.shards.gradient_lines import GradientLine
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout, FlatLayout
+
+__all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataAxes:
+    """The axes that one unit's parameters lie on. One of them may be missing."""
+
+    shard: Communicator | None = None
+    """Its ranks hold different parts; None where every rank holds the whole."""
+    replicate: Communicator | None = None
+    """Its ranks hold the same part; None where there is only one holder of each."""
+
+    @property
+    def parts(self) -> int:
+        """Into how many shards a line is cut."""
+        return 1 if self.shard is None else self.shard.size
+
+    @property
+    def part(self) -> int:
+        """The number of the shard that this rank holds."""
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks whose gradients are summed."""
+        return self.parts * (1 if self.replicate is None else self.replicate.size)
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """Those that there are, shard first."""
+        return tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferTypes:
+    """The dtypes of one buffer."""
+
+    master: torch.dtype
+    """Of the shard that the optimizer steps."""
+    compute: torch.dtype
+    """Of the gathered parameters."""
+    reduce: torch.dtype
+    """In which gradients are summed."""
+    asked: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+    """The last two as they were asked for; None follows the one before."""
+
+    @classmethod
+    def of(
+        cls, master: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
+    ) -> BufferTypes:
+        """``compute`` is ``master`` when None, ``reduce`` is ``compute``.
+
+        What is not floating-point keeps its dtype, complex numbers too.
+        """
+        if not master.is_floating_point:
+            return cls(master=master, compute=master, reduce=master, asked=(compute, reduce))
+        asked, compute = (compute, reduce), compute or master
+        return cls(master=master, compute=compute, reduce=reduce or compute, asked=asked)
+
+
+class CustomCollective(Protocol):
+    """A gather or a reduce-scatter of the user's, as torch's `fully_shard` takes it."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for what is sent and received."""
+        ...
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any) -> Any:  # noqa: ANN401
+        """Communicate. A gather is given ``async_op`` and may return a work to wait for; a
+        reduce-scatter is given ``op`` and returns when it has ended."""
+        ...
+
+
+ALONE = 2**20
+"""Bytes from which a tensor is gathered by itself."""
+SHARED = 2**16
+"""Bytes from which a shard lies in memory that the ranks of a host share."""
+
+_Move: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""One gather: the line that it fills, this rank's place in it, and what belongs there."""
+_Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets, and the sources that are copied to them."""
+
+
+class FlatBuffer:
+    """The storage of one group of parameters. It moves when told to, and knows no phases."""
+
+    def __init__(
+        self,
+        layout: FlatLayout | ChunkedLayout,
+        axes: DataAxes,
+        types: BufferTypes,
+        device: torch.device,
+        shard: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.axes = axes
+        self.types = types
+        self.device = device
+        """Where the gathered parameters and their gradients are."""
+        if shard is None:
+            shard = _shard(layout.shard_size, types.master, device, axes.shard)
+        self.shard = shard
+        """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
+        is_here = shard.device.type == device.type
+        self._alias = axes.parts == 1 and types.master == types.compute and is_here
+        self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
+        """Whether what is gathered lies as the tensors do."""
+        self._whole: Line | None = None
+        if not self._alias:
+            self._whole = line_of(layout.padded_size, types.compute, device)
+        self.full = self.shard if self._whole is None else self._whole.tensor
+        """The whole line; without memory between `gather` and `release`."""
+        # `.data` has a version counter of its own: a gather does not look like a change of what
+        # autograd has saved.
+        self.views = [self._place(index).data for index in range(len(layout.names))]
+        """Each tensor, in ``full``. Their version counters are their own."""
+        self._regions = [] if self.is_direct else self._rank_major_regions()
+        self._together = _gathered_together(layout, types.compute.itemsize)
+        self.gradients = self._gradient_lines()
+        """The whole gradients; without memory at rest."""
+        self._staging = line_of(
+            0 if self.is_direct else self.packed * axes.parts, types.compute, device
+        )
+        """What is gathered in one piece, before it is copied to where it belongs."""
+        self._copies = (
+            None if self.is_direct else self._copies_from(self._staging.tensor, self._together)
+        )
+        self._moves = self._plan_moves()
+        self._pending: list[Pending] = []
+        self._after: _Copies | None = None
+        """What is copied when the gather under way has ended."""
+        self._kept: tuple[Communicator, torch.Tensor] | None = None
+        """This rank's part of the whole line among fewer ranks, between two uses; see `keep`."""
+        self._gathered_version = -1
+        self._staging.free()
+        self.release()
+
+    # ------------------------------------------------------------------------ parameters
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Take this rank's part of whole tensors; where there is None the shard stays."""
+        part, layout = self.axes.part, self.layout
+        if isinstance(layout, FlatLayout):
+            for piece in layout.owned(part):
+                tensor = tensors[piece.index]
+                if tensor is not None:
+                    source = tensor.detach().reshape(-1)[piece.start : piece.stop]
+                    self.shard[piece.offset : piece.offset + piece.numel].copy_(source)
+            return
+        for index, box in layout.owned(part):
+            tensor = tensors[index]
+            if tensor is not None:
+                self.local(index).copy_(tensor.detach()[box.slices()])
+
+    def local(self, index: int) -> torch.Tensor:
+        """This rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
+        layout = self.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("only a chunked shard holds a box of every tensor")
+        box = layout.box(index, self.axes.part)
+        start = layout.offsets[index]
+        return self.shard[start : start + box.numel].view(box.shape)
+
+    def around(self, index: int) -> torch.Tensor:
+        """This rank's chunk of tensor ``index`` as users see it, on the memory of the shard."""
+        return self.local(index).detach()
+
+    def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's elements of tensor ``index``: a view of the shard, or of ``line`` like it."""
+        line = self.shard if line is None else line
+        if isinstance(self.layout, ChunkedLayout):
+            start, size = self.layout.offsets[index], self.layout.box(index, self.axes.part).numel
+            return line[start : start + size]
+        pieces = (piece for piece in self.layout.owned(self.axes.part) if piece.index == index)
+        piece = next(pieces, None)
+        return line[:0] if piece is None else line[piece.offset : piece.offset + piece.numel]
+
+    @property
+    def packed(self) -> int:
+        """Elements of a shard that are gathered in one piece; those after it one by one."""
+        offsets = self.layout.offsets
+        if self.is_direct or self._together == len(offsets):
+            return self.layout.shard_size
+        return offsets[self._together]
+
+    @property
+    def gathers(self) -> list[int]:
+        """Elements of each gather that brings the whole line together."""
+        return [line.numel() for line, _, _ in self._moves]
+
+    @property
+    def reductions(self) -> list[int]:
+        """Elements of each collective that sums the gradients."""
+        return [line.numel for line in self.gradients]
+
+    @property
+    def is_copy(self) -> bool:
+        """True where whole tensors have memory of their own, and not that of the shard."""
+        return not self._alias
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the shard was, or may have been, written since `gather`; see `distrust`."""
+        return not self._alias and self._gathered_version != self.shard._version
+
+    def distrust(self) -> None:
+        """The shard may be written from now on in ways that leave no trace.
+
+        What an optimizer does to a DTensor counts no version of the memory below it.
+        """
+        self._gathered_version = -1
+
+    def gather(self, label: str, custom: CustomCollective | None = None) -> None:
+        """Start to bring the whole line together, by ``custom`` where there is one."""
+        if self._whole is None:
+            return
+        self._whole.restore()
+        kept, self._kept = self._kept, None
+        if kept is not None and not self.is_stale:
+            ranks, mine = kept
+            if custom is not None:
+                self._after = [self.full], [self._gather_by(custom, ranks, mine, label)]
+            else:
+                place = self.full.view(ranks.size, -1)[ranks.rank]
+                place.copy_(mine)
+                self._pending.append(ranks.all_gather(self.full, place, label=label))
+            return
+        self._gathered_version = self.shard._version
+        shard = self.axes.shard
+        if shard is None or shard.size == 1:
+            self.full.copy_(self.shard)
+            return
+        if custom is not None:
+            line = self._gather_by(custom, shard, self.shard, label)
+            count = len(self.layout.names)
+            self._after = (
+                ([self.full], [line]) if self.is_direct else self._copies_from(line, count)
+            )
+            return
+        if self._copies is not None:
+            self._staging.restore()
+            self._after = self._copies
+        for line, place, mine in self._moves:
+            # A shard of another dtype or device goes by way of this rank's own part of the line.
+            if mine.dtype != line.dtype or mine.device != line.device:
+                place.copy_(mine, non_blocking=True)
+                mine = place
+            self._pending.append(shard.all_gather(line, mine, label=label))
+
+    def finish_gather(self) -> None:
+        """Wait for the whole line."""
+        if not self._pending:
+            return
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+        copies, self._after = self._after, None
+        if copies is not None:
+            torch._foreach_copy_(*copies)
+            self._staging.free()
+
+    @torch.no_grad()
+    def keep(self, block: Communicator) -> None:
+        """Keep a part of the whole line such that the ranks of ``block`` hold it together.
+
+        The next `gather` runs over them only, unless the shard has been written by then. Parts are
+        cut from the line as it lies, whatever the layout: nothing is copied out afterwards.
+        """
+        if not self._alias:
+            self._kept = block, self.full.view(block.size, -1)[block.rank].clone()
+
+    def forget_kept(self) -> None:
+        """Gather over all ranks the next time."""
+        self._kept = None
+
+    def lends(self, address: int) -> bool:
+        """Check that the memory at ``address`` is gone after `release`."""
+        if self._whole is None:
+            return False
+        start = self.full.data_ptr()
+        return 0 < start <= address < start + self.full.nbytes
+
+    def release(self) -> None:
+        """Give the memory of the whole line back."""
+        if self._whole is not None:
+            self._whole.free()
+
+    # ------------------------------------------------------------------------- gradients
+
+    @property
+    def has_gradient(self) -> bool:
+        """True when ``gradients`` hold something."""
+        return self.gradients[0].has_gradient
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Put whole gradients of all tensors (zeros for None) in place, or add them."""
+        if len(self.gradients) == 1:
+            self.gradients[0].take(gradients)
+            return
+        for line in self.gradients:
+            line.take(gradients[line.indices.start : line.indices.stop])
+
+    def whole_gradients(self) -> list[torch.Tensor]:
+        """The whole gradients that it holds, tensor by tensor."""
+        shapes = self.layout.shapes
+        return [
+            whole
+            for line in self.gradients
+            for whole in line.wholes(shapes[line.indices.start : line.indices.stop])
+        ]
+
+    def release_gradients(self) -> None:
+        """Give the memory of the whole gradients back."""
+        for line in self.gradients:
+            line.release()
+
+    # --------------------------------------------------------------------------- private
+
+    def _place(self, index: int) -> torch.Tensor:
+        shape = self.layout.shapes[index]
+        start = self.layout.offsets[index]
+        if isinstance(self.layout, ChunkedLayout):
+            start *= self.layout.parts
+        return self.full[start : start + math.prod(shape)].view(shape)
+
+    def _rank_major_regions(self) -> list[torch.Tensor]:
+        """For each tensor its place in ``full``, seen as (parts, slot)."""
+        layout = self.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("a packed line needs no staging")
+        starts = [offset * layout.parts for offset in layout.offsets]
+        return [
+            self.full[start : start + slot * layout.parts].view(layout.parts, slot)
+            for start, slot in zip(starts, layout.slots, strict=True)
+        ]
+
+    def _gradient_lines(self) -> tuple[GradientLine, ...]:
+        """One for what is gathered in one piece, and one for each tensor that is not."""
+        count = len(self.layout.names)
+        together = count if self.is_direct else self._together
+        pieces = [range(together)] if together else []
+        pieces += [range(index, index + 1) for index in range(together, count)]
+        types = self.types.reduce, self.device
+        return tuple(GradientLine(self.layout, piece, *types) for piece in pieces)
+
+    def _plan_moves(self) -> list[_Move]:
+        """The gathers: straight into ``full``, or what is small through ``_staging``."""
+        parts, part = self.axes.parts, self.axes.part
+        if self.is_direct:
+            return [(self.full, self.full.view(parts, -1)[part], self.shard)]
+        packed = self.packed
+        moves: list[_Move] = []
+        if packed:
+            line = self._staging.tensor
+            moves.append((line, line.view(parts, -1)[part], self.shard[:packed]))
+        for index in range(self._together, len(self._regions)):
+            region, start = self._regions[index], self.layout.offsets[index]
+            mine = self.shard[start : start + region.shape[1]]
+            moves.append((region.view(-1), region[part], mine))
+        return moves
+
+    @torch.no_grad()
+    def _gather_by(
+        self, custom: CustomCollective, ranks: Communicator, mine: torch.Tensor, label: str
+    ) -> torch.Tensor:
+        """Start to gather all in one piece, in memory and by a call of the user's: that memory."""
+        size = mine.numel() * ranks.size
+        line = custom.allocate((size,), dtype=self.types.compute, device=self.device)
+        place = line.view(ranks.size, -1)[ranks.rank]
+        place.copy_(mine)
+        self._pending.append(ranks.custom("all_gather", custom, line, place, label=label))
+        return line
+
+    def _copies_from(self, line: torch.Tensor, count: int) -> _Copies | None:
+        """From ``line``, which has what was gathered of the first ``count`` tensors, to each.
+
+        Targets and sources are contiguous where they can be.
+        """
+        layout = self.layout
+        if not count or not isinstance(layout, ChunkedLayout):
+            return None
+        rows = line.view(layout.parts, -1)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index in range(count):
+            start, size = layout.offsets[index], layout.slots[index]
+            for part in range(layout.parts):
+                if not layout.dims[index]:
+                    targets.append(self._regions[index][part])
+                    sources.append(rows[part, start : start + size])
+                    continue
+                box = layout.box(index, part)
+                if box.numel:
+                    # A place in `full`: what autograd has saved of `views` must not look changed.
+                    targets.append(self._place(index)[box.slices()])
+                    sources.append(rows[part, start : start + box.numel].view(box.shape))
+        return targets, sources
+
+
+def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int:
+    """Count the tensors that are gathered in one piece: all but large ones at the end of the line.
+
+    A large tensor that is cut along dim 0 is gathered by itself, straight to where it belongs: that
+    saves a staging line of its size and the copy out of it.
+    """
+    count = len(layout.names)
+    if not isinstance(layout, ChunkedLayout):
+        return count
+    sizes, dims = layout.slots, layout.dims
+    while count and not dims[count - 1] and sizes[count - 1] * layout.parts * itemsize >= ALONE:
+        count -= 1
+    return count
+
+
+def _is_one_line(layout: ChunkedLayout) -> bool:
+    """Check that gathered chunks of the one tensor lie as the tensor does."""
+    return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
+
+
+def _shard(
+    numel: int, dtype: torch.dtype, device: torch.device, axis: Communicator | None
+) -> torch.Tensor:
+    """Zeros; where it pays, in memory that the ranks of ``axis`` read without a copy between."""
+    is_small = numel * dtype.itemsize < SHARED
+    if is_small or axis is None or axis.device.type != device.type:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return axis.empty_shared(numel, dtype).zero_()

@@ -1,0 +1,587 @@
+"""Parameters as DTensors at rest: what optimizers, clipping and state dicts see of a unit.
+
+The local tensor of each DTensor is a view of the unit's shard, so that a step of the optimizer is
+what the next gather sends. Modules hold plain tensors from the gather on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.comm.dtensors.dtensor import (
+    dtensor_at_rest,
+    dtensor_like,
+    is_dtensor,
+    local_of,
+    put_on_mesh,
+    savable,
+)
+from meshwright.comm.dtensors.gradient_part import gradient_part, plain
+from meshwright.comm.dtensors.sharded_axes import is_marked_spread
+from meshwright.data_parallel.distributed_parameters import mark_spread
+from meshwright.data_parallel.shards.parameter_hooks import (
+    carry_hooks,
+    change_by_hooks,
+    has_hooks,
+    refuse_past_hooks,
+)
+from meshwright.data_parallel.shards.replaced_parameters import (
+    check_given,
+    data_assigned,
+    is_given_for_call,
+    replaced,
+)
+from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
+from meshwright.errors import InternalError
+from meshwright.gradients import mark_mean
+from meshwright.layout import ChunkedLayout
+
+__all__ = ["HOME", "ExposedTensors"]
+
+HOME = "_meshwright_home"
+"""The attribute of a parameter that was taken over: its driver and its slot."""
+
+
+class _Entry:
+    """One parameter as it looks at rest."""
+
+    __slots__ = (
+        "__weakref__",
+        "cells",
+        "direct",
+        "exposed",
+        "local",
+        "shape",
+        "shown",
+        "slot",
+        "start",
+        "stop",
+        "storage",
+        "trains",
+        "wrap",
+    )
+
+    def __init__(self, group: ParameterGroup, index: int, before: nn.Parameter) -> None:
+        layout = group.buffer.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("a DTensor at rest needs a chunked layout")
+        slot = group.slots[index]
+        local = group.buffer.around(index)
+        self.slot: Slot = slot
+        self.shape = local.shape
+        self.start = layout.offsets[index]
+        self.stop = self.start + local.numel()
+        place = slot.place
+        if place is None:
+            raise InternalError("a DTensor at rest needs a place on a mesh")
+        self.wrap = (place.mesh, place.placements, place.shape, _strides(place.shape))
+        exposed = nn.Parameter(
+            dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
+        )
+        shown: Any = savable(exposed)
+        shown._local_tensor = local  # of its class, with its attributes
+        shown.__dict__.update(before.__dict__)
+        carry_hooks(before, shown, slot.name)
+        self.exposed: Any = shown
+        self.note_memory()
+        self.trains = self.exposed.requires_grad
+        """Whether both required grad when they were compared last."""
+        self.cells: list[tuple[dict[str, Any], str]] = []
+        self.shown: nn.Parameter | None = None
+        """What the unit has put into all cells last; None before it has."""
+        self.find_cells()
+
+    def find_cells(self) -> None:
+        """Find the tables of modules, and the names in them, that hold the parameter."""
+        self.cells = [(module._parameters, name) for module, name in self.slot.places]
+        self.shown = None
+
+    @torch.no_grad()
+    def follow_place(self) -> None:
+        """Lie on the mesh that the slot's place has now: this rank's part is the same there."""
+        place, gradient = self.slot.place, self.exposed.grad
+        if place is None or place.mesh is self.wrap[0]:
+            return
+        self.wrap = (place.mesh, place.placements, *self.wrap[2:])
+        put_on_mesh(self.exposed, place.mesh, place.placements)
+        if gradient is not None:
+            self.exposed.grad = None
+            self.exposed.grad = dtensor_like(local_of(gradient), self.exposed)
+
+    def note_memory(self) -> None:
+        """Remember the memory that ``exposed`` has now, to notice when it is given another."""
+        if self.slot.extension is not None:
+            self.slot.extension.part = self.exposed._local_tensor
+        self.local = self.exposed._local_tensor
+        self.storage = self.exposed.untyped_storage()
+        self.guard()
+
+    def guard(self) -> None:
+        """Refuse gradients past the hooks, where it trains."""
+        me = weakref.ref(self)
+        self.direct = refuse_past_hooks(
+            self.exposed, self.slot.name, lambda: None if (it := me()) is None else it.exposed
+        )
+
+    def follow_training(self) -> None:
+        """Make the one parameter require grad as the other, that the user has changed, does now."""
+        full, exposed = self.slot.full, self.exposed
+        is_new = exposed.requires_grad is not self.trains
+        self.trains = exposed.requires_grad if is_new else full.requires_grad
+        full.requires_grad_(self.trains)
+        exposed.requires_grad_(self.trains)
+        if self.trains is not (self.direct is not None):
+            self.guard()
+
+
+class ExposedTensors:
+    """The exposure of `fully_shard`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[ParameterGroup, list[_Entry]] = {}
+        self._flat: dict[ParameterGroup, nn.Parameter] = {}
+        self._delivered: set[ParameterGroup] = set()
+        """Of which flat gradients have been set that nobody is known to have zeroed."""
+
+    def entries(self, group: ParameterGroup) -> list[_Entry]:
+        """The parameters of ``group`` as they look at rest; made when asked for the first time."""
+        found = self._entries.get(group)
+        if found is None:
+            known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
+            before = [known.get(slot, slot.original) for slot in group.slots]
+            found = [_Entry(group, index, given) for index, given in enumerate(before)]
+            self._entries[group] = found
+            mark_mean([entry.exposed for entry in found], group.axes.communicators)
+        return found
+
+    def shown(self, slot: Slot) -> nn.Parameter:
+        """Return the parameter that modules hold of ``slot`` at rest."""
+        entries = (entry for group in reversed(self._entries.values()) for entry in group)
+        return next(entry.exposed for entry in entries if entry.slot is slot)
+
+    def shows(self, parameter: nn.Parameter) -> bool:
+        """True for a parameter that modules hold at rest."""
+        entries = (entry for group in self._entries.values() for entry in group)
+        return any(entry.exposed is parameter for entry in entries)
+
+    def flat(self, group: ParameterGroup) -> nn.Parameter:
+        """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
+        found = self._flat.get(group)
+        if group.slots[0].extension is not None:
+            raise ValueError(
+                f"parameter {group.slots[0].name!r} is a tensor subclass with calls of its own for "
+                "what an optimizer does to it: build the optimizer of the module's parameters"
+            )
+        if found is None:
+            found = self._flat[group] = nn.Parameter(group.buffer.shard)
+            outers = [slot.outer for slot in group.slots]
+            mark_spread(found, outers, group.axes.shard, group.slots[0].name)
+        return found
+
+    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
+        """Check that ``flat`` is the shard of ``group``."""
+        return self._flat.get(group) is flat
+
+    def parts_of(
+        self, group: ParameterGroup, line: torch.Tensor
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters of ``group``, and a DTensor for each with its part of ``line``."""
+        return [
+            (e.exposed, dtensor_at_rest(line[e.start : e.stop].view(e.shape), *e.wrap))
+            for e in self.entries(group)
+        ]
+
+    def follow_places(self) -> None:
+        """The places of slots have become those on a larger mesh."""
+        for group, entries in self._entries.items():
+            group.kept.forget()
+            for entry in entries:
+                entry.follow_place()
+
+    def forget_places(self) -> None:
+        """The slots are used in other places now."""
+        for entries in self._entries.values():
+            for entry in entries:
+                entry.find_cells()
+
+    def let_go(self, unit: Unit) -> None:
+        """Allow torch to swap the tensors of the parameters, until `take_over`."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                entry.direct = None
+
+    def refresh(self, unit: Unit) -> None:
+        """See `Exposure`: parameters given anew, and other memory for those that are there."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                exposed, shown = entry.exposed, entry.shown
+                is_same = exposed._local_tensor is entry.local
+                if is_same and exposed.untyped_storage() is not entry.storage:
+                    raise data_assigned(entry.slot.name, group.axes.communicators)
+                for cells, name in entry.cells:
+                    is_same = is_same and cells.get(name) is shown
+                if not is_same:
+                    self._follow(unit)
+                    return
+
+    def show_sharded(self, unit: Unit) -> None:
+        """Put the DTensors into the modules, trainable as the whole parameters were until now."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                exposed, shown = entry.exposed, entry.shown
+                if entry.slot.full.requires_grad is not entry.trains:
+                    entry.follow_training()
+                for cells, name in entry.cells:
+                    if shown is None or cells.get(name) is shown or _is_ours(entry, cells, name):
+                        cells[name] = exposed
+                entry.shown = exposed
+
+    def show_full(self, unit: Unit) -> bool:
+        """Put the whole parameters into the modules, trainable as the DTensors are now."""
+        is_all = True
+        for group in unit.groups:
+            for entry in self.entries(group):
+                full, shown = entry.slot.full, entry.shown
+                if full.requires_grad is not entry.exposed.requires_grad:
+                    full.requires_grad_(entry.exposed.requires_grad)
+                    entry.guard()
+                entry.trains = full.requires_grad
+                for cells, name in entry.cells:
+                    if cells.get(name) is shown or _is_ours(entry, cells, name):
+                        cells[name] = full
+                    elif shown is entry.exposed:
+                        is_all = False
+                entry.shown = full
+        return is_all
+
+    def follow_training(self, unit: Unit) -> None:
+        """See which of both parameters the user has frozen, or not, while both were there."""
+        for group in unit.groups:
+            for entry in self.entries(group):
+                entry.follow_training()
+
+    def zero_alike(self) -> None:
+        """Zero the gradients of the parameters where a flat one was zeroed, and the reverse."""
+        for group, flat in self._flat.items():
+            entries = self.entries(group)
+            if flat.grad is None:
+                # What a loss has left that read the DTensors since waits for the next mean.
+                for entry in entries if group in self._delivered else ():
+                    entry.exposed.grad = None
+                self._delivered.discard(group)
+            elif all(entry.exposed.grad is None for entry in entries):
+                flat.grad = None
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """See `Exposure`: the DTensors, and shards that are parameters of their own."""
+        flats = [flat for group in unit.groups if (flat := self._flat.get(group)) is not None]
+        return [e.exposed for group in unit.groups for e in self.entries(group)] + flats
+
+    def version(self, unit: Unit) -> int:
+        """See `Exposure`. Fused writes to DTensors are not counted."""
+        return sum(
+            [e.exposed._version for group in unit.groups for e in self.entries(group)]
+        ) + sum([group.buffer.shard._version for group in unit.groups])
+
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [entry.exposed.requires_grad for entry in self.entries(group)]
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        flats = (self._flat.get(group) for group in unit.groups)
+        return any(flat is not None and flat.grad is not None for flat in flats) or any(
+            entry.stop > entry.start and entry.exposed.grad is not None
+            for group in unit.groups
+            for entry in self.entries(group)
+        )
+
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """Set ``.grad`` to a view of ``reduced``, or add to it; hooks of parameters run.
+
+        Where no rank has a gradient, as when only inputs were asked for theirs, nothing happens.
+        """
+        if not any(used) and not self._has_direct(group):
+            return
+        fresh = self._on(group, reduced)
+        hooked: list[nn.Parameter] = []
+        for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
+            if is_used and has_hooks(entry.exposed) and entry.exposed.requires_grad:
+                change_by_hooks(entry.exposed, gradient, entry.slot.name)
+                hooked.append(entry.exposed)
+        self._add(group, reduced, fresh, used)
+        for exposed in hooked:
+            run_after_hooks(exposed)
+        if hooked:
+            self.follow_gradients(group)
+        if group in self._flat:
+            _run_hooks_of_flat(self._flat[group], group)
+
+    def _has_direct(self, group: ParameterGroup) -> bool:
+        """Tell whether a loss has left gradients that the flat one does not have."""
+        flat = self._flat.get(group)
+        if flat is None or flat.grad is not None:
+            return False
+        return any(entry.exposed.grad is not None for entry in self.entries(group))
+
+    @torch.no_grad()
+    def follow_gradients(self, group: ParameterGroup) -> None:
+        """Make the flat gradient what hooks have made of ``.grad`` of the parameters."""
+        flat = self._flat.get(group)
+        if flat is None or flat.grad is None:
+            return
+        entries, line = self.entries(group), plain(flat.grad)
+        if all(entry.exposed.grad is None for entry in entries):
+            flat.grad = None
+            return
+        for entry in entries:
+            part, gradient = line[entry.start : entry.stop], entry.exposed.grad
+            if gradient is None:
+                part.zero_()
+            elif local_of(gradient).data_ptr() != part.data_ptr():
+                part.copy_(local_of(gradient).reshape(-1))
+                entry.exposed.grad = dtensor_like(part.view(entry.shape), entry.exposed)
+
+    def show_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`: ``.grad`` holds what has been reduced, as in torch's."""
+        return False
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        return False
+
+    def _add(
+        self,
+        group: ParameterGroup,
+        reduced: torch.Tensor,
+        fresh: Sequence[torch.Tensor],
+        used: Sequence[bool],
+    ) -> None:
+        flat = self._flat.get(group)
+        if flat is not None:
+            entries = self.entries(group)
+            self._delivered.add(group)
+            if flat.grad is not None and any(e.exposed.grad is not None for e in entries):
+                flat.grad.add_(reduced)  # the parameters' gradients are views of it
+                for e, is_used in zip(entries, used, strict=True):
+                    if is_used and e.exposed.grad is None and e.exposed.requires_grad:
+                        part = plain(flat.grad)[e.start : e.stop].view(e.shape)
+                        e.exposed.grad = dtensor_like(part.detach(), e.exposed)
+                return
+            for entry in self.entries(group):
+                if entry.exposed.grad is not None:  # of a loss that has read the DTensor itself
+                    own = entry.exposed.grad.redistribute(placements=entry.exposed.placements)
+                    plain(reduced)[entry.start : entry.stop].view(entry.shape).add_(local_of(own))
+            is_part = is_marked_spread(flat)
+            flat.grad = (
+                gradient_part(reduced, self.entries(group)[0].slot.name) if is_part else reduced
+            )
+            for entry in entries:
+                entry.exposed.grad = None
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for entry, gradient, is_used in zip(self.entries(group), fresh, used, strict=True):
+            exposed = entry.exposed
+            if exposed.grad is not None and exposed.grad.placements != exposed.placements:
+                # A loss has read the DTensor itself, and autograd left what was easiest for it.
+                exposed.grad = exposed.grad.redistribute(placements=exposed.placements)
+            if not is_used or not exposed.requires_grad:
+                continue
+            if exposed.grad is None:
+                exposed.grad = gradient
+            else:
+                targets.append(local_of(exposed.grad))
+                sources.append(local_of(gradient))
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
+        """A DTensor for each parameter of ``group``, with its part of ``reduced``.
+
+        Where that is memory which is kept from step to step, so are they.
+        """
+        kept = group.kept
+        is_kept = kept.holds(reduced)
+        if is_kept and kept.guests:
+            return [guest for guest, _ in kept.guests]
+        entries = self.entries(group)
+        made: list[torch.Tensor] = [
+            # Detached, since a view would hold on to the tensor that it is of.
+            dtensor_like(reduced[e.start : e.stop].view(e.shape).detach(), e.exposed)
+            for e in entries
+        ]
+        if is_kept:
+            kept.guests = [(dt, e.exposed) for dt, e in zip(made, entries, strict=True)]
+        return made
+
+    def _follow(self, unit: Unit) -> None:
+        """Something else is in the place of a parameter, or has other memory, than was shown."""
+        if not is_given_for_call():
+            unit.reshard()
+            self.take_over(unit)
+            return
+        for group in unit.groups:
+            for entry in self.entries(group):
+                for cells, name in entry.cells:
+                    if _is_ours(entry, cells, name):
+                        cells[name] = entry.shown
+
+    @torch.no_grad()
+    def take_over(self, unit: Unit) -> None:
+        """Follow what modules hold now: other values, dtypes, devices or parameter objects.
+
+        Who holds parameters of before keeps these, and their memory.
+        """
+        for group in unit.groups:
+            entries = self.entries(group)
+            held = [_held(entry) for entry in entries]
+            for entry, parameter in zip(entries, held, strict=True):
+                _check_alike(entry, parameter, held[0])
+            group.kept.forget()
+            group.carry_starts([local_of(parameter) for parameter in held])
+            self._renew(group, held)
+            for index, (entry, parameter) in enumerate(zip(entries, held, strict=True)):
+                mine, theirs = group.buffer.local(index), local_of(parameter)
+                if theirs.data_ptr() != mine.data_ptr() and not theirs.is_meta:
+                    mine.copy_(theirs)
+                if parameter is not entry.exposed:
+                    parameter.__dict__[HOME] = entry.exposed.__dict__.get(HOME)
+                    entry.slot.full.requires_grad_(parameter.requires_grad)
+                    entry.trains = parameter.requires_grad
+                for cells, name in entry.cells:
+                    cells[name] = parameter
+                entry.exposed = entry.shown = parameter
+                # The parameter stays the object that optimizers know; its memory is the shard's.
+                parameter._local_tensor = group.buffer.around(index)
+                entry.note_memory()
+        unit.has_changed()
+
+    def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:
+        """Give ``group`` memory of the kind that ``held`` has, and new memory where that has.
+
+        What somebody else may hold now keeps the memory of before.
+        """
+        entries = self.entries(group)
+        is_new = any(e.exposed is not p for e, p in zip(entries, held, strict=True))
+        if is_new and group in self._flat:
+            raise RuntimeError(
+                f"parameters of the unit of {entries[0].slot.name!r} were given anew, and what "
+                "flat_groups gave an optimizer would step the new ones with what that knows of the "
+                "former: write the values into the former (copy_), give them anew before "
+                "flat_groups, or let the optimizer have the parameters themselves"
+            )
+        if is_new and (group.buffer.has_gradient or group.has_new_gradient):
+            raise RuntimeError(
+                f"parameters of the unit of {entries[0].slot.name!r} were given anew while "
+                "gradients of passes under no_sync wait to be reduced: reduce them first"
+            )
+        kind = held[0].dtype, local_of(held[0]).device
+        has_moved = any(
+            local_of(parameter).data_ptr() != group.buffer.local(index).data_ptr()
+            for index, parameter in enumerate(held)
+        )
+        if has_moved or kind != (group.types.master, group.buffer.shard.device):
+            group.convert(*kind)
+            if group in self._flat:
+                self._flat[group].data = group.buffer.shard
+
+
+def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
+    """True where a module holds what the unit shows, False for what computes in one call.
+
+    Raises RuntimeError for anything else.
+    """
+    found = cells.get(name)
+    if found is entry.exposed or found is entry.slot.full:
+        return True
+    module, axes = _whereabouts(entry, cells, name)
+    check_given(entry.slot, module, found, axes)
+    return False
+
+
+def _run_hooks_of_flat(flat: nn.Parameter, group: ParameterGroup) -> None:
+    if flat._backward_hooks:
+        raise RuntimeError(
+            f"the flat parameter of {group.slots[0].name!r} and {len(group.slots) - 1} more has a "
+            "hook on its gradient, which no shape and no parameter belongs to: put the hook on the "
+            "parameters of the model, which are DTensors"
+        )
+    run_after_hooks(flat)
+
+
+def _held(entry: _Entry) -> Any:  # noqa: ANN401
+    """The DTensor parameter that all modules hold. Raises RuntimeError for any other.
+
+    The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
+    ``assign=True`` leaves them.
+    """
+    first, key = entry.cells[0]
+    held = first.get(key)
+    for cells, name in entry.cells:
+        found = cells.get(name)
+        is_alike = isinstance(found, nn.Parameter) and is_dtensor(found)
+        is_same = found is held or (is_alike and is_dtensor(held) and _have_same(found, held))
+        if not is_alike or not is_same or _belongs_elsewhere(entry, found):
+            module, axes = _whereabouts(entry, cells, name)
+            raise replaced(entry.slot.name, module, found, entry.slot.full.shape, axes)
+    return held
+
+
+def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
+    """Check that two DTensors lie alike and have the same values on this rank."""
+    mine, theirs = local_of(one), local_of(other)
+    lies = [(each.device_mesh, each.placements, each.shape, each.dtype) for each in (one, other)]
+    return lies[0] == lies[1] and mine.device == theirs.device and torch.equal(mine, theirs)
+
+
+def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
+    """True for the parameter that another place shows: nothing would tie the two."""
+    home = parameter.__dict__.get(HOME)
+    driver, slot = (None, None) if home is None else (home[0](), home[1]())
+    if slot is None or slot is entry.slot or driver is None or driver.unit is None:
+        return False
+    exposure = driver.unit.exposure
+    return isinstance(exposure, ExposedTensors) and exposure.shows(parameter)
+
+
+def _whereabouts(
+    entry: _Entry, cells: dict[str, Any], name: str
+) -> tuple[nn.Module, Sequence[Communicator]]:
+    """The module that ``cells`` are of, and the axes that the parameter lies on."""
+    slot = entry.slot
+    module = next(m for m, n in slot.places if m._parameters is cells and n == name)
+    return module, () if slot.place is None else slot.place.axes.communicators
+
+
+def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401
+    """Raise RuntimeError unless ``held`` lies as the parameter, of one kind with ``first``."""
+    before = entry.exposed
+    lies = (held.shape, held.placements, local_of(held).shape)
+    expected = (before.shape, before.placements, entry.shape)
+    kinds = [(each.dtype, local_of(each).device) for each in (held, first)]
+    if lies != expected or held.device_mesh != before.device_mesh or kinds[0] != kinds[1]:
+        raise RuntimeError(
+            f"expected {entry.slot.name!r} to be a DTensor of {first.dtype} on "
+            f"{local_of(first).device} like the rest of its unit, of (shape, placements, local "
+            f"shape) {expected} on {before.device_mesh}; found {held.dtype} on "
+            f"{local_of(held).device}, {lies} on {held.device_mesh}. Put sharded tensors into "
+            "sharded modules, and convert units as a whole"
+        )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

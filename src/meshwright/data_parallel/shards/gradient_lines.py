@@ -1,0 +1,272 @@
+"""Whole gradients on their way into a reduction: lines of elements, one for each collective.
+
+A line has memory from the first gradient that is put into it until its reduction has ended. A
+gradient that fills a line by itself is not put there: it is reduced from where autograd left it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.memory.reusable_storage import line_of
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout, FlatLayout
+
+__all__ = ["GradientLine", "KeptLine"]
+
+OURS = 3
+"""Python references, seen from a function, to what only an attribute or a container holds."""
+
+COUNTS = sys.version_info < (3, 14)
+"""Whether references can be counted: newer interpreters borrow some, and then nothing is reused."""
+
+
+class KeptLine:
+    """A line of elements, with tensors on it that are used again together with it.
+
+    The line itself is not to be given away: only tensors with its memory are, which are counted.
+    """
+
+    def __init__(self) -> None:
+        self.guests: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors on the line, each with the parameter that it is the gradient of."""
+        self._line: torch.Tensor | None = None
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A line, uninitialised, that nobody else uses."""
+        line = self._line
+        if line is None or line.dtype != dtype or line.device != device or line.numel() != numel:
+            return self._renew(numel, dtype, device)
+        # References: the attribute, the name here, the argument of the call.
+        if not COUNTS or sys.getrefcount(line) > OURS or not self._is_unused(line):
+            return self._renew(numel, dtype, device)
+        return line
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Check that ``tensor`` has the memory of the line that is kept now."""
+        return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._line = None
+        self.guests = []
+
+    def _renew(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.guests = []
+        self._line = torch.empty(numel, dtype=dtype, device=device)
+        return self._line
+
+    def _is_unused(self, line: torch.Tensor) -> bool:
+        """Check that the memory is used by the line and the guests alone, and those by nobody."""
+        # One use each by the line, the storage that is asked for here, and each guest's local part.
+        used = torch._C._storage_Use_Count(line.untyped_storage()._cdata)
+        if used != 2 + len(self.guests):
+            return False
+        for guest, parameter in self.guests:
+            # References to a guest: the pair, the name, the argument. To its part: one less.
+            if parameter.grad is guest or sys.getrefcount(guest) > OURS:
+                return False
+            if local_of(guest) is not guest and sys.getrefcount(local_of(guest)) >= OURS:
+                return False
+        return True
+
+
+_Place: TypeAlias = tuple[torch.Tensor, tuple[slice, ...] | list[int] | None]
+"""Where in a line, and what of a tensor: all of it, a box, or all in another shape."""
+
+
+class GradientLine:
+    """The gradients of the tensors ``first`` to ``last`` of a layout, as one collective takes them.
+
+    They are in the order of the shards: all that goes to the first rank comes first.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout | ChunkedLayout,
+        indices: range,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.indices = indices
+        """The tensors in it."""
+        count = len(layout.names)
+        self.start = layout.offsets[indices.start] if indices.start else 0
+        """Where in a shard its part begins."""
+        self.stop = layout.offsets[indices.stop] if indices.stop < count else layout.shard_size
+        self.numel = (self.stop - self.start) * layout.parts
+        self._memory = line_of(self.numel, dtype, device)
+        self._line = self._memory.tensor
+        self._rows = self._line.view(layout.parts, -1)
+        self._source: torch.Tensor | None = None
+        self._slots = (
+            self._chunked_slots(layout)
+            if isinstance(layout, ChunkedLayout)
+            else self._packed_slots(layout)
+        )
+        # Static lists for a backward pass in which every tensor has a gradient.
+        self._targets = [target for slot in self._slots for target, _ in slot]
+        self._is_whole = all(place is None for slot in self._slots for _, place in slot)
+        self._is_even = isinstance(layout, ChunkedLayout) and all(
+            layout.dims[i] == 0
+            and layout.shapes[i][0] % layout.parts == 0
+            and 0 not in layout.shapes[i]  # torch refuses to join what is empty
+            for i in indices
+        )
+        self._gaps = self._find_gaps()
+        self._memory.free()
+
+    @property
+    def has_gradient(self) -> bool:
+        """True when it holds something."""
+        return self._source is not None or not self._memory.is_free
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is reduced, 1-D."""
+        return self._line if self._source is None else self._source
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Put whole gradients of its tensors (zeros for None) in place, or add them."""
+        if self.has_gradient:
+            self._add(gradients)
+            return
+        if len(gradients) == 1 and self._is_even and self._may_borrow(gradients[0]):
+            self._source = gradients[0].view(-1)  # pyrefly: ignore[missing-attribute]
+            return
+        self._memory.restore()
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) == len(gradients):
+            if self._is_even:
+                torch._chunk_cat(present, 0, self._rows.shape[0], out=self._rows)
+                return
+            if self._is_whole:
+                torch._foreach_copy_(self._targets, present)
+                return
+        targets, sources = self._pairs(gradients)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def release(self) -> None:
+        """Forget the gradients."""
+        self._source = None
+        self._memory.free()
+
+    def parts(self) -> list[list[torch.Tensor]]:
+        """For each of its tensors the places that hold its gradient."""
+        if self._source is not None:
+            return [[self._source]]
+        return [[target for target, _ in slot] for slot in self._slots]
+
+    def wholes(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """The gradients it holds, each in one of ``shapes``: copies, or the borrowed one."""
+        if self._source is not None:
+            return [self._source.view(shapes[0])]
+        found = []
+        for shape, slot in zip(shapes, self._slots, strict=True):
+            whole = self._line.new_zeros(shape)
+            for target, place in slot:
+                if isinstance(place, list):
+                    whole.view(place).copy_(target)
+                else:
+                    (whole if place is None else whole[place]).copy_(target)
+            found.append(whole)
+        return found
+
+    # --------------------------------------------------------------------------- private
+
+    def _may_borrow(self, gradient: torch.Tensor | None) -> bool:
+        """Check that the collective can read ``gradient`` where it is."""
+        return (
+            gradient is not None
+            and self._rows.shape[0] > 1
+            and gradient.dtype != torch.float16  # scaled in place before the sum
+            and gradient.numel() == self.numel
+            and gradient.dtype == self._line.dtype
+            and gradient.is_contiguous()
+        )
+
+    def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._source is not None:
+            source, self._source = self._source, None
+            self._memory.restore()
+            self._line.copy_(source)
+        targets, sources = self._pairs(gradients, zeroes=False)
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def _pairs(
+        self, gradients: Sequence[torch.Tensor | None], *, zeroes: bool = True
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            for target, place in slot:
+                if gradient is None:
+                    if zeroes:
+                        target.zero_()
+                    continue
+                targets.append(target)
+                if place is None:
+                    sources.append(gradient)
+                elif isinstance(place, tuple):
+                    sources.append(gradient[place])
+                else:
+                    sources.append(gradient.reshape(place))
+        return targets, sources
+
+    def _packed_slots(self, layout: FlatLayout) -> list[list[_Place]]:
+        if len(self.indices) != len(layout.names):
+            raise InternalError("a packed line is reduced in one piece")
+        ranges = (layout.range(index) for index in self.indices)
+        return [
+            [(self._line[start:stop].view(shape), None)]
+            for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
+        ]
+
+    def _chunked_slots(self, layout: ChunkedLayout) -> list[list[_Place]]:
+        parts, rows = layout.parts, self._rows
+        slots: list[list[_Place]] = []
+        for index in self.indices:
+            start, size = layout.offsets[index] - self.start, layout.slots[index]
+            if layout.dims[index] == 0 and layout.shapes[index][0] % parts == 0:
+                # Even chunks of rows: one strided copy for all ranks.
+                slots.append([(rows[:, start : start + size], [parts, size])])
+                continue
+            boxes = ((part, layout.box(index, part)) for part in range(parts))
+            slots.append(
+                [
+                    (rows[part, start : start + box.numel].view(box.shape), box.slices())
+                    for part, box in boxes
+                    if box.numel
+                ]
+            )
+        return slots
+
+    def _find_gaps(self) -> list[torch.Tensor]:
+        """The stretches of the line that belong to no tensor."""
+        begin = int(self._line.storage_offset())
+        width = int(self._rows.shape[1])
+        taken: list[tuple[int, int]] = []
+        for target in self._targets:
+            first = int(target.storage_offset()) - begin
+            if target.is_contiguous():
+                taken.append((first, first + target.numel()))
+            else:
+                size = math.prod(target.shape[1:])
+                taken += [(first + n * width, first + n * width + size) for n in range(len(target))]
+        gaps: list[torch.Tensor] = []
+        at = 0
+        for first, last in [*sorted(taken), (self.numel, self.numel)]:
+            if first > at:
+                gaps.append(self._line[at:first])
+            at = max(at, last)
+        return gaps

@@ -1,0 +1,532 @@
+"""The parameters of a unit that lie in one buffer: their gradients, and the sums.
+
+A `ParameterGroup` is the slots of one dtype with their buffer, and takes gradients through
+accumulation, reduction and scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Literal
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator, Pending
+from meshwright.comm.dtensors.dtensor import dtensor_at_rest, is_dtensor, local_gradient, local_of
+from meshwright.comm.dtensors.local_leaves import take_over
+from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.data_parallel.checks.starting_state import Start, digest_of, has_values_of
+from meshwright.data_parallel.distributed_parameters import PartialSum
+from meshwright.data_parallel.shards.buffer import (
+    BufferTypes,
+    CustomCollective,
+    DataAxes,
+    FlatBuffer,
+)
+from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLine
+from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
+from meshwright.gradients import NonFiniteValues
+from meshwright.layout import ChunkedLayout, FlatLayout
+
+__all__ = ["ParameterGroup", "ReduceHook", "Summand", "UnitSettings", "sum_parts", "summands_of"]
+
+Summand = tuple[PartialSum, torch.Tensor]
+"""A gradient, or a part of one, and over what it is to be summed."""
+
+
+def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
+    """The whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
+    parts = line.parts()
+    return [(add, part) for index, add in sums for part in parts[index]]
+
+
+@torch.no_grad()
+def sum_parts(summands: Iterable[Summand]) -> None:
+    """Sum in place: one all-reduce for each axis, dtype and device."""
+    together: dict[tuple[Communicator, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for add, part in summands:
+        if part.numel():
+            key = (add.communicator, part.dtype, part.device)
+            together.setdefault(key, []).append(part)
+    for (axis, _, _), parts in together.items():
+        line = torch.cat([part.reshape(-1) for part in parts]).to(axis.device)
+        axis.all_reduce(line, label="partial gradients").wait()
+        sums = line.split([part.numel() for part in parts])
+        torch._foreach_copy_(
+            parts, [each.view(part.shape) for each, part in zip(sums, parts, strict=True)]
+        )
+
+
+_REQUIRES_GRAD = attrgetter("full.requires_grad")
+
+ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
+"""``hook(whole, out)``: reduces the whole line of gradients and writes this rank's part to ``out``
+(both the same tensor where every rank holds the whole). It divides; nothing is scaled beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSettings:
+    """The settings of a unit, replaced as a whole when something changes.
+
+    Of the fields in which ranks differ the first is named: those that users set stand before those
+    that follow from them.
+    """
+
+    synchronise: bool = True
+    """Whether a backward pass ends in a reduction; without one gradients stay whole, here."""
+    all_reduce: bool = True
+    """Whether a reduction also runs over ``replicate``. Without one, sums wait in the shard."""
+    keep_full_after_forward: bool = False
+    keep_full_after_backward: bool = False
+    block: Communicator | None = None
+    """Among whose ranks whole parameters are spread between forward and backward, if any."""
+    unshard_in_backward: bool = True
+    divide_factor: float | None = None
+    """What summed gradients are divided by; the number of ranks when None."""
+    scale: Callable[[], float] | None = None
+    """What summed gradients are multiplied by instead; asked when a reduction ends."""
+    is_watched: bool = False
+    """Look for gradients that are not finite before they are mixed with those of other ranks."""
+    reduce_hook: ReduceHook | None = None
+    shard_hook: Callable[[torch.Tensor], None] | None = None
+    """Called with each finished sum of this rank's part, before it becomes a gradient."""
+    all_gather: CustomCollective | None = None
+    """Gathers in place of ours."""
+    reduce_scatter: CustomCollective | None = None
+    """Sums over ``shard`` in place of ours."""
+    forward_prefetch: bool = False
+    """Whether the unit that came next in the last iteration is gathered ahead in the forward."""
+    backward_prefetch: Literal["before", "after"] | None = "before"
+    """When the backward gathers ahead the unit that ran before: before this unit's gradients are
+    computed, after that, or never."""
+
+
+class ParameterGroup:
+    """The parameters of a unit that lie in one buffer."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        layout: FlatLayout | ChunkedLayout,
+        axes: DataAxes,
+        types: BufferTypes,
+        device: torch.device,
+        home: torch.device | None = None,
+        *,
+        pin_memory: bool = True,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.axes = axes
+        self.types = types
+        self.home = home
+        """Where shards and gradients are kept while the parameters compute on ``device``; None
+        where that is the same."""
+        self.pin_memory = pin_memory
+        """Whether shards kept on the CPU lie in pages that a GPU can copy from beside its work."""
+        self._extensions = [each for slot in slots if (each := slot.extension) is not None]
+        self.buffer = self._new_buffer(layout, device, self._empty_shard(layout, home))
+        self.buffer.fill(
+            [None if s.local is not None else values_of(local_of(s.original)) for s in slots]
+        )
+        self._has_outer = any(slot.outer for slot in slots)
+        self.partial_sums = [
+            (index, add)
+            for index, slot in enumerate(slots)
+            if (add := slot.computes.partial) is not None
+        ]
+        """By their index, parameters whose gradients are parts of sums over other axes."""
+        for index, slot in enumerate(slots):
+            if slot.local is not None:
+                self.buffer.local(index).copy_(slot.local)
+                slot.local = None
+        self._show_views()
+        self.used = [False] * len(slots)
+        """Which parameters have had a gradient on this rank since the last reduction."""
+        self.marks_use = False
+        """True where a sum has to tell if any rank had a gradient, see `is_unused`."""
+        self.non_finite = NonFiniteValues()
+        """This rank's own gradients that were not finite, in the last reductions watched."""
+        self.partial: torch.Tensor | None = None
+        """Sums over ``shard`` that have not been over ``replicate`` yet."""
+        self.kept = KeptLine()
+        """Memory for the mean."""
+        self._nothing: list[torch.Tensor | None] = [None] * len(slots)
+        self._reduced: torch.Tensor | None = None
+        self._pending: list[Pending] = []
+        self._factor = 1.0
+        self.in_hook: torch.Tensor | None = None
+        """The whole gradients that a hook is summing now."""
+        self.mean: torch.Tensor | None = None
+        """This rank's part of the mean gradient, finished and not delivered yet."""
+
+    @torch.no_grad()
+    def convert(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Start over with an empty shard of another dtype, on another device or in other memory."""
+        self.accumulate()
+        before = self.buffer
+        self.types = BufferTypes.of(dtype, *self.types.asked)
+        if self.home is None:
+            self.buffer = self._new_buffer(before.layout, device)
+        else:
+            self.home = device
+            shard = self._empty_shard(before.layout, device)
+            self.buffer = self._new_buffer(before.layout, before.device, shard)
+        self._carry_gradients(before)
+        self._show_views()
+
+    @torch.no_grad()
+    def compute_in(self, compute: torch.dtype | None, reduce: torch.dtype | None) -> None:
+        """Compute and reduce in other dtypes from now on; the shard stays the same object.
+
+        None stands for the dtype of the shard, and of the computation.
+        """
+        self.accumulate()
+        before = self.buffer
+        self.types = BufferTypes.of(self.types.master, compute, reduce)
+        self.buffer = self._new_buffer(before.layout, before.device, before.shard)
+        self._carry_gradients(before)
+        self._show_views()
+
+    def note_starts(self, wholes: Sequence[torch.Tensor | None]) -> None:
+        """Remember ``wholes``, digests of what was sharded, with those of this rank's parts."""
+        for index, whole in enumerate(wholes):
+            own = None if whole is None else digest_of(self.buffer.own(index))
+            if whole is not None and own is not None:
+                self.slots[index].start = Start(whole, own)
+
+    def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
+        """``parts`` take the place of those of now: forget starts of what is not just converted."""
+        for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
+            start, slot.start = slot.start, None
+            if start is None:
+                continue
+            before, after = self.buffer.own(index).view(-1), part.reshape(-1)
+            own, now = digest_of(before), digest_of(after)
+            if own is None or now is None or not has_values_of(after, before):
+                continue
+            if torch.equal(own, start.own.to(own.device)):
+                slot.start = Start(start.whole, now)
+
+    def _carry_gradients(self, before: FlatBuffer) -> None:
+        """Keep what waits for a reduction, in the dtype and on the device of now."""
+        kind, device = self.types.reduce, self.buffer.device
+        if before.has_gradient:
+            self.buffer.take([g.to(device, kind) for g in before.whole_gradients()])
+        if self.partial is not None:
+            self.partial = self.partial.to(device, kind)
+
+    def _new_buffer(
+        self,
+        layout: FlatLayout | ChunkedLayout,
+        device: torch.device,
+        shard: torch.Tensor | None = None,
+    ) -> FlatBuffer:
+        arguments = layout, self.axes, self.types, device, shard
+        if self._extensions:
+            return ExtendedBuffer(self._extensions, *arguments)
+        return FlatBuffer(*arguments)
+
+    def finish_gather(self) -> None:
+        """Wait for the whole parameters."""
+        self.buffer.finish_gather()
+        if isinstance(self.buffer, ExtendedBuffer):
+            for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
+                if slot.full is not whole:
+                    whole.requires_grad_(slot.full.requires_grad)
+                    slot.full = slot.leaf = whole
+
+    def _empty_shard(
+        self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
+    ) -> torch.Tensor | None:
+        if home is None:
+            return None
+        pins = self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
+        size, dtype = layout.shard_size, self.types.master
+        return torch.zeros(size, dtype=dtype, device=home, pin_memory=pins)
+
+    def _show_views(self) -> None:
+        self._in_line: list[tuple[Slot, torch.Tensor]] = []
+        """Parameters that lie whole in the line itself, and their places there."""
+        self._wholes: list[torch.Tensor] = []
+        self._addresses: tuple[int, list[int]] = (-1, [])
+        for slot, view in zip(self.slots, self.buffer.views, strict=True):
+            outer = slot.outer
+            if outer is None:
+                slot.full = slot.leaf = whole_parameter(view, slot.original)
+            else:
+                # What reads it beside layers that tensor parallelism has cut gets the DTensor: a
+                # plain part would be taken for the whole.
+                whole = dtensor_at_rest(
+                    view, outer.mesh, outer.placements, outer.shape, outer.stride
+                )
+                slot.full = nn.Parameter(whole, requires_grad=slot.original.requires_grad)
+                slot.leaf = take_over(slot.full) if slot.computes.is_local else slot.full
+            if slot.extension is None and not is_dtensor(slot.leaf):
+                self._in_line.append((slot, view))
+                self._wholes.append(slot.leaf)
+
+    def moved(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Parameters whose whole tensors were given other memory, and their places in the line."""
+        start, addresses = self._addresses
+        if start != self.buffer.full.data_ptr():
+            start, addresses = (
+                self.buffer.full.data_ptr(),
+                [v.data_ptr() for _, v in self._in_line],
+            )
+            self._addresses = start, addresses
+        found = [*map(torch.Tensor.data_ptr, self._wholes)]
+        if found == addresses:
+            return []
+        pairs = zip(self._in_line, found, addresses, strict=True)
+        return [place for place, now, then in pairs if now != then]
+
+    @property
+    def is_trainable(self) -> bool:
+        """True when any of its parameters requires grad now."""
+        return any(map(_REQUIRES_GRAD, self.slots))
+
+    @property
+    def has_new_gradient(self) -> bool:
+        """True when autograd has left gradients on the whole parameters."""
+        return any(slot.leaf.grad is not None for slot in self.slots) or any(
+            slot.full.grad is not None for slot in self.slots if slot.full is not slot.leaf
+        )
+
+    def accumulate(self) -> None:
+        """Move the gradients that autograd has left on the parameters to the buffer."""
+        gradients = self._new_gradients()
+        if all(gradient is None for gradient in gradients):
+            return
+        if self._extensions:
+            gradients = [None if g is None else values_of(g) for g in gradients]
+        try:
+            self.buffer.take(gradients)
+        except RuntimeError as error:
+            self._refuse_sparse(gradients, error)
+            raise
+        used = self.used
+        for index, slot in enumerate(self.slots):
+            if gradients[index] is not None:
+                used[index] = True
+                slot.leaf.grad = None
+
+    def _new_gradients(self) -> list[torch.Tensor | None]:
+        """List what autograd has left, this rank's parts where that is a DTensor."""
+        if self._has_outer:
+            return [*map(_gathered, self.slots)]
+        return [slot.leaf.grad for slot in self.slots]
+
+    def _refuse_sparse(
+        self, gradients: Iterable[torch.Tensor | None], error: RuntimeError | None = None
+    ) -> None:
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"expected a dense gradient of sharded parameter {slot.name!r}, found one of "
+                    f"layout {gradient.layout}. Build its embedding with sparse=False, or leave "
+                    "the parameter out of the sharded ones, or use replicate"
+                ) from error
+
+    def reduce(self, label: str, settings: UnitSettings) -> None:
+        """Start the sum over the ranks of what the buffer holds (zeros when it holds nothing)."""
+        buffer, axes = self.buffer, self.axes
+        is_absent = not buffer.has_gradient
+        if is_absent:
+            buffer.take(self._nothing)
+        if self.partial_sums and isinstance(buffer.layout, FlatLayout):
+            sum_parts(summands_of(self.partial_sums, buffer.gradients[0]))
+        if settings.is_watched:
+            self._look_at_gradients()
+        self._factor = 1.0 / (settings.divide_factor or axes.size)
+        lines = buffer.gradients
+        if self.types.reduce == torch.float16 and settings.reduce_hook is None:
+            for line in lines:
+                line.tensor.mul_(self._factor)
+            self._factor = 1.0
+        if self.marks_use:
+            (line,) = lines
+            starts = line.tensor.view(axes.parts, -1)[:, :1]
+            starts.fill_(-0.0) if is_absent else starts.add_(0.0)  # which makes 0.0 of -0.0
+        if settings.reduce_hook is not None:
+            self._reduce_by(settings.reduce_hook)
+            return
+        if axes.shard is None:
+            self._reduced = lines[0].tensor
+            return
+        if settings.reduce_scatter is not None and axes.parts > 1:
+            self._reduce_scatter_by(settings.reduce_scatter, axes.shard, label)
+            return
+        reduced = self._reduced = self._line_for_sums()
+        for line in lines:
+            out = reduced if len(lines) == 1 else reduced[line.start : line.stop]
+            if axes.parts == 1:  # as torch, which issues nothing over one rank
+                out.copy_(line.tensor)
+                continue
+            self._pending.append(
+                axes.shard.reduce_scatter(out, line.tensor, label=f"reduce {label}")
+            )
+
+    def _line_for_sums(self) -> torch.Tensor:
+        size, dtype = self.buffer.layout.shard_size, self.types.reduce
+        if dtype == self.types.master:
+            return self.kept.take(size, dtype, self.buffer.device)
+        return torch.empty(size, dtype=dtype, device=self.buffer.device)
+
+    def _reduce_by(self, hook: ReduceHook) -> None:
+        """Sum the gradients by ``hook``, whose result is not scaled any more."""
+        whole, self._factor = self._whole_line(), 1.0
+        self.in_hook = whole
+        if self.axes.shard is None:
+            hook(whole, whole)
+            self._reduced = whole.clone()
+        else:
+            self._reduced = self._line_for_sums()
+            hook(whole, self._reduced)
+        self.in_hook = None
+
+    def _reduce_scatter_by(self, custom: CustomCollective, shard: Communicator, label: str) -> None:
+        """Sum over ``shard`` in memory and by a call of the user's."""
+        layout, types = self.buffer.layout, (self.types.reduce, self.buffer.device)
+        sent = custom.allocate((layout.padded_size,), dtype=types[0], device=types[1])
+        self._write_whole(sent)
+        out = custom.allocate((layout.shard_size,), dtype=types[0], device=types[1])
+        self._reduced = out
+        self._pending.append(
+            shard.custom("reduce_scatter", custom, out, sent, label=f"reduce {label}")
+        )
+
+    def _whole_line(self) -> torch.Tensor:
+        """All gradients in one line, shard by shard: what a hook is given."""
+        lines = self.buffer.gradients
+        if len(lines) == 1:
+            return lines[0].tensor
+        return self._write_whole(lines[0].tensor.new_empty(self.buffer.layout.padded_size))
+
+    def _write_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        rows = whole.view(self.axes.parts, -1)
+        for line in self.buffer.gradients:
+            rows[:, line.start : line.stop] = line.tensor.view(self.axes.parts, -1)
+        return whole
+
+    def _look_at_gradients(self) -> None:
+        if self.mean is None and self.partial is None:  # those before have been delivered
+            self.non_finite.clear()
+        for line in reversed(self.buffer.gradients):
+            self.non_finite.look(line.tensor, partial(self._parts_of, line))
+
+    def _parts_of(self, line: GradientLine) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradients of ``line`` by name, the last first, as a backward comes to them."""
+        for index, parts in reversed(list(zip(line.indices, line.parts(), strict=True))):
+            for part in parts:
+                yield self.slots[index].name, part
+
+    def reduce_further(self, label: str, settings: UnitSettings) -> None:
+        """Start the second sum, over ``replicate``, when the first has ended."""
+        self._wait()
+        replicate, reduced = self.axes.replicate, self._reduced
+        if reduced is None or replicate is None or settings.reduce_hook is not None:
+            return
+        if self.partial is not None:
+            reduced += self.partial
+            self.partial = None
+        if settings.all_reduce:
+            kind = "replicate" if self.axes.shard is not None else "reduce"
+            self._pending.append(replicate.all_reduce(reduced, label=f"{kind} {label}"))
+        else:
+            self.partial = reduced
+
+    def finish_reduce(self, settings: UnitSettings) -> None:
+        """Wait, and add this rank's part of the mean to ``mean``, unless it is partial still."""
+        self._wait()
+        reduced, self._reduced = self._reduced, None
+        if reduced is not None and self.axes.shard is None and settings.reduce_hook is None:
+            own = self._line_for_sums().copy_(reduced)
+            if self.partial is reduced:
+                self.partial = own
+            reduced = own
+        self.buffer.release_gradients()
+        if reduced is None or reduced is self.partial:
+            return
+        if settings.scale is not None:
+            self._factor *= settings.scale() * (settings.divide_factor or self.axes.size)
+        if settings.shard_hook is not None:
+            settings.shard_hook(reduced)
+        reduced = reduced.to(self.buffer.shard.device, self.types.master)
+        if self._factor != 1.0:
+            reduced.mul_(self._factor)
+        self.mean = reduced if self.mean is None else self.mean.add_(reduced)
+
+    def is_unused(self, mean: torch.Tensor) -> bool:
+        """Tell whether no rank had a gradient for ``mean``, of which this rank had none.
+
+        A sum is -0.0 only where all its summands are, and the first element of each part is that
+        on ranks without a gradient alone. So it needs no collective of its own.
+        """
+        first = mean[:1].real if mean.is_complex() else mean[:1]
+        return bool(((first == 0) & first.signbit()).all())
+
+    def waiting(self) -> list[torch.Tensor | None]:
+        """List whole gradients of this rank that wait for a reduction, on their own memory."""
+        if not self.buffer.has_gradient:
+            gradients = self._new_gradients()
+            self._refuse_sparse(gradients)
+            return gradients
+        self.accumulate()
+        parts = (part for line in self.buffer.gradients for (part,) in line.parts())
+        return [part if used else None for part, used in zip(parts, self.used, strict=True)]
+
+    def forget_waiting(self, indices: Iterable[int]) -> None:
+        """Give up what waits for these parameters."""
+        for index in indices:
+            slot, self.used[index] = self.slots[index], False
+            slot.full.grad = slot.leaf.grad = None
+            if self.buffer.has_gradient:
+                for line in self.buffer.gradients:
+                    for part in line.parts()[index]:
+                        part.zero_()
+        if not any(self.used):
+            self.buffer.release_gradients()
+
+    def partial_means(self) -> list[Summand]:
+        """The parts of ``mean`` that other axes have to sum."""
+        mean, layout = self.mean, self.buffer.layout
+        if mean is None or isinstance(layout, FlatLayout):
+            return []
+        starts = [(add, layout.offsets[i], self.buffer.local(i)) for i, add in self.partial_sums]
+        return [(add, mean[start : start + own.numel()]) for add, start, own in starts]
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+    def drop(self) -> None:
+        """Forget gradients and sums of an iteration that will not be finished."""
+        self._wait()
+        self._reduced = self.partial = self.mean = None
+        self.kept.forget()
+        self.buffer.release_gradients()
+        self.used = [False] * len(self.slots)
+        for slot in self.slots:
+            slot.full.grad = slot.leaf.grad = None
+
+
+@torch.no_grad()
+def _gathered(slot: Slot) -> torch.Tensor | None:
+    """This rank's gradient of a parameter, with what was computed with a DTensor itself."""
+    given, leaf, add = slot.full.grad, slot.leaf, slot.computes.partial
+    if given is None or slot.outer is None:
+        return leaf.grad
+    mine = local_gradient(given, slot.outer, () if slot.place is None else slot.place.kept)
+    if leaf is slot.full:
+        return mine
+    slot.full.grad = None
+    if mine is not None and add is not None and add.communicator.rank:
+        mine = torch.zeros_like(mine)  # it is whole, and counts once in the sum
+    leaf.grad = mine if leaf.grad is None or mine is None else leaf.grad.add_(mine)
+    return leaf.grad

@@ -1,0 +1,94 @@
+"""Hooks that users have put on parameters which are sharded: they run when gradients are there.
+
+Autograd never sees a sharded parameter: it sees the whole one, whose gradient is of one rank. So
+what was registered on the parameter runs here, once for each mean that is delivered. That is also
+what the hook of one process would see, where `Tensor.register_hook` on a replica sees the
+gradient of its own rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.after_hooks import carry_after_hooks, has_after_hooks
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.errors import InternalError
+
+__all__ = [
+    "accumulator_of",
+    "carry_hooks",
+    "change_by_hooks",
+    "has_hooks",
+    "refuse_past_hooks",
+]
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Check that anything waits for the gradient of ``parameter``."""
+    return bool(parameter._backward_hooks) or has_after_hooks(parameter)
+
+
+def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
+    """Give ``target``, which takes the place of ``source``, its hooks; handles remove both."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    carry_after_hooks(source, target, name)
+
+
+@torch.enable_grad()
+def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad.
+
+    A DTensor without elements, which torch's own `get_gradient_edge` views, is taken, too.
+    """
+    alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
+    node = None if alias.grad_fn is None else alias.grad_fn.next_functions[0][0]
+    if node is None:
+        raise InternalError(f"a leaf of shape {tuple(leaf.shape)} has no graph")
+    return node
+
+
+def refuse_past_hooks(
+    parameter: nn.Parameter, name: str, find: Callable[[], nn.Parameter | None]
+) -> object | None:
+    """Refuse a backward that gives ``parameter``, at rest, a gradient itself while it has hooks.
+
+    A loss that has read it does: the hooks would run for that term, and again for the mean.
+    ``find`` gives the parameter then; it holds neither that nor a weak reference to it, with which
+    torch would not swap its tensor. Return what keeps this in force, None for one that is frozen.
+    It costs no step anything.
+    """
+    if not parameter.requires_grad:
+        return None
+    node = accumulator_of(parameter)
+
+    def check(gradients: object) -> None:
+        found = find()
+        if found is not None and has_hooks(found):
+            raise RuntimeError(
+                f"the loss has read parameter {name!r}, which is sharded, beside its module, and "
+                "the parameter has hooks, or an optimizer in the backward: these would be given "
+                "the gradient in two parts. Compute that term inside of the forward of the module "
+                "that uses the parameter, or step and change gradients after the backward"
+            )
+
+    node.register_prehook(check)
+    return node
+
+
+def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
+    """Give ``gradient`` to the hooks of ``parameter``; what they return is written to it."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        try:
+            changed = hook(gradient)
+            if changed is not None:
+                local_of(gradient).copy_(local_of(changed))
+        except Exception as error:
+            error.add_note(
+                f"This was a hook of parameter {name!r}, which is sharded: it was given the mean "
+                f"gradient as a {type(gradient).__name__} of shape {tuple(gradient.shape)}."
+            )
+            raise

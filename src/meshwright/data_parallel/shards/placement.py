@@ -1,0 +1,297 @@
+"""The places of parameters: the ranks each is cut over, along which dim, and its form at rest.
+
+A plain parameter is cut along one dim of the data mesh. A parameter that is a DTensor already, on
+the axes of tensor parallelism, is cut once more: this rank's part of it over the data axes::
+
+    given                          at rest                                computes as
+    plain                          (Shard(0),) on ("shard",)              plain
+    plain, 2-D mesh                (Replicate(), Shard(0))                plain
+    (Shard(1),) on ("tensor",)     (Shard(0), Shard(1)) on both axes      the DTensor it was, or
+                                                                          its local tensor
+    (Replicate(), Shard(0)) on     (Shard(0), Shard(0)) on the same mesh, the DTensor it was
+    ("shard", "tensor")            the first strided: it cuts last
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.comm.dtensors.dtensor import (
+    AtRest,
+    concatenated_mesh,
+    cut_once_more,
+    flattened_mesh,
+    is_replicated,
+    known_at_rest,
+    mesh_communicators,
+)
+from meshwright.comm.dtensors.gather_dtensor import is_side_by_side
+from meshwright.data_parallel.distributed_parameters import check_axes
+from meshwright.data_parallel.shards.buffer import DataAxes
+from meshwright.data_parallel.shards.policies import DataParallelMeshDims
+from meshwright.layout import Placement, Replicate, Shard
+from meshwright.mesh import DeviceMesh
+
+__all__ = [
+    "Place",
+    "PlacementChoice",
+    "ShardPlacementResult",
+    "Target",
+    "even_dim",
+    "place",
+    "target_of",
+]
+
+PlacementChoice = Callable[[torch.nn.Parameter], Any]
+"""Gives for a parameter None (dim 0), a placement with a ``dim``, or a `ShardPlacementResult`."""
+
+
+@dataclass(frozen=True, kw_only=False)
+class ShardPlacementResult:
+    """The result of a ``shard_placement_fn`` for a parameter with a mesh of its own."""
+
+    placement: Any
+    """Has the ``dim`` to cut along; None for dim 0."""
+    mesh_info: Any
+    """A `DeviceMesh` of one or two dims, or something that has one as ``mesh``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The data axes as `fully_shard` is given them."""
+
+    mesh: DeviceMesh
+    """The data axes alone: (shard), (replicate, shard), or (replicate) for ``cuts`` false."""
+    axes: DataAxes
+    cuts: bool = True
+    around: DeviceMesh | None = None
+    """The mesh of all axes that the parameters are DTensors on already."""
+    dims: DataParallelMeshDims | None = None
+    """Which names of ``around`` are the data axes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The place of one parameter."""
+
+    axes: DataAxes
+    dim: int
+    """Of this rank's part before the cut."""
+    mesh: DeviceMesh
+    """What the DTensor at rest lies on."""
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor, over all axes."""
+    outer: AtRest | None = None
+    """The DTensor that it was, and is again while it computes."""
+    kept: tuple[int, ...] = ()
+    """Dims of the mesh of ``outer`` over which this library sums gradients."""
+
+
+def target_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Target:
+    """The data axes of ``mesh``. Raises ValueError or AssertionError when it cannot be used."""
+    if dims is not None:
+        return _named_target(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified, for example "
+            'init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
+        )
+    communicators = mesh_communicators(mesh)
+    replicate = communicators[0] if len(communicators) == 2 else None
+    return Target(mesh=mesh, axes=DataAxes(shard=communicators[-1], replicate=replicate))
+
+
+def _named_target(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Target:
+    known = mesh.mesh_dim_names
+    if known is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*dims.replicate_names, *dims.shard_names):
+        if name not in known:
+            raise ValueError(
+                f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {known}. dp_mesh_dims "
+                "names the dims of the mesh that is passed with it"
+            )
+    parts = [flattened_mesh(mesh, n) for n in (dims.replicate_names, dims.shard_names) if n]
+    groups = [mesh_communicators(part)[0] for part in parts]
+    cuts = bool(dims.shard_names)
+    axes = DataAxes(
+        shard=groups[-1] if cuts else None, replicate=groups[0] if dims.replicate_names else None
+    )
+    data = parts[0] if len(parts) == 1 else concatenated_mesh(parts)
+    return Target(mesh=data, axes=axes, cuts=cuts, around=mesh, dims=dims)
+
+
+def place(
+    name: str, parameter: torch.nn.Parameter, target: Target, choose: PlacementChoice | None
+) -> Place:
+    """Find the place of ``parameter``; ``choose`` is the user's ``shard_placement_fn``.
+
+    Raises AssertionError for a dim that it does not have, NotImplementedError for one that cannot
+    be cut evenly and must, ValueError for what is no placement or not on the mesh.
+    """
+    choice = None if choose is None else choose(parameter)
+    dim, target = _chosen(choice, target)
+    outer = known_at_rest(parameter)
+    local = tuple(parameter.shape) if outer is None else tuple(outer.local.shape)
+    dim = _checked_dim(name, dim, local)
+    parts = target.axes.parts
+    if outer is None and dim and local[dim] % parts:
+        raise _uneven(name, dim, local, parts)
+    if outer is None:
+        if target.around is not None:
+            raise ValueError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh. "
+                f"Got a plain tensor for {name!r}: distribute the module first"
+            )
+        placements = _data_placements(target, dim)
+        return Place(
+            axes=target.axes, dim=dim, mesh=target.mesh, placements=placements, shape=local
+        )
+    return _place_again(name, outer, target, dim, is_chosen=choice is not None)
+
+
+def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
+    """The place of a DTensor: its own axes and those of the data.
+
+    Two cuts of one dim are even, or another dim is cut that is, unless the user has chosen ``dim``.
+    Rows that no dim divides evenly are cut unevenly along dim 0, as torch does.
+    """
+    if target.around is None or target.dims is None:
+        for axis in target.axes.communicators:
+            check_axes(name, outer, axis)
+        mesh = concatenated_mesh([target.mesh, outer.mesh])
+        placements = [*_data_placements(target, dim), *outer.placements]
+        shard, kept = target.mesh.ndim - 1, ()
+    else:
+        kept = _check_replicated(name, outer, target.around, target.dims)
+        mesh, placements, shard = _around(outer, target, target.dims)
+        placements[shard] = Shard(dim) if target.cuts else placements[shard]
+    spread = (
+        cut_once_more(placements, mesh, shard, dim) if target.cuts else (tuple(placements), False)
+    )
+    parts = target.axes.parts
+    # As every rank of the other axes finds it, whose parts may be of another size.
+    pieces = parts * _times_cut(outer, dim)
+    is_split = is_side_by_side(outer, dim)
+    is_uneven = (spread[1] or dim != 0) and outer.shape[dim] % pieces != 0
+    if parts > 1 and (is_split or is_uneven):
+        if is_chosen and is_split:
+            raise NotImplementedError(
+                f"{name!r} of shape {outer.shape} is several tensors side by side along dim {dim}, "
+                "each cut over tensor ranks: choose another dim to shard"
+            )
+        other = None if is_chosen else even_dim(outer, parts)
+        if other is not None:
+            return _place_again(name, outer, target, other, is_chosen=True)
+        if is_split or dim:
+            raise _uneven(name, dim, outer.shape, pieces)
+    return Place(
+        axes=target.axes,
+        dim=dim,
+        mesh=mesh,
+        placements=spread[0],
+        shape=outer.shape,
+        outer=outer,
+        kept=kept,
+    )
+
+
+def _times_cut(outer: AtRest, dim: int) -> int:
+    """Into how many parts ``dim`` of a DTensor is cut."""
+    sizes = zip(outer.mesh.shape, outer.placements, strict=True)
+    return math.prod(size for size, each in sizes if getattr(each, "dim", None) == dim)
+
+
+def even_dim(outer: AtRest, parts: int) -> int | None:
+    """The first dim that ``parts`` more cuts leave even on all ranks, or dim 0 uncut."""
+    for dim, size in enumerate(outer.shape):
+        times = _times_cut(outer, dim)
+        is_even = not size % (times * parts) or (dim == 0 and times == 1)
+        if is_even and not is_side_by_side(outer, dim):
+            return dim
+    return None
+
+
+def _around(
+    outer: AtRest, target: Target, dims: DataParallelMeshDims
+) -> tuple[DeviceMesh, list[Any], int]:
+    """The mesh at rest, its placements before the cut, and which of its dims cuts."""
+    names = outer.mesh.mesh_dim_names or ()
+    if len(dims.shard_names) < 2 and len(dims.replicate_names) < 2:
+        cutting = names.index(dims.shard_names[0]) if dims.shard_names else 0
+        return outer.mesh, list(outer.placements), cutting
+    # Several names count as one axis, so that its chunks are those of one cut.
+    others = [name for name in names if name not in (*dims.shard_names, *dims.replicate_names)]
+    meshes = [target.mesh, *(outer.mesh[name] for name in others)]
+    placements: list[Any] = [Replicate() for _ in range(target.mesh.ndim)]
+    placements += [outer.placements[names.index(name)] for name in others]
+    return concatenated_mesh(meshes), placements, target.mesh.ndim - 1
+
+
+def _check_replicated(
+    name: str, outer: AtRest, around: DeviceMesh, dims: DataParallelMeshDims
+) -> tuple[int, ...]:
+    if outer.mesh != around:
+        raise ValueError(
+            f"expected {name!r} to be a DTensor on the mesh passed to fully_shard, {around}; found "
+            f"it on {outer.mesh}"
+        )
+    names = around.mesh_dim_names or ()
+    found = tuple(names.index(each) for each in (*dims.replicate_names, *dims.shard_names))
+    for index in found:
+        if not is_replicated(outer.placements[index]):
+            raise ValueError(
+                f"Expected Replicate() on data dim {names[index]!r} (index {index}) of {name!r} "
+                f"but got {outer.placements[index]}"
+            )
+    return found
+
+
+def _chosen(choice: Any, target: Target) -> tuple[int, Target]:  # noqa: ANN401
+    if choice is None:
+        return 0, target
+    if hasattr(choice, "mesh_info"):
+        info = choice.mesh_info
+        mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"Invalid shard_placement_fn result: no mesh in {choice!r}")
+        target = target_of(mesh) if mesh != target.mesh else target
+        choice = choice.placement
+        if choice is None:
+            return 0, target
+    dim = getattr(choice, "dim", None)
+    if not isinstance(dim, int):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: {choice!r}. Return None, Shard(dim), or "
+            "ShardPlacementResult(Shard(dim), mesh)"
+        )
+    return dim, target
+
+
+def _checked_dim(name: str, dim: int, shape: tuple[int, ...]) -> int:
+    found = dim + len(shape) if dim < 0 else dim
+    if not 0 <= found < len(shape):
+        raise AssertionError(
+            f"Shard dim {dim} is invalid for {len(shape)}D tensor {name!r} of shape {shape}"
+        )
+    return found
+
+
+def _uneven(name: str, dim: int, shape: tuple[int, ...], parts: int) -> NotImplementedError:
+    return NotImplementedError(
+        f"FSDP does not support uneven sharding on dim {dim}: {name!r} of shape {shape} over "
+        f"{parts} ranks. Choose dim 0 of a plain tensor, or a dim that {parts} divides"
+    )
+
+
+def _data_placements(target: Target, dim: int) -> tuple[Placement, ...]:
+    last: Placement = Shard(dim) if target.cuts else Replicate()
+    return (*(Replicate() for _ in range(target.mesh.ndim - 1)), last)

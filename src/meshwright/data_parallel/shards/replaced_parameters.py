@@ -1,0 +1,99 @@
+"""Tensors that users put in the place of a sharded parameter: lent for one call, or refused.
+
+A unit shows modules its whole parameters and its sharded ones by turns. Where it finds what it has
+not put there itself, it does not write over it::
+
+    found in the place of a parameter         then
+    what the unit has put there               the other one of both comes there
+    a tensor of `torch.func.functional_call`  it computes in that call, and gets the gradient
+    a DTensor parameter that lies alike       the unit takes it over, before a forward pass
+    anything else, or nothing                 an error that names parameter, module and rank
+
+An optimizer would train what is refused here on each rank alone, or not at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.data_parallel.shards.slot import Slot
+
+__all__ = ["check_given", "data_assigned", "is_given_for_call", "rank_in", "replaced", "written"]
+
+BEFORE = (
+    "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
+    "ties too). To change values, write to the sharded parameter or load a state dict; to compute "
+    "with other ones for a call, use torch.func.functional_call with plain tensors of whole shape"
+)
+
+
+def is_given_for_call() -> bool:
+    """True inside of `torch.func.functional_call`, which puts its tensors in places for a while."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == stateless.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def check_given(
+    slot: Slot, module: nn.Module, found: object, communicators: Sequence[Communicator]
+) -> None:
+    """Raise RuntimeError unless ``found`` computes in the place of ``slot``, for this call."""
+    is_plain = isinstance(found, torch.Tensor) and not is_dtensor(found)
+    shape = slot.leaf.shape
+    if not is_plain or found.shape != shape or not is_given_for_call():
+        raise replaced(slot.name, module, found, shape, communicators)
+
+
+def rank_in(communicators: Sequence[Communicator]) -> int:
+    """This rank's number in the world, which the ranks of ``communicators`` belong to."""
+    return communicators[0].ranks[communicators[0].rank] if communicators else 0
+
+
+def replaced(
+    name: str,
+    module: nn.Module,
+    found: object,
+    shape: Sequence[int],
+    communicators: Sequence[Communicator],
+) -> RuntimeError:
+    """The refusal of ``found`` in the place of a sharded parameter of whole ``shape``."""
+    what = "nothing"
+    if isinstance(found, torch.Tensor):
+        what = f"a {type(found).__name__} of shape {tuple(found.shape)} and {found.dtype}"
+    text = f"neither gathered nor reduced, it would train on each rank alone. {BEFORE}"
+    if is_given_for_call():
+        text = "torch.func.functional_call takes plain tensors of whole shape (full_tensor())"
+    return RuntimeError(
+        f"rank {rank_in(communicators)}: expected parameter {name!r} of shape {tuple(shape)} where "
+        f"the sharded unit left it in its {type(module).__name__}, found {what}: {text}"
+    )
+
+
+def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
+    """The refusal of an assignment that torch does not carry out for a DTensor."""
+    return RuntimeError(
+        f"rank {rank_in(communicators)}: something was assigned to .data of parameter {name!r}, "
+        "which is a DTensor: torch leaves its values as they were. Use copy_() under "
+        "torch.no_grad(), or load a state dict"
+    )
+
+
+def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
+    """The refusal of a write to a whole parameter."""
+    return RuntimeError(
+        f"rank {rank_in(communicators)}: parameter {name!r} was written in place while it was "
+        "whole, or given other memory (.data), as a forward does that changes its own weights, or "
+        "nn.Embedding with max_norm: that is a copy of what is sharded, and the change would be "
+        "lost. Write to the sharded "
+        "parameter between passes, leave it out (ignored_params), or use replicate"
+    )

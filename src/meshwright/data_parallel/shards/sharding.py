@@ -1,0 +1,272 @@
+"""From modules to the unit of their parameters: which they are, where they go, in which buffers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright import comm
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.comm.dtensors.made_dtensors import check_ties
+from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.data_parallel.checks.starting_state import digest_of, is_of_one_rank, synchronise
+from meshwright.data_parallel.distributed_parameters import local_parameters
+from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
+from meshwright.data_parallel.sharded_modules.module_tree import STATES
+from meshwright.data_parallel.shards.buffer import ALONE, DataAxes
+from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
+from meshwright.data_parallel.shards.placement import Place, PlacementChoice, Target, place
+from meshwright.data_parallel.shards.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from meshwright.data_parallel.shards.shared_parameters import settle
+from meshwright.data_parallel.shards.tensor_extensions import Extension, extension_of
+from meshwright.data_parallel.shards.unit import (
+    ParameterGroup,
+    Slot,
+    Unit,
+    UnitSettings,
+    collect_slots,
+    group_slots,
+)
+from meshwright.layout import FlatLayout, Replicate
+from meshwright.mesh import DeviceMesh
+
+__all__ = ["ShardOptions", "build_unit", "is_taken", "on_one_mesh", "own_modules"]
+
+MUCH_PADDING = 0.10
+"""Elements of padding for each element, from which a unit's shape is worth a warning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions:
+    """The options of one call of `fully_shard`."""
+
+    target: Target
+    reshard_after_forward: bool | int | None = None
+    placement_of: PlacementChoice | None = None
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    ignored: frozenset[int] = frozenset()
+
+
+def build_unit(
+    modules: Sequence[nn.Module], options: ShardOptions, *, synchronises: bool
+) -> Unit | None:
+    """The unit of all parameters of ``modules`` that no other call has taken, if there are any.
+
+    With ``synchronises`` it has the values of the first rank.
+    """
+    for module in modules:
+        check_ties(module)
+    ignored = options.ignored
+    slots = [
+        slot for slot in collect_slots(own_modules(modules)) if id(slot.original) not in ignored
+    ]
+    local = {key: each for part in modules for key, each in local_parameters(part).items()}
+    for slot in slots:
+        slot.computes = local.get(id(slot.original), slot.computes)
+    _move_buffers(modules, options)
+    slots, moved = settle(modules, slots)
+    _check_parameters(slots)
+    for slot in slots:
+        slot.place = place(slot.name, slot.original, options.target, options.placement_of)
+        slot.outer = slot.place.outer
+        slot.extension = _extension(slot, slot.place, options)
+    if synchronises:
+        _synchronise(modules, slots, options)
+    wholes = {} if synchronises else {slot: digest_of(slot.original) for slot in slots}
+    slots += moved
+    if not slots:
+        return None
+    groups = [_group(members, options) for members in _together(slots)]
+    for group in groups:
+        group.note_starts([wholes.get(slot) for slot in group.slots])
+    after = options.reshard_after_forward
+    settings = UnitSettings(
+        keep_full_after_forward=after is False or (after == 1 and after is not True),
+        block=_block(options),
+        forward_prefetch=True,
+    )
+    name = slots[0].names[0].rpartition(".")[0] or type(modules[0]).__name__
+    return Unit(name, groups, ExposedTensors(), settings)
+
+
+def on_one_mesh(modules: Iterable[nn.Module]) -> None:
+    """Put parameters that tensor parallelism has left whole on the mesh of those it has cut.
+
+    They are replicated there. torch's functions of lists of DTensors, as clipping and optimizers
+    with ``foreach``, take one mesh only. Where the units below ``modules`` know several meshes
+    beside the same data axes, nobody knows which it would be.
+    """
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    drivers = dict.fromkeys(driver for part in parts if (driver := driver_of(part)) is not None)
+    units = [driver.unit for driver in drivers if driver.unit is not None]
+    placed = [(slot, slot.place) for unit in units for slot in unit.slots if slot.place is not None]
+    meshes: dict[DataAxes, set[DeviceMesh]] = {}
+    for slot, at in placed:
+        if slot.outer is not None:
+            meshes.setdefault(at.axes, set()).add(at.mesh)
+    for slot, at in placed:
+        known = meshes.get(at.axes, ())
+        if slot.outer is None and len(known) == 1:
+            (mesh,) = known
+            others = [Replicate()] * (mesh.ndim - at.mesh.ndim)
+            slot.place = replace(at, mesh=mesh, placements=(*at.placements, *others))
+    for unit in units:
+        if isinstance(unit.exposure, ExposedTensors):
+            unit.exposure.follow_places()
+
+
+def _synchronise(
+    modules: Sequence[nn.Module], slots: Iterable[Slot], options: ShardOptions
+) -> None:
+    """Give all ranks the parameters and buffers of the first."""
+    own = options.target.axes
+    by_axes: dict[DataAxes, list[tuple[str, torch.Tensor]]] = {own: []}
+    for slot in slots:
+        axes = own if slot.place is None else slot.place.axes
+        by_axes.setdefault(axes, []).append((slot.name, values_of(slot.original)))
+    for path, module in own_modules(modules):
+        if not is_of_one_rank(module, options.ignored):
+            named = module.named_buffers(path, recurse=False)
+            by_axes[own] += [(name, buffer) for name, buffer in named]
+    for axes, tensors in by_axes.items():
+        synchronise(tensors, axes.shard, axes.replicate)
+
+
+def _move_buffers(modules: Sequence[nn.Module], options: ShardOptions) -> None:
+    """Put the buffers of modules where these will compute, as their parameters."""
+    device = _device_of(options.target)
+    for _, module in own_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | None:
+    """Find how ``slot`` is gathered, if a subclass says so; refuse what would be lost."""
+    mesh, shard = place.mesh, place.axes.shard
+    over = mesh if mesh.ndim == 1 else None
+    if shard is not None and shard.axis in (mesh.mesh_dim_names or ()):
+        over = mesh[shard.axis]
+    module, _ = slot.places[0]
+    found = extension_of(slot.name, slot.original, over, module, options.precision)
+    if found is None:
+        return None
+    after = options.reshard_after_forward
+    is_spread = after is not True and after is not None and 1 < after < place.axes.parts
+    if place.dim or is_spread:
+        why = "cut along another dim than 0" if place.dim else "spread among some ranks"
+        raise NotImplementedError(
+            f"parameter {slot.name!r} is a {type(slot.original).__name__}, a tensor subclass that "
+            f"says how it is gathered, and cannot be {why}: shard it along dim 0, and with "
+            "reshard_after_forward True or False"
+        )
+    return found
+
+
+def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """Slots that lie on the same axes and can share a buffer."""
+    on_axes: dict[Any, list[Slot]] = {}
+    for slot in slots:
+        axes = slot.place and slot.place.axes
+        on_axes.setdefault((axes, slot.extension is not None), []).append(slot)
+    return [members for same in on_axes.values() for members in group_slots(same)]
+
+
+def _block(options: ShardOptions) -> Communicator | None:
+    """The ranks that whole parameters are spread among after the forward, when that was asked."""
+    after, shard = options.reshard_after_forward, options.target.axes.shard
+    if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
+        return None
+    first = shard.rank - shard.rank % after
+    return comm.peers(shard, shard.ranks[first : first + after], f"{shard.axis} block")
+
+
+def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
+    # Large ones last: these are gathered by themselves.
+    slots = sorted(
+        slots, key=lambda slot: local_of(slot.original).numel() * slot.original.itemsize >= ALONE
+    )
+    places = [slot.place for slot in slots if slot.place is not None]
+    axes, dtype = places[0].axes, slots[0].original.dtype
+    layout = FlatLayout.chunked(
+        [slot.name for slot in slots],
+        [tuple(local_of(slot.original).shape) for slot in slots],
+        str(dtype).removeprefix("torch."),
+        axes.parts,
+        dims=[each.dim for each in places],
+    )
+    if layout.padding > MUCH_PADDING and layout.numel * dtype.itemsize > 2**20:
+        warnings.warn(
+            f"sharding {slots[0].name!r} and {len(slots) - 1} more over {axes.parts} ranks along "
+            f"their dims adds {layout.padding:.0%} padding. Give fully_shard a shard_placement_fn "
+            "that chooses a dim which the number of ranks divides",
+            stacklevel=5,
+        )
+    types, device = options.precision.types_for(dtype), _device(slots[0], options.target)
+    if isinstance(options.offload, CPUOffloadPolicy):
+        home = torch.device("meta" if slots[0].original.is_meta else "cpu")
+        device, pins = _device_of(options.target), options.offload.pin_memory
+        return ParameterGroup(slots, layout, axes, types, device, home, pin_memory=pins)
+    return ParameterGroup(slots, layout, axes, types, device)
+
+
+def _device(slot: Slot, target: Target) -> torch.device:
+    """Return where a parameter computes: on the meta device until it is materialised elsewhere."""
+    return slot.original.device if slot.original.is_meta else _device_of(target)
+
+
+def _device_of(target: Target) -> torch.device:
+    if target.mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return target.axes.communicators[0].device
+
+
+def own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """The modules below that no other call has taken, each once."""
+    seen: set[int] = set()
+    for number, root in enumerate(modules):
+        # Names become those in the whole model when it runs for the first time.
+        stack = [(str(number) if len(modules) > 1 else "", root)]
+        while stack:
+            name, module = stack.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield name, module
+            children = [
+                (f"{name}.{child_name}" if name else child_name, child)
+                for child_name, child in module.named_children()
+                if not is_taken(child)
+            ]
+            stack.extend(reversed(children))
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Tell whether a composable function has been applied to ``module``."""
+    return bool(module.__dict__.get(STATES))
+
+
+def _check_parameters(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        parameter = local_of(slot.original)
+        if parameter.ndim == 0:
+            raise ValueError(
+                "fully_shard doesn't support scalar parameters. Change "
+                f"{slot.name} to a 1D tensor with numel equal to 1."
+            )
+        if not parameter.is_contiguous():
+            raise NotImplementedError(
+                f"FSDP does not support non-contiguous parameters: {slot.name} has shape "
+                f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous"
+            )

@@ -1,0 +1,155 @@
+"""Parameters that modules of several units share: they belong to the lowest unit that holds all.
+
+Units are made from the inside out, so a unit may find out later that one of its parameters is used
+elsewhere. Until a unit around all uses is made the parameter is *spread*: it stays where it is and
+looks alike everywhere. Then it moves there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.dtensor import local_of
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
+from meshwright.data_parallel.shards.dtensor_exposure import HOME, ExposedTensors
+from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
+from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
+from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout, FlatLayout
+
+__all__ = ["check_settled", "remember", "settle"]
+
+
+def remember(driver: Driver) -> None:
+    """Mark the parameters that the unit of ``driver`` has taken over, and let go of them."""
+    unit = driver.unit
+    if unit is None:
+        return
+    for slot in unit.slots:
+        # The parameter may live on in another module; its unit must not keep it alive.
+        home = (weakref.ref(driver), weakref.ref(slot))
+        slot.original.__dict__[HOME] = home
+        slot.original = slot.full
+        if isinstance(unit.exposure, ExposedTensors):
+            unit.exposure.shown(slot).__dict__[HOME] = home
+
+
+def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
+    """Sort ``slots`` into those that a new unit of ``modules`` takes and those from units inside.
+
+    The local values of the latter are on ``slot.original``, in the shape of this rank's chunk.
+    """
+    own: list[Slot] = []
+    for slot in slots:
+        home = slot.original.__dict__.get(HOME)
+        theirs = None if home is None else home[1]()
+        driver = None if home is None else home[0]()
+        if theirs is None or driver is None or driver.unit is None:
+            own.append(slot)
+            continue
+        new = [
+            pair
+            for pair in zip(slot.names, slot.places, strict=True)
+            if pair[1] not in theirs.places
+        ]
+        if not new:
+            continue
+        if slot.computes.is_local is not theirs.computes.is_local:
+            raise ValueError(
+                f"{slot.name!r} is tied to {theirs.name!r}, and only one of them computes on a "
+                "local tensor: give both modules styles of meshwright.tensor_parallel, or neither"
+            )
+        theirs.names += [name for name, _ in new]
+        theirs.places += [where for _, where in new]
+        theirs.is_spread = True
+        _show_again(driver.unit)
+    inside = {part for module in modules for part in module.modules()}
+    drivers = dict.fromkeys(driver for part in inside if (driver := driver_of(part)) is not None)
+    moved: list[Slot] = []
+    for driver in drivers:
+        unit = driver.unit
+        slots_of_unit = () if unit is None else tuple(unit.slots)
+        spread = [slot for slot in slots_of_unit if slot.is_spread]
+        inner = [s for s in spread if all(module in inside for module, _ in s.places)]
+        moved += [_release(driver, slot) for slot in inner]
+    return own, moved
+
+
+def check_settled(unit: Unit) -> None:
+    """Raise RuntimeError when a parameter is used outside of every unit that could hold it."""
+    for slot in unit.slots:
+        if slot.is_spread:
+            raise RuntimeError(
+                f"parameter {slot.names[0]!r} is used as {', '.join(slot.names[1:])} too, in "
+                "modules of different units, and no unit contains them all. Call fully_shard on a "
+                "module that contains them, the whole model for example"
+            )
+
+
+def _release(driver: Driver, slot: Slot) -> Slot:
+    """Take ``slot`` out of the unit of ``driver``, which goes on with the rest."""
+    unit = driver.unit
+    if unit is None or not isinstance(unit.exposure, ExposedTensors):
+        raise InternalError(f"{slot.name!r} is not where it should be")
+    groups: list[ParameterGroup] = []
+    local: torch.Tensor | None = None
+    for group in unit.groups:
+        if slot not in group.slots:
+            groups.append(group)
+            continue
+        index = group.slots.index(slot)
+        local = group.buffer.local(index)
+        if len(group.slots) > 1:
+            groups.append(_without(group, index))
+    if local is None:
+        raise InternalError(f"{slot.name!r} is in no group of unit {unit.name!r}")
+    shape = local_of(slot.full).shape
+    driver.unit = unit.with_groups(groups) if groups else None
+    moved = Slot(
+        names=slot.names,
+        places=slot.places,
+        place=slot.place,
+        outer=slot.outer,
+        computes=slot.computes,
+        given=slot.given,
+        start=slot.start,
+        extension=slot.extension,
+        original=whole_parameter(
+            torch.zeros((), dtype=local.dtype, device=local.device).expand(shape), slot.full
+        ),
+    )
+    moved.original.__dict__.pop(HOME, None)
+    moved.local = local.clone()
+    carry_hooks(unit.exposure.shown(slot), moved.original, slot.name)
+    return moved
+
+
+def _without(group: ParameterGroup, index: int) -> ParameterGroup:
+    """``group`` without one slot: the chunks of the others are the same, in another line."""
+    layout = group.buffer.layout
+    if not isinstance(layout, ChunkedLayout):
+        raise InternalError("only chunks can move to another unit")
+    kept = [number for number in range(len(group.slots)) if number != index]
+    narrower = FlatLayout.chunked(
+        [layout.names[number] for number in kept],
+        [layout.shapes[number] for number in kept],
+        layout.dtype,
+        layout.parts,
+        dims=[layout.dims[number] for number in kept],
+    )
+    slots = [group.slots[number] for number in kept]
+    for number, slot in zip(kept, slots, strict=True):
+        slot.local = group.buffer.local(number).clone()
+    device, home, pins = group.buffer.device, group.home, group.pin_memory
+    return ParameterGroup(slots, narrower, group.axes, group.types, device, home, pin_memory=pins)
+
+
+def _show_again(unit: Unit) -> None:
+    if isinstance(unit.exposure, ExposedTensors):
+        unit.exposure.forget_places()
+        unit.exposure.show_sharded(unit)

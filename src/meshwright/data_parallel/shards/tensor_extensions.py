@@ -1,0 +1,313 @@
+"""Parameters that are tensor subclasses: gathered by calls of their own, kept, or refused by name.
+
+::
+
+    a subclass with                             then
+    fsdp_pre_all_gather, fsdp_post_all_gather   the part of each rank is one; the first gives what
+                                                is gathered, the second makes the whole of that
+    no __torch_dispatch__ of its own            whole parameters are of the class, plain at rest
+    anything else                               TypeError
+
+The values of a part lie in the shard of its group, as those of plain parameters: optimizers write
+to them through the subclass, gradients and checkpoints are of plain tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _unsafe_preserve_version_counter
+
+from meshwright.comm import Pending
+from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.dtensors.subclasses import PROTOCOL, dispatches, has_protocol, holder_of
+from meshwright.data_parallel.shards.buffer import CustomCollective, FlatBuffer
+from meshwright.errors import InternalError
+from meshwright.layout import ChunkedLayout
+from meshwright.mesh import DeviceMesh
+
+__all__ = ["ExtendedBuffer", "Extension", "check_class", "extension_of", "whole_parameter"]
+
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+def check_class(name: str, parameter: torch.Tensor, *, why: str = "") -> None:
+    """Raise TypeError for a subclass that sharding would drop; ``why`` refuses extensions too."""
+    inner: Any = parameter
+    if is_dtensor(parameter):
+        inner = inner._local_tensor
+        why = why or "is this rank's part of a DTensor"
+    if type(inner) in PLAIN or not (dispatches(inner) or has_protocol(inner)):
+        return
+    kind, has_both = type(inner).__name__, all(hasattr(type(inner), each) for each in PROTOCOL)
+    remedy = "Shard it with fully_shard alone" if has_both else "Give the class both"
+    if has_both and not why:
+        if holder_of(inner) is not None or not dispatches(inner) or _has_memory(inner):
+            return
+        why, remedy = (
+            "has not its values in one plain tensor of its own shape and dtype",
+            "Let __tensor_flatten__ name one such tensor",
+        )
+    why = why or f"has not both of {' and '.join(PROTOCOL)}, which say how it is gathered"
+    raise TypeError(
+        f"parameter {name!r} is a {kind}, a tensor subclass that {why}: it would become a plain "
+        f"tensor. {remedy}, leave the parameter out (ignored_params, ignored_states), or use "
+        "replicate"
+    )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:  # a wrapper has none
+        return False
+
+
+def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter on ``view`` of the class of ``like``, where that is a mere Python subclass."""
+    cls = type(like)
+    if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
+        return nn.Parameter(view, requires_grad=like.requires_grad)
+    made: Any = torch.Tensor._make_subclass(cls, view.detach(), like.requires_grad)
+    made.__dict__.update(like.__dict__)
+    return made
+
+
+def extension_of(
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, module: nn.Module, policy: object
+) -> Extension | None:
+    """The extension of ``parameter``; None where it has none.
+
+    ``mesh`` is what it is cut over, and ``policy`` the mixed precision: arguments of its calls.
+    Raises TypeError for a subclass that would be dropped.
+    """
+    check_class(name, parameter)
+    if type(parameter) in PLAIN or is_dtensor(parameter) or not has_protocol(parameter):
+        return None
+    return Extension(name, parameter, mesh, module, policy)
+
+
+class Extension:
+    """The way in which one parameter is cut and gathered."""
+
+    def __init__(
+        self,
+        name: str,
+        whole: nn.Parameter,
+        mesh: DeviceMesh | None,
+        module: nn.Module,
+        policy: object,
+    ) -> None:
+        self.name = name
+        self.part: Any = None
+        """This rank's part, as modules hold it at rest."""
+        self._class = type(whole)
+        self._attributes = {**whole.__dict__}
+        self._holder = holder_of(whole)
+        self._like: torch.Tensor = whole
+        """The whole one until the first part is cut, then the last part that was made."""
+        self._arguments = (mesh, whole.shape, whole.stride(), module, policy)
+        self._is_cut = False
+
+    @torch.no_grad()
+    def around(self, part: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+        """A tensor of the subclass on the memory of ``part``, which is number ``index``."""
+        kind = self._class.__name__
+        made: Any = self._like
+        if self._holder is None:
+            made = part.detach().as_subclass(self._class)
+            made.__dict__.update({**self._attributes, "_is_param": False})
+        elif not self._is_cut:
+            chunks = torch.chunk(made.detach(), parts)
+            made = chunks[index] if index < len(chunks) else chunks[0].narrow(0, 0, 0)
+        elif made.dtype != part.dtype or made.device != part.device:
+            made = made.to(part.device, part.dtype)
+        else:
+            made = made.detach()
+        if type(made) is not self._class or made.shape != part.shape:
+            raise TypeError(
+                f"parameter {self.name!r}: expected torch.chunk, detach and to of a {kind} to give "
+                f"one of shape {tuple(part.shape)}, found a {type(made).__name__} of shape "
+                f"{tuple(made.shape)}. Let its __torch_dispatch__ wrap their results"
+            )
+        if self._holder is not None:
+            setattr(made, self._holder, part.detach())
+        self._like, self._is_cut = made, True
+        return made
+
+    def inputs(self, rows: int, device: torch.device) -> tuple[list[torch.Tensor], object]:
+        """Return this rank's inputs of the gather, padded to ``rows``, and its metadata.
+
+        Raises ValueError for what has another number of rows than the parts of other ranks.
+        """
+        part = self.part if self.part.device == device else self.part.to(device)
+        count = len(inspect.signature(part.fsdp_pre_all_gather).parameters)
+        given, metadata = part.fsdp_pre_all_gather(*self._arguments[: 1 if count == 1 else None])
+        short = part.shape[0] if part.shape[0] < rows else None
+        found: list[torch.Tensor] = []
+        for tensor in given:
+            if short is not None and tensor.ndim and tensor.shape[0] == short:
+                padding = tensor.new_zeros((rows - short, *tensor.shape[1:]))
+                tensor = torch.cat((tensor, padding))
+            elif short is not None and (not tensor.ndim or tensor.shape[0] != rows):
+                raise ValueError(
+                    f"parameter {self.name!r}: fsdp_pre_all_gather must return all-gather inputs "
+                    f"with the padded sharded size, {rows} rows, or with the {short} of this "
+                    f"rank's part; found shape {tuple(tensor.shape)}"
+                )
+            found.append(tensor.contiguous())
+        return found, metadata
+
+
+class _Gathered:
+    """The gathered tensors of one parameter, and the whole one, which stay the same objects."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], parts: int) -> None:
+        self.kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        self.lines = [
+            torch.empty(t.numel() * parts, dtype=t.dtype, device=t.device) for t in inputs
+        ]
+        self.outputs = [
+            line.view(-1, *tensor.shape[1:]).data
+            for line, tensor in zip(self.lines, inputs, strict=True)
+        ]
+        self.full: nn.Parameter | None = None
+        self._storages = [(line.untyped_storage(), line.nbytes) for line in self.lines]
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Memory of ``tensors`` comes and goes too."""
+        known = {storage._cdata for storage, _ in self._storages}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self._storages.append((storage, storage.nbytes()))
+
+    def restore(self) -> None:
+        for storage, size in self._storages:
+            if storage.nbytes() != size:
+                storage.resize_(size)
+
+    def free(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def lends(self, address: int) -> bool:
+        """True for what lies in memory that goes."""
+        starts = [
+            (storage.data_ptr(), size) for storage, size in self._storages if storage.nbytes()
+        ]
+        return any(start <= address < start + size for start, size in starts)
+
+
+class ExtendedBuffer(FlatBuffer):
+    """A buffer of parameters with extensions: shards and gradients are as those of any other."""
+
+    def __init__(self, extensions: Sequence[Extension], *args: Any) -> None:
+        self._extensions = extensions
+        self._gathered: list[_Gathered] = []
+        self._sent: list[torch.Tensor] = []
+        self._metadata: list[object] = []
+        self._travels: list[Pending] = []
+        super().__init__(*args)
+        self._alias = False
+
+    @property
+    def gathers(self) -> list[int]:
+        """Elements of each gather, as far as they are known."""
+        return [line.numel() for each in self._gathered for line in each.lines] or super().gathers
+
+    def around(self, index: int) -> torch.Tensor:
+        """See `FlatBuffer`: of the parameter's class."""
+        return self._extensions[index].around(self.local(index), self.axes.parts, self.axes.part)
+
+    @torch.no_grad()
+    def gather(self, label: str, custom: CustomCollective | None = None) -> None:
+        """Start to bring together what the parts of all ranks say, one gather each."""
+        layout = self.layout
+        if not isinstance(layout, ChunkedLayout):
+            raise InternalError("extensions are gathered chunk by chunk")
+        self._gathered_version = self.shard._version
+        self._metadata.clear()
+        is_first = not self._gathered
+        for index, extension in enumerate(self._extensions):
+            rows = layout.slots[index] // max(1, math.prod(layout.shapes[index][1:]))
+            inputs, metadata = extension.inputs(rows, self.device)
+            self._metadata.append(metadata)
+            if is_first:
+                self._gathered.append(_Gathered(inputs, self.axes.parts))
+            gathered = self._gathered[index]
+            found = [(tensor.shape, tensor.dtype) for tensor in inputs]
+            if found != gathered.kinds:
+                raise ValueError(
+                    f"parameter {extension.name!r}: expected fsdp_pre_all_gather to return what "
+                    f"it did the first time, {gathered.kinds}; found {found}"
+                )
+            gathered.restore()
+            for line, tensor in zip(gathered.lines, inputs, strict=True):
+                self._send(line, tensor.detach().view(-1), label, custom)
+
+    def _send(
+        self, line: torch.Tensor, mine: torch.Tensor, label: str, custom: CustomCollective | None
+    ) -> None:
+        shard = self.axes.shard
+        if shard is None or shard.size == 1:
+            line.copy_(mine)
+            return
+        # Bytes: c10d does not know all dtypes.
+        whole, part = line.view(torch.uint8), mine.view(torch.uint8)
+        self._sent.append(part)
+        if custom is None:
+            self._travels.append(shard.all_gather(whole, part, label=label))
+        else:
+            self._travels.append(shard.custom("all_gather", custom, whole, part, label=label))
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Wait, and make the whole parameters of what was gathered."""
+        for pending in self._travels:
+            pending.wait()
+        self._travels.clear()
+        self._sent.clear()
+        metadata = tuple(self._metadata)
+        self._metadata.clear()
+        for index, known in enumerate(metadata):
+            part, gathered = self._extensions[index].part, self._gathered[index]
+            outputs, compute = tuple(gathered.outputs), self.types.compute
+            if gathered.full is not None:
+                kept = (gathered.full, *outputs)
+                with _unsafe_preserve_version_counter(kept):
+                    part.fsdp_post_all_gather(outputs, known, compute, out=gathered.full)
+                continue
+            whole, inner = part.fsdp_post_all_gather(outputs, known, compute)
+            shape = self.layout.shapes[index]
+            if tuple(whole.shape) != tuple(shape):
+                # Rows of padding come last.
+                whole = torch.as_strided(whole, shape, _strides(shape), 0)
+            gathered.own(inner)
+            gathered.full = nn.Parameter(whole, requires_grad=False)
+
+    @property
+    def wholes(self) -> list[nn.Parameter]:
+        """The whole parameters; none before the first gather."""
+        return [each.full for each in self._gathered if each.full is not None]
+
+    def release(self) -> None:
+        """Give the memory of what was gathered back."""
+        super().release()
+        for each in self._gathered:
+            each.free()
+
+    def lends(self, address: int) -> bool:
+        """Tell whether what lies at ``address`` is gone after `release`."""
+        return any(each.lends(address) for each in self._gathered)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

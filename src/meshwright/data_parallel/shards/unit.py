@@ -1,0 +1,387 @@
+"""One communication group of modules: its parameters come and go together, so do its gradients.
+
+The phase tells where the parameters are::
+
+    phase        may become
+    SHARDED      GATHERING   (`unshard`)
+    GATHERING    FULL        (`wait_unshard`)
+    FULL         SHARDED     (`reshard`), REDUCING (`reshard` while gradients travel)
+    REDUCING     SHARDED     (`finish_reduce`), GATHERING (needed again before that)
+
+A driver decides when. How parameters look to the modules and to the optimizer is an `Exposure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup, ReduceHook, UnitSettings
+from meshwright.data_parallel.shards.replaced_parameters import written
+from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
+from meshwright.errors import InternalError
+
+__all__ = [
+    "Exposure",
+    "ParameterGroup",
+    "Phase",
+    "ReduceHook",
+    "Slot",
+    "Unit",
+    "UnitSettings",
+    "collect_slots",
+    "group_slots",
+    "zero_kept",
+]
+
+
+class Phase(StrEnum):
+    """The phase of a unit's parameters and gradients."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+    REDUCING = "reducing"
+
+
+_IS_STALE = attrgetter("buffer.is_stale")
+_IS_TRAINABLE = attrgetter("is_trainable")
+
+LEGAL = MappingProxyType(
+    {
+        Phase.SHARDED: frozenset({Phase.GATHERING}),
+        Phase.GATHERING: frozenset({Phase.FULL}),
+        Phase.FULL: frozenset({Phase.SHARDED, Phase.REDUCING}),
+        Phase.REDUCING: frozenset({Phase.SHARDED, Phase.GATHERING}),
+    }
+)
+"""Which phase may follow which."""
+
+
+class Exposure(Protocol):
+    """The look of a unit's parameters outside of the computation."""
+
+    def show_sharded(self, unit: Unit) -> None:
+        """Put into the modules what optimizers and state dicts see."""
+        ...
+
+    def show_full(self, unit: Unit) -> bool:
+        """Give modules ``slot.full`` of each slot, with the ``requires_grad`` of now.
+
+        False where one holds a tensor of `torch.func.functional_call` for now.
+        """
+        ...
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over what users have put in the place of parameters since the last pass.
+
+        Raises RuntimeError, naming the parameter, for what cannot be.
+        """
+        ...
+
+    def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
+        """List the parameters of the unit that optimizers may hold."""
+        ...
+
+    def version(self, unit: Unit) -> int:
+        """Grows with what is written to those, as far as torch counts it."""
+        ...
+
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """List, for each of the group's parameters, that it requires grad now."""
+        ...
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """Check that an optimizer that steps now would change this rank's part of the unit."""
+        ...
+
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """Set or add to ``.grad``; ``used`` says which parameters had a gradient on any rank."""
+        ...
+
+    def show_waiting(self, unit: Unit) -> bool:
+        """Show whole gradients that wait for a reduction as ``.grad``; True if there are any."""
+        ...
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """Put ``.grad`` of before back, less what users have dropped; whether it was shown."""
+        ...
+
+
+class Unit:
+    """Parameters that are gathered together and whose gradients are reduced together."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[ParameterGroup],
+        exposure: Exposure,
+        settings: UnitSettings,
+    ) -> None:
+        self.name = name
+        self.groups = tuple(groups)
+        self.exposure = exposure
+        self.settings = settings
+        self.is_reducing = False
+        """Whether a reduction has been started and not finished."""
+        self.announce: Callable[[Unit, str], None] | None = None
+        """Called with "unshard", "reduce" or "reduce_further" before its collectives."""
+        self.changes = 0
+        """How often parameters have been converted, loaded or given anew."""
+        self.shows_all = True
+        """False while `torch.func.functional_call` has put other tensors in their place."""
+        self._phase = Phase.SHARDED
+        self._has_second_sum = False
+        self.trainable_groups: tuple[ParameterGroup, ...] = ()
+        """The groups in which a parameter requires grad, as of when they were last whole."""
+        self.find_trainable()
+        self.exposure.show_sharded(self)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self._phase})"
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the parameters."""
+        return self._phase
+
+    def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
+        """A unit like this one, with other parameters."""
+        return Unit(self.name, groups, self.exposure, self.settings)
+
+    def rename(self, name: str, modules: Mapping[nn.Module, str]) -> None:
+        """Be called ``name``, and call parameters by the full names of their ``modules``."""
+        self.name = name
+        for slot in self.slots:
+            slot.names = [
+                f"{modules[module]}.{attribute}" if modules[module] else attribute
+                for module, attribute in slot.places
+                if module in modules
+            ] or slot.names
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its parameters, group by group."""
+        return [slot for group in self.groups for slot in group.slots]
+
+    # ------------------------------------------------------------------------ parameters
+
+    def unshard(self) -> None:
+        """Start to gather the parameters; nothing when they are there or on their way."""
+        if self._phase in (Phase.FULL, Phase.GATHERING):
+            if self._phase is Phase.GATHERING or not any(map(_IS_STALE, self.groups)):
+                return
+            self._become(Phase.SHARDED)
+        if self.announce is not None:
+            self.announce(self, "unshard")
+        self._become(Phase.GATHERING)
+        for group in self.groups:
+            group.buffer.gather(f"unshard {self.name}", self.settings.all_gather)
+
+    def wait_unshard(self) -> None:
+        """Wait for the parameters and let the modules hold them."""
+        if self._phase is Phase.FULL:
+            return
+        if self._phase is not Phase.GATHERING:
+            self.unshard()
+        for group in self.groups:
+            group.finish_gather()
+        self._become(Phase.FULL)
+        self.shows_all = self.exposure.show_full(self)
+        for group in self.groups:
+            for slot in group.slots:
+                slot.version = slot.leaf._version
+                slot.trains = slot.full.requires_grad
+        self.find_trainable()
+
+    def reshard_for_backward(self) -> bool:
+        """As `reshard`, but what the backward gathers stays among fewer ranks where that is set.
+
+        Whether it did: `forget_block` is due when the backward does not come.
+        """
+        block = self.settings.block
+        if block is None or self._phase is not Phase.FULL:
+            self.reshard()
+            return False
+        for group in self.groups:
+            group.buffer.keep(block)
+        self._put_away()
+        return True
+
+    def forget_block(self) -> None:
+        """Gather over all ranks the next time."""
+        for group in self.groups:
+            group.buffer.forget_kept()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the modules and give the memory of the rest back."""
+        if self.settings.block is not None:
+            self.forget_block()
+        if self._phase in (Phase.SHARDED, Phase.REDUCING):
+            return
+        if self._phase is Phase.GATHERING:
+            self.wait_unshard()
+        self._put_away()
+
+    def take_written(self) -> str:
+        """Name a whole parameter that was written, or given other memory, and forget that."""
+        lost = ""
+        for group in self.groups:
+            for slot in group.slots:
+                if slot.leaf._version != slot.version:
+                    slot.version = slot.leaf._version
+                    lost = lost or (slot.name if group.buffer.is_copy else "")
+            for slot, view in group.moved():
+                slot.leaf.data = view
+                lost = lost or slot.name
+        return lost
+
+    def has_changed(self) -> None:
+        """Parameters have been converted, loaded or given anew: a graph of before is void."""
+        self.changes += 1
+
+    def find_trainable(self) -> None:
+        """Note which groups have a parameter that requires grad now."""
+        self.trainable_groups = tuple(filter(_IS_TRAINABLE, self.groups))
+
+    def _put_away(self) -> None:
+        self.exposure.show_sharded(self)
+        lost = self.take_written()
+        for group in self.groups:
+            group.buffer.release()
+        self._become(Phase.REDUCING if self.is_reducing else Phase.SHARDED)
+        if lost:
+            raise written(lost, self.communicators)
+
+    # ------------------------------------------------------------------------- gradients
+
+    @property
+    def has_gradient(self) -> bool:
+        """True when whole gradients of this rank wait for a reduction."""
+        return any(
+            group.has_new_gradient or (group.buffer.has_gradient and not self.is_reducing)
+            for group in self.groups
+        )
+
+    @property
+    def found_non_finite(self) -> list[str]:
+        """Parameters whose gradient on this rank was not finite, in the last reduction."""
+        return [name for group in reversed(self.groups) for name in group.non_finite.names()]
+
+    @property
+    def has_mean(self) -> bool:
+        """True when there are means to `deliver`."""
+        return any(group.mean is not None for group in self.groups)
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The axes that its gradients are summed over."""
+        axes = (axis for group in self.groups for axis in group.axes.communicators)
+        return tuple(dict.fromkeys(axes))
+
+    def accumulate(self) -> None:
+        """Take the gradients that autograd has left on the whole parameters."""
+        for group in self.groups:
+            group.accumulate()
+
+    def keep_gradients(self) -> None:
+        """Leave gradients whole on this rank; they are added up in the dtype of the reduction."""
+        for group in self.groups:
+            if group.types.compute != group.types.reduce:
+                group.accumulate()
+
+    def reduce(self) -> None:
+        """Start to sum gradients over the ranks; what this rank did not use counts as zero."""
+        if self.is_reducing:
+            raise InternalError(f"unit {self.name!r} reduces twice at a time")
+        if self.announce is not None:
+            self.announce(self, "reduce")
+        self.is_reducing = True
+        for group in self.trainable_groups:
+            group.reduce(self.name, self.settings)
+        self._has_second_sum = False
+
+    def reduce_further(self) -> None:
+        """Start the second of two sums, when there is one; it waits for the first."""
+        if self.is_reducing and not self._has_second_sum:
+            self._has_second_sum = True
+            if self.announce is not None and self._sums_twice:
+                self.announce(self, "reduce_further")
+            for group in self.trainable_groups:
+                group.reduce_further(self.name, self.settings)
+
+    def finish_reduce(self) -> None:
+        """Wait for the sums; the means are kept until `deliver`."""
+        if not self.is_reducing:
+            return
+        self.reduce_further()
+        for group in self.trainable_groups:
+            group.finish_reduce(self.settings)
+        self.is_reducing = False
+        if self._phase is Phase.REDUCING:
+            self._become(Phase.SHARDED)
+
+    def deliver(self, used: Mapping[ParameterGroup, Sequence[bool]]) -> None:
+        """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
+        for group in self.trainable_groups:
+            if group.mean is not None:
+                # A tensor of its own on the same memory: the group counts who still uses that.
+                mean, group.mean = group.mean.detach(), None
+                self.exposure.set_gradients(self, group, mean, used[group])
+                group.used = [False] * len(group.slots)
+                group.buffer.distrust()
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Check that ``tensor`` lies in the memory of the whole parameters."""
+        if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+            return False
+        address = tensor.data_ptr()
+        return any(group.buffer.lends(address) for group in self.groups)
+
+    def drop(self) -> None:
+        """Give up an iteration that ended in an exception: nothing travels, all is sharded."""
+        if self._phase is Phase.GATHERING:
+            for group in self.groups:
+                group.finish_gather()
+            self._become(Phase.FULL)
+        for group in self.groups:
+            group.drop()
+        self.is_reducing = False
+        if self._phase is Phase.REDUCING:
+            self._become(Phase.SHARDED)
+        self.reshard()
+
+    # --------------------------------------------------------------------------- private
+
+    @property
+    def _sums_twice(self) -> bool:
+        if self.settings.reduce_hook is not None or not self.settings.all_reduce:
+            return False
+        return any(group.axes.replicate is not None for group in self.groups)
+
+    def _become(self, phase: Phase) -> None:
+        if phase not in LEGAL[self._phase]:
+            raise InternalError(
+                f"unit {self.name!r} is {self._phase} and cannot become {phase} now; from there "
+                f"it may become {', '.join(sorted(LEGAL[self._phase]))}"
+            )
+        self._phase = phase
+
+
+def zero_kept(units: Iterable[Unit], *, set_to_none: bool) -> None:
+    """Zero the gradients of those units whose modules list whole parameters now."""
+    for unit in units:
+        for parameter in unit.exposure.parameters(unit) if unit.phase is Phase.FULL else ():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()

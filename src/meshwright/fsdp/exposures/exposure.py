@@ -1,0 +1,361 @@
+"""The parameters of a unit seen from outside: one flat shard, or the original parameters.
+
+While a unit computes its modules have the whole parameters registered, as in one process. What they
+list at rest is put back when the unit is freed, and in any case when the backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.data_parallel.shards.replaced_parameters import (
+    check_given,
+    rank_in,
+    replaced,
+)
+from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Unit
+from meshwright.errors import InternalError
+from meshwright.fsdp.exposures.direct_gradients import Refusals
+from meshwright.fsdp.exposures.original_exposure import OriginalExposure
+from meshwright.fsdp.exposures.pieces import (
+    change_piece_by_hooks,
+    flat_layout,
+    give_gradient,
+    mark_pieces,
+    part_of,
+    write_back,
+)
+from meshwright.fsdp.exposures.waiting_gradients import WaitingGradients
+
+__all__ = [
+    "FLAT",
+    "Exposed",
+    "FlatExposure",
+    "FlatParameter",
+    "exposed_of",
+]
+
+FLAT = "_flat_param"
+"""The name under which a unit's flat parameter is registered."""
+
+
+class FlatParameter(nn.Parameter):
+    """All parameters of one unit in one line, of which this rank holds its shard."""
+
+    _meshwright_unit_name = FLAT
+    """It belongs to a unit, so no other unit takes it over."""
+
+
+class Exposed(Exposure, Protocol):
+    """An exposure whose tensors an optimizer may hold."""
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """List the parameters of ``unit`` that the optimizer sees."""
+        ...
+
+    def registered(self, unit: Unit) -> list[torch.Tensor]:
+        """List what modules hold now in the places of those."""
+        ...
+
+    def version(self, unit: Unit) -> int:
+        """A number that grows when a parameter is written in place."""
+        ...
+
+    def is_stale(self, unit: Unit) -> bool:
+        """Check for a parameter that was written in place after it was gathered."""
+        ...
+
+    def is_replaced(self, unit: Unit) -> bool:
+        """Check for a parameter that has other memory than its place in the shard, or is another
+        one.
+        """
+        ...
+
+    def convert(self, unit: Unit) -> None:
+        """Rebuild buffers from exposed tensors that ``.to`` or ``.half`` has replaced."""
+        ...
+
+    def list_full(self, unit: Unit) -> None:
+        """Register whole parameters that are there and have been put out of sight."""
+        ...
+
+    def list_at_rest(self, unit: Unit) -> None:
+        """Register what optimizers hold, though whole parameters are kept.
+
+        Until the root's backward has ended the whole ones are seen: a loss may read them.
+        """
+        ...
+
+
+class FlatExposure:
+    """One flat parameter on the wrapped module; while sharded the modules hold empty tensors."""
+
+    def __init__(self, owner: nn.Module, gradient_dtype: torch.dtype | None = None) -> None:
+        self.owner = owner
+        """The module that holds the flat parameter."""
+        self._gradient_dtype = gradient_dtype
+        self._seen = -1
+        self._flat: FlatParameter | None = None
+        self._nothing = torch.empty(0)
+        """What modules hold while the unit is sharded. Nobody else should change it."""
+        self._nothing_trains = False
+        self._lists_full = False
+        """True while modules register whole parameters."""
+        self._orders: dict[nn.Module, list[str]] = {}
+        """The names of parameters in modules that hold others, too."""
+        self._refusals = Refusals()
+        self._waiting = WaitingGradients()
+        self._line = torch.empty(0)
+        """Gradients of passes in ``no_sync``."""
+        self._joined: list[torch.Tensor] = []
+        """Those of each parameter, in that line."""
+
+    def _only_group(self, unit: Unit) -> ParameterGroup:
+        (group,) = unit.groups
+        return group
+
+    def _take_over(self, unit: Unit) -> FlatParameter:
+        group = self._only_group(unit)
+        trains = group.slots[0].original.requires_grad
+        flat = FlatParameter(group.buffer.shard, requires_grad=trains)
+        mark_pieces(flat, group, group.slots, is_line=True)
+        for slot in group.slots:
+            for module, name in slot.places:
+                self._orders.setdefault(module, list(module._parameters))
+                module._parameters.pop(name, None)
+        # Where other parameters stay, the order of all has to be restored.
+        self._orders = {
+            module: order for module, order in self._orders.items() if module._parameters
+        }
+        self.owner.register_parameter(FLAT, flat)
+        return flat
+
+    @property
+    def flat(self) -> FlatParameter:
+        """The exposed parameter."""
+        if self._flat is None:
+            raise InternalError("a flat parameter was asked for before its unit was built")
+        return self._flat
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """The flat parameter."""
+        return [self.flat]
+
+    def registered(self, unit: Unit) -> list[torch.Tensor]:
+        """See `Exposed`."""
+        held = self.owner._parameters.get(FLAT)
+        return [self.flat if held is None else held]
+
+    def show_sharded(self, unit: Unit) -> None:
+        """See `Exposure`."""
+        if self._flat is None:
+            self._flat = self._take_over(unit)
+            self._refusals.add(unit, self._flat, unit.slots, FLAT)
+        else:
+            self._find(unit)
+        self.show_nothing(unit)
+
+    def show_nothing(self, unit: Unit) -> None:
+        """Give modules empty tensors, unless they hold what computes for one call."""
+        before, flat = self._nothing, self.flat
+        kind = flat.dtype, flat.device, flat.requires_grad
+        if (before.dtype, before.device, self._nothing_trains) != kind:
+            self._nothing = flat.data[:0].requires_grad_(flat.requires_grad)
+            self._nothing_trains = flat.requires_grad
+            self._refusals.add(unit, self._nothing, unit.slots, "")
+        self._hide(unit, before)
+
+    def show_full(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        self._seen = self.version(unit)
+        is_all = self._find(unit)
+        trains = self.flat.requires_grad
+        for slot in unit.slots:
+            if slot.full.requires_grad is not trains:
+                slot.full.requires_grad_(trains)
+        self._list(unit)
+        return is_all
+
+    def list_full(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        if not self._lists_full:
+            self._list(unit)
+
+    def list_at_rest(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        if self._lists_full:
+            self._find(unit)
+            self._hide(unit)
+
+    def _list(self, unit: Unit) -> None:
+        """Register whole parameters in modules; what computes for one call stays there."""
+        for slot in unit.slots:
+            for module, name in slot.places:
+                found = module.__dict__.get(name)
+                if found is self._nothing or found is slot.full:
+                    del module.__dict__[name]
+                    module._parameters[name] = slot.full
+        self._lists_full = True
+        self.owner._parameters.pop(FLAT, None)
+        for module, order in self._orders.items():
+            held = module._parameters
+            held.update([(name, held.pop(name)) for name in order if name in held])
+
+    def _hide(self, unit: Unit, before: torch.Tensor | None = None) -> None:
+        """Give modules whole parameters as attributes, or what is shown for ``before``."""
+        for slot in unit.slots:
+            whole = slot.full
+            for module, name in slot.places:
+                if module._parameters.get(name) is whole:
+                    del module._parameters[name]
+                found = module.__dict__.get(name)
+                is_ours = found is before or found is self._nothing or found is whole
+                if is_ours or (found is None and name not in module._parameters):
+                    # Modules look at them also where they do not compute, to be printed.
+                    module.__dict__[name] = whole if before is None else self._nothing
+        self._lists_full = False
+        self.owner._parameters[FLAT] = self._flat
+
+    def _find(self, unit: Unit) -> bool:
+        """Look whether modules hold what they were shown; False where one does for a call only.
+
+        Raises RuntimeError for anything else.
+        """
+        is_all = True
+        for slot in unit.slots:
+            for module, name in slot.places:
+                found = module.__dict__.get(name)
+                if found is None:
+                    found = module._parameters.get(name)
+                    if found is self._nothing:  # what `functional_call` puts back after a parameter
+                        module.__dict__[name] = module._parameters.pop(name)
+                if found is not slot.full and found is not self._nothing:
+                    check_given(slot, module, found, unit.communicators)
+                    is_all = False
+        return is_all
+
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [self.flat.requires_grad] * len(group.slots)
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        return self.flat.grad is not None and self.flat.numel() > 0
+
+    def is_stale(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        return self._seen != self.version(unit)
+
+    def is_replaced(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        flat = self.flat
+        is_held = self._lists_full or self.owner._parameters.get(FLAT) is flat
+        return (
+            not is_held
+            or self._nothing.numel() > 0
+            or flat.data_ptr() != self._only_group(unit).buffer.shard.data_ptr()
+        )
+
+    def version(self, unit: Unit) -> int:
+        """See `Exposed`."""
+        return self._only_group(unit).buffer.shard._version
+
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """See `Exposure`. What had no gradient gets zeros where anything had: it is one ``.grad``.
+
+        ``used`` is of this rank alone.
+        """
+        flat, self._line = self.flat, self._nothing
+        self._joined.clear()
+        if not any(used) and group.is_unused(reduced):
+            return
+        change_piece_by_hooks(group, flat, reduced, FLAT)
+        if flat.grad is None:
+            give_gradient(flat, part_of(reduced, flat, FLAT), self._gradient_dtype)
+        else:
+            flat.grad.add_(reduced)
+        run_after_hooks(flat)
+
+    @torch.no_grad()
+    def show_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`. They are joined to one line, in which autograd adds to them after."""
+        group = self._only_group(unit)
+        found = group.waiting()
+        if all(gradient is None for gradient in found):
+            return False
+        size = flat_layout(group).numel
+        if group.buffer.has_gradient:
+            (line,) = group.buffer.gradients
+            gradients, dtypes = [line.tensor[:size]], [group.types.compute]
+            return self._waiting.show(unit.name, [self.flat], gradients, dtypes)
+        if any(a is not b for a, b in zip(found, self._joined, strict=False)) or not self._joined:
+            self._join(group, found)
+        return self._waiting.show(unit.name, [self.flat], [self._line], [group.types.compute])
+
+    def _join(self, group: ParameterGroup, gradients: Sequence[torch.Tensor | None]) -> None:
+        layout = flat_layout(group)
+        line = torch.zeros(layout.numel, dtype=group.types.compute, device=group.buffer.device)
+        self._line = line
+        self._joined.clear()
+        for index, (slot, gradient) in enumerate(zip(group.slots, gradients, strict=True)):
+            start, stop = layout.range(index)
+            part = line[start:stop].view(layout.shapes[index])
+            if gradient is not None:
+                part.copy_(gradient)
+            slot.leaf.grad = part
+            self._joined.append(part)
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        taken = self._waiting.take()
+        if any(taken):
+            group = self._only_group(unit)
+            group.forget_waiting(range(len(group.slots)))
+        return bool(taken)
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over a line that the user has set with ``.data``."""
+        flat, shard = self.flat, self._only_group(unit).buffer.shard
+        self._find(unit)
+        nothing = self._nothing
+        if nothing.numel() or nothing.requires_grad is not self._nothing_trains:
+            raise RuntimeError(
+                f"rank {rank_in(unit.communicators)}: a parameter of unit {unit.name!r} was "
+                "changed by itself (.data, requires_grad_, swap_tensors), and is a part of one "
+                "flat parameter: set use_orig_params=True, or change it in summon_full_params"
+            )
+        held = self.owner._parameters.get(FLAT)
+        if held is not flat and not self._lists_full:
+            raise replaced(FLAT, self.owner, held, flat.shape, unit.communicators)
+        if flat.data_ptr() != shard.data_ptr():
+            write_back(flat, shard, FLAT)
+
+    def convert(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        flat, group = self.flat, self._only_group(unit)
+        shard = group.buffer.shard
+        if flat.shape == shard.shape:
+            group.carry_starts([group.buffer.own(n, flat.data) for n in range(len(group.slots))])
+        if flat.dtype != shard.dtype or flat.device != shard.device:
+            group.convert(flat.dtype, flat.device)
+            shard = group.buffer.shard
+        if flat.data_ptr() != shard.data_ptr():
+            shard.copy_(flat.data)
+            flat.data = shard
+            self._refusals.add(unit, flat, unit.slots, FLAT)
+            unit.has_changed()
+
+
+def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
+    """Return the exposure of ``unit``, which belongs to a wrapper."""
+    exposure = unit.exposure
+    if not isinstance(exposure, FlatExposure | OriginalExposure):
+        raise InternalError(f"unit {unit.name!r} does not belong to the facade")
+    return exposure

@@ -1,0 +1,258 @@
+"""The exposure of a unit that keeps the original parameter objects, each with a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.data_parallel.shards.parameter_hooks import has_hooks
+from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
+from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
+from meshwright.fsdp.exposures.direct_gradients import Refusals
+from meshwright.fsdp.exposures.pieces import (
+    change_piece_by_hooks,
+    give_gradient,
+    mark_pieces,
+    own_pieces,
+    part_of,
+    places_in_shards,
+    write_back,
+)
+from meshwright.fsdp.exposures.waiting_gradients import WaitingGradients
+
+__all__ = ["TAKEN", "OriginalExposure"]
+
+TAKEN = "_meshwright_unit_name"
+"""An attribute of parameters that a unit has taken over."""
+
+
+class OriginalExposure:
+    """The original parameter objects, each holding this rank's piece as a 1-D tensor.
+
+    Where nothing is sharded they keep their shapes.
+    """
+
+    def __init__(self, gradient_dtype: torch.dtype | None = None) -> None:
+        self._gradient_dtype = gradient_dtype
+        self._targets: list[tuple[Slot, torch.Tensor]] = []
+        """Each parameter, and its place in the shard."""
+        self._seen = -1
+        self._lists_full = False
+        self._refusals = Refusals()
+        self._waiting = WaitingGradients()
+
+    def parameters(self, unit: Unit) -> list[nn.Parameter]:
+        """The original parameters."""
+        return [slot.original for slot in unit.slots]
+
+    def registered(self, unit: Unit) -> list[torch.Tensor]:
+        """See `Exposed`."""
+        places = [(slot, *slot.places[0]) for slot in unit.slots]
+        held = [(slot, module._parameters.get(name)) for slot, module, name in places]
+        return [slot.original if t is None or t is slot.full else t for slot, t in held]
+
+    def show_sharded(self, unit: Unit) -> None:
+        """See `Exposure`."""
+        if not self._targets:
+            self._point(unit)
+        self.list_at_rest(unit)
+
+    def show_full(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        self._seen = self.version(unit)
+        is_all = self._lists_full = True
+        for slot in unit.slots:
+            full, original = slot.full, slot.original
+            if full.requires_grad is not original.requires_grad:
+                full.requires_grad_(original.requires_grad)
+            for module, name in slot.places:
+                found = module._parameters.get(name)
+                if found is original:
+                    module._parameters[name] = full
+                elif found is not full:
+                    check_given(slot, module, found, unit.communicators)
+                    is_all = False
+        return is_all
+
+    def list_full(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        if not self._lists_full:
+            self.show_full(unit)
+
+    def list_at_rest(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        for slot in unit.slots:
+            full, original = slot.full, slot.original
+            if full.requires_grad is not slot.trains:  # who changed it saw the whole one
+                original.requires_grad_(full.requires_grad)
+                slot.trains = full.requires_grad
+            for module, name in slot.places:
+                found = module._parameters.get(name)
+                if found is full:
+                    module._parameters[name] = original
+                elif found is not original:
+                    check_given(slot, module, found, unit.communicators)
+        self._lists_full = False
+
+    def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
+        """See `Exposure`."""
+        return [slot.original.requires_grad for slot in group.slots]
+
+    def has_gradients(self, unit: Unit) -> bool:
+        """See `Exposure`. One of which others have all elements never has a gradient."""
+        return any(slot.original.grad is not None for slot in unit.slots)
+
+    def is_stale(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        return self._seen != self.version(unit)
+
+    def is_replaced(self, unit: Unit) -> bool:
+        """See `Exposed`."""
+        for slot, target in self._targets:
+            module, name = slot.places[0]
+            original = slot.original
+            held = module._parameters.get(name)
+            if held is not original and held is not slot.full:
+                return True
+            if original.data_ptr() != target.data_ptr():
+                return True
+        return False
+
+    def version(self, unit: Unit) -> int:
+        """See `Exposed`."""
+        # The originals have counters of their own: the shard's does not see what they are given.
+        return sum(slot.original._version for slot in unit.slots)
+
+    def set_gradients(
+        self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
+    ) -> None:
+        """See `Exposure`. One of which others have all elements, or used nowhere, gets none."""
+        hooked: list[nn.Parameter] = []
+        for slot, part, is_used in zip(group.slots, self._on(group, reduced), used, strict=True):
+            original = slot.original
+            if not is_used or not original.requires_grad:
+                continue
+            if has_hooks(original):
+                nothing = reduced[:0].view(original.shape) if part is None else part
+                change_piece_by_hooks(group, original, nothing, slot.name)
+                hooked.append(original)
+            if part is None:
+                continue
+            if original.grad is None:
+                give_gradient(original, part, self._gradient_dtype)
+            else:
+                original.grad.add_(part)
+        for original in hooked:
+            run_after_hooks(original)
+
+    def show_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        gradients = [gradient for group in unit.groups for gradient in group.waiting()]
+        dtypes = [group.types.compute for group in unit.groups for _ in group.slots]
+        return self._waiting.show(unit.name, self.parameters(unit), gradients, dtypes)
+
+    def take_waiting(self, unit: Unit) -> bool:
+        """See `Exposure`."""
+        taken = self._waiting.take()
+        dropped = iter(taken)
+        for group in unit.groups:
+            gone = [n for n, is_gone in enumerate(islice(dropped, len(group.slots))) if is_gone]
+            if gone:
+                group.forget_waiting(gone)
+        return bool(taken)
+
+    def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor | None]:
+        """Take each parameter's part of ``reduced``; None for one without elements on this rank.
+
+        Where that is memory which is kept from step to step, so are they.
+        """
+        kept, slots = group.kept, group.slots
+        is_kept = kept.holds(reduced) and self._gradient_dtype is None
+        if is_kept and kept.guests:
+            held = {id(original): part for part, original in kept.guests}
+            return [held.get(id(slot.original)) for slot in slots]
+        pieces = own_pieces(group)
+        parts: list[torch.Tensor | None] = [None] * len(slots)
+        for index, piece in pieces.items():
+            line = reduced[piece.offset : piece.offset + piece.numel]
+            shaped = line.view(slots[index].original.shape).detach()
+            parts[index] = part_of(shaped, slots[index].original, slots[index].name)
+        if is_kept:
+            mine = zip(parts, slots, strict=True)
+            kept.guests = [(p, slot.original) for p, slot in mine if p is not None]
+        return parts
+
+    def refresh(self, unit: Unit) -> None:
+        """Take over tensors that the user has set with ``.data`` or put in place of parameters."""
+        for slot, target in self._targets:
+            for module, name in slot.places:
+                held = module._parameters.get(name)
+                if held is not slot.original and held is not slot.full:
+                    self._follow(unit, slot)
+            original = slot.original
+            if original.data_ptr() != target.data_ptr() or original.shape != target.shape:
+                write_back(original, target, slot.name)
+                self._refusals.add(unit, original, [slot], slot.name)
+
+    def _follow(self, unit: Unit, slot: Slot) -> None:
+        """Take over a parameter of the user's that is in one place of ``slot``, in all its places.
+
+        Raises RuntimeError for anything else, unless it computes there for one call.
+        """
+        is_given = is_given_for_call()
+        new: nn.Parameter | None = None
+        for module, name in slot.places:
+            found = module._parameters.get(name)
+            if found is slot.original or found is slot.full:
+                continue
+            if found is new and found is not None:
+                continue
+            is_users = isinstance(found, nn.Parameter) and not hasattr(found, TAKEN)
+            if is_given or new is not None or not is_users:
+                check_given(slot, module, found, unit.communicators)
+            else:
+                new = found
+        if new is None:
+            return
+        before, slot.original = slot.original, new
+        before.data = before.data.clone()  # whoever holds it keeps it
+        setattr(new, TAKEN, getattr(before, TAKEN))
+        group = next(group for group in unit.groups if slot in group.slots)
+        group.kept.forget()
+        mark_pieces(new, group, [slot], is_line=False)
+        slot.show(new)
+        unit.reshard()
+
+    def convert(self, unit: Unit) -> None:
+        """See `Exposed`."""
+        if all(_is_same(slot.original, target) for slot, target in self._targets):
+            return
+        for group in unit.groups:
+            group.carry_starts([slot.original.data for slot in group.slots])
+            first, shard = group.slots[0].original, group.buffer.shard
+            if first.dtype != shard.dtype or first.device != shard.device:
+                group.convert(first.dtype, first.device)
+        self._point(unit, keep=True)
+        unit.has_changed()
+
+    @torch.no_grad()
+    def _point(self, unit: Unit, *, keep: bool = False) -> None:
+        """Point each original into the shard; ``keep`` what it holds now."""
+        self._targets = []
+        for group in unit.groups:
+            for slot in group.slots:
+                mark_pieces(slot.original, group, [slot], is_line=False)
+        for slot, target in places_in_shards(unit.groups):
+            if keep:
+                target.copy_(slot.original.data)
+            slot.original.data = target
+            self._targets.append((slot, target))
+            self._refusals.add(unit, slot.original, [slot], slot.name)
+
+
+def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
+    return parameter.data_ptr() == target.data_ptr() and parameter.dtype == target.dtype

@@ -1,0 +1,114 @@
+"""Parameters that tensor parallelism has cut before they were wrapped: parts of parts.
+
+::
+
+    whole     a parameter as users know it, shape (8, 6)
+    part      what one rank of axis tensor has of it, (4, 6): this is what lies in a unit's line
+    piece     the elements of the part in this rank's shard
+
+``outer`` is the DTensor that the parameter was; None where the part is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.dtensor import (
+    AtRest,
+    concatenated_mesh,
+    dtensor_around,
+    dtensor_at_rest,
+    known_at_rest,
+    local_of,
+)
+from meshwright.comm.dtensors.gather_dtensor import is_side_by_side, part, whole
+from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
+from meshwright.data_parallel.shards.unit import Slot
+from meshwright.errors import LayoutError
+from meshwright.fsdp.groups import Groups
+from meshwright.layout import Placement, Replicate, Shard
+from meshwright.mesh import DeviceMesh
+
+__all__ = [
+    "as_parameter",
+    "on_all_axes",
+    "part_of",
+    "take_part",
+    "tensor_mesh",
+    "whole_of",
+    "whole_shape",
+]
+
+
+def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:
+    """Have the modules of ``slot`` hold a plain parameter on the part, where it is a DTensor.
+
+    Raises ValueError where no mesh was given, or one with axes that cut the parameter.
+    """
+    outer = known_at_rest(slot.original)
+    if outer is None:
+        return
+    if groups.mesh is None:
+        raise ValueError(
+            f"parameter {slot.name!r} is a DTensor on {outer.mesh}: FullyShardedDataParallel needs "
+            'the data axes of the same mesh, for example device_mesh=mesh["shard"]'
+        )
+    for axis in groups.axes.communicators:
+        check_axes(slot.name, outer, axis)
+    slot.outer = outer
+    slot.computes = local[id(slot.original)]
+    slot.original = nn.Parameter(
+        local_of(slot.original).detach(), requires_grad=slot.original.requires_grad
+    )
+    slot.show(slot.original)
+
+
+def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:
+    """The shape of the whole of which the part has ``shape``."""
+    return tuple(shape) if outer is None else outer.shape
+
+
+def whole_of(part: torch.Tensor, outer: AtRest | None, label: str) -> torch.Tensor:
+    """The whole of a part; a collective over the axes that cut it."""
+    if outer is None:
+        return part
+    found = dtensor_at_rest(part, outer.mesh, outer.placements, outer.shape, outer.stride)
+    return whole(found, label=label)
+
+
+def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
+    """This rank's part of a whole ``value``."""
+    if outer is None:
+        return value
+    return local_of(part(value, outer.mesh, outer.placements, outer.stride))
+
+
+def on_all_axes(value: torch.Tensor, outer: AtRest, groups: Groups, label: str) -> torch.Tensor:
+    """A part as a DTensor on the data axes and those that have cut it before; a collective.
+
+    The last of the data axes cuts dim 0, before those, as in torch's class; another dim where
+    several tensors lie side by side along dim 0.
+    """
+    if groups.mesh is None:
+        raise LayoutError("a part of a DTensor needs the mesh of the data axes")
+    mesh = concatenated_mesh([groups.mesh, outer.mesh])
+    dims = [dim for dim in range(len(outer.shape)) if not is_side_by_side(outer, dim)]
+    placements: list[Placement] = [Replicate() for _ in range(groups.mesh.ndim)]
+    placements[-1] = Shard(dims[0]) if dims else Replicate()
+    return part(whole_of(value, outer, label), mesh, [*placements, *outer.placements], outer.stride)
+
+
+def as_parameter(value: torch.Tensor, slot: Slot, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter on ``value``, a part: a DTensor where the slot had one."""
+    if slot.outer is not None:
+        value = dtensor_around(value, slot.outer)
+    return nn.Parameter(value, requires_grad=requires_grad)
+
+
+def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
+    """The mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
+    meshes = {slot.outer.mesh for slot in slots if slot.outer is not None}
+    return meshes.pop() if len(meshes) == 1 else None

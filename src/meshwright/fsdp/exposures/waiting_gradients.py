@@ -1,0 +1,86 @@
+"""Whole gradients of this rank that wait for a reduction, as ``.grad`` of what optimizers hold.
+
+After a backward in ``no_sync`` programs find there what has been added up so far: they look at it,
+scale it, and drop it with ``zero_grad``. Before the next backward it is taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.gradient_part import plain, waiting_gradient
+
+__all__ = ["WaitingGradients"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shown:
+    holder: nn.Parameter
+    shell: torch.Tensor
+    """The ``.grad``: torch only takes one of the holder's shape, but its data may be any."""
+    gradient: torch.Tensor
+    """What waits: the data of the shell, or in another dtype, of which the shell has a copy."""
+    before: torch.Tensor | None
+    """Gradients that had been reduced, and wait for more."""
+    version: int
+
+
+class WaitingGradients:
+    """The gradients that one unit shows."""
+
+    def __init__(self) -> None:
+        self._shown: list[_Shown | None] = []
+
+    def show(
+        self,
+        name: str,
+        holders: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+        dtypes: Iterable[torch.dtype],
+    ) -> bool:
+        """Give each holder, of the unit ``name``, its gradient as ``.grad``; True if any has one.
+
+        ``dtypes`` are those that the parameters compute in, in which autograd gives gradients.
+        A norm of these is refused: it would be that of this rank.
+        """
+        self._shown = [
+            None if gradient is None else _show(name, holder, gradient, dtype)
+            for holder, gradient, dtype in zip(holders, gradients, dtypes, strict=True)
+        ]
+        return any(self._shown)
+
+    def take(self) -> list[bool]:
+        """Put ``.grad`` of before back; which have been dropped, and nothing if none was shown."""
+        taken = [each is not None and _take(each) for each in self._shown]
+        self._shown.clear()
+        return taken
+
+
+def _show(name: str, holder: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype) -> _Shown:
+    before = holder.grad
+    holder.grad = shell = waiting_gradient(holder, name)
+    shell.data = gradient.to(dtype)
+    return _Shown(
+        holder=holder, shell=shell, gradient=gradient, before=before, version=shell._version
+    )
+
+
+@torch.no_grad()
+def _take(shown: _Shown) -> bool:
+    holder, shell, before = shown.holder, shown.shell, shown.before
+    found = holder.grad
+    is_dropped = found is None
+    if found is not None and found is not shell:
+        shell.copy_(found)
+    if shell.dtype != shown.gradient.dtype and shell._version != shown.version:
+        shown.gradient.copy_(plain(shell))
+    if before is not None and shell._version != shown.version and not shell.any():
+        before.zero_()  # so was all that this stands for
+    # Its memory may be given back: who still holds it must not read that.
+    shell.data = shell.data.new_empty(0)
+    holder.grad = None if is_dropped else before
+    return is_dropped

@@ -1,0 +1,252 @@
+"""Wrapped modules as torch's functions for state dicts of optimizers find them.
+
+`torch.distributed.checkpoint.state_dict` looks for torch's own wrapper. With any other module it
+takes what ``optimizer.state_dict()`` returns for whole tensors, and names parameters as
+``named_parameters`` does. While it asks, and only then, it is answered otherwise; for names see
+`meshwright.data_parallel.modules.checkpoint_names`::
+
+    torch asks                                    the answer
+    1  modules, how names change: with all the    hooks on the optimizers; where one has no state,
+       optimizers at hand                         one of zero steps, until it was read or steps
+    2  ``optimizer.state_dict()``                 each value in the shape of its whole parameter;
+                                                  of a flat parameter under the names of its parts
+    3  ``optimizer.load_state_dict(...)``         this rank's part of each value is taken
+
+Alternatives considered: to stand in for torch's functions, which changes them for every model of
+the process; to give optimizers whole shapes always, which no optimizer computes with.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.data_parallel.modules.checkpoint_names import StepOver, asked_in, without_compiled
+from meshwright.fsdp.exposures.exposure import exposed_of
+from meshwright.fsdp.states.managed_parameters import managed_parameters
+from meshwright.fsdp.states.optimizer_exchange import MADE, OWN
+from meshwright.fsdp.states.optimizer_state import spread_state, state_to_load
+from meshwright.fsdp.traversal import WRAPPED, clean_name
+from meshwright.fsdp.unit_wrapper import UnitWrapper
+
+__all__ = ["CheckpointNames", "prepare_optimizers"]
+
+_HOOKS = "_meshwright_checkpoint_hooks"
+
+_UNABLE = "torch.distributed.checkpoint.state_dict can neither read nor load the optimizer of a "
+_INSTEAD = (
+    "Use FullyShardedDataParallel.optim_state_dict and optim_state_dict_to_load, whose values "
+    "torch.distributed.checkpoint saves and loads at any number of ranks"
+)
+
+
+class CheckpointNames(StepOver):
+    """For torch's checkpoint functions: a wrapper's place in names, read but never written.
+
+    Neither state dicts nor the names that those functions are given have it. Another torch that
+    writes names otherwise would write this rank's elements as if they were all.
+    """
+
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
+        """As of any wrapper; RuntimeError for the wrapper itself."""
+        if key == WRAPPED:
+            raise RuntimeError(f"{_UNABLE}FullyShardedDataParallel in this torch. {_INSTEAD}")
+        return super().get(key, default)
+
+
+def prepare_optimizers(wrapper: UnitWrapper) -> None:
+    """Get the optimizers ready that torch's checkpoint functions were called with, if they ask.
+
+    Raises RuntimeError for those whose state cannot be given or taken.
+    """
+    asked, unit = asked_in("_verify_options"), wrapper._unit
+    if asked is None or unit is None:
+        return
+    own = exposed_of(unit).parameters(unit)
+    for optimizer in asked["optims"]:
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if held.isdisjoint(own):
+            continue
+        if not hasattr(optimizer, _HOOKS):
+            setattr(optimizer, _HOOKS, _Hooks(optimizer))
+        getattr(optimizer, _HOOKS).begin(optimizer)
+
+
+class _Hooks:
+    """The hooks on one optimizer. They do nothing unless torch's checkpoint functions call it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer)
+        for name in ("state_dict", "load_state_dict"):
+            if getattr(kind, name) is not getattr(torch.optim.Optimizer, name):
+                raise RuntimeError(
+                    f"{_UNABLE}FullyShardedDataParallel when its class, {kind.__name__}, has a "
+                    f"{name} of its own, which need not call the hooks. {_INSTEAD}"
+                )
+        self._zero: defaultdict[torch.Tensor, Any] | None = None
+        """The state of zero steps that the optimizer has for a while."""
+        optimizer.register_state_dict_post_hook(self._give)
+        optimizer.register_load_state_dict_pre_hook(self._take)
+        optimizer.register_step_pre_hook(self._end)
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """See to it that torch finds a state: it would make one by a step of the weights.
+
+        Before it loads, also that of parameters that have none: it leaves out what it finds no
+        place for.
+        """
+        if not any(optimizer.state.values()):
+            self._zero = optimizer.state = _state_of_zero_steps(optimizer)
+        elif asked_in("set_state_dict", "set_optimizer_state_dict") is not None:
+            trained = (p for group in optimizer.param_groups for p in group["params"])
+            without = [p for p in trained if p.requires_grad and not optimizer.state.get(p)]
+            if without:
+                zero = _state_of_zero_steps(optimizer)
+                optimizer.state.update({p: zero[p] for p in without if p in zero})
+
+    def _end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._zero is not None and optimizer.state is self._zero:
+            optimizer.state = defaultdict(dict)
+        self._zero = None
+
+    def _give(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        asked = asked_in("_get_optim_state_dict")
+        if asked is None:
+            return None
+        is_full = asked["info"].full_state_dict
+        kind = OWN if self._zero is None or optimizer.state is not self._zero else MADE
+        found, parts = spread_state(asked["model"], optimizer, state, is_full=is_full, kind=kind)
+        self._end(optimizer)
+        if not parts:
+            return found
+        flat = {
+            key: {without_compiled(name): own for name, own in named.items()}
+            for key, named in parts.items()
+        }
+        return _named_apart(found, flat)
+
+    def _take(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        asked = asked_in("_load_optim_state_dict")
+        if asked is None:
+            return None
+        model = asked["model"]
+        return state_to_load(model, optimizer.param_groups, _by_own_names(model, state))
+
+
+# ----------------------------------------------------- one parameter under several names
+
+State = dict[str, Any]
+
+
+class _Parts(dict[str, State]):
+    """The state of a flat parameter: that of each of its parameters, by name."""
+
+
+class _StateApart(dict[Any, Any]):
+    """State into which torch puts a flat parameter under one name: it takes its parts instead."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - as of any dict
+        if isinstance(value, _Parts):
+            self.update(value)
+        else:
+            super().__setitem__(key, value)
+
+
+class _GroupApart(dict[str, Any]):
+    """A group that torch gives one name for each parameter: it takes those of all parts."""
+
+    def __init__(self, group: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]) -> None:
+        super().__init__(group)
+        self._names = [parts.get(key) for key in group["params"]]
+
+    def __setitem__(self, key: str, value: Any) -> None:  # noqa: ANN401 - as of any dict
+        if key == "params":
+            pairs = zip(value, self._names, strict=True)
+            value = [name for one, own in pairs for name in (own or (one,))]
+        super().__setitem__(key, value)
+
+
+class _GroupsApart(list[Any]):
+    """Groups that are plain once torch has named them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for group in super().__iter__():
+            is_named = all(isinstance(key, str) for key in group["params"])
+            yield dict(group) if is_named else group
+
+
+def _named_apart(
+    state: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]
+) -> dict[str, Any]:
+    """``state`` in which torch finds for each flat parameter of ``parts`` what is in there."""
+    kept = {name: _Parts({n: own for n, own in p.items() if own}) for name, p in parts.items()}
+    return {
+        **state,
+        "state": _StateApart({**state["state"], **{key: p for key, p in kept.items() if p}}),
+        "param_groups": _GroupsApart(_GroupApart(g, parts) for g in state["param_groups"]),
+    }
+
+
+def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` from torch, under the names that the model has where parts of it are compiled.
+
+    Raises ValueError for state under any other name.
+    """
+    managed = (name for entry in managed_parameters(model) for name in entry.names)
+    others = (clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False))
+    own = {without_compiled(name): name for name in (*others, *managed)}
+    unknown = sorted(str(name) for name in state["state"] if name not in own)
+    if unknown:
+        raise ValueError(
+            f"expected optimizer state under names of the model's parameters, found {unknown[:3]}: "
+            "give what get_optimizer_state_dict returned"
+        )
+    groups = [
+        {**group, "params": [own.get(name, name) for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {"state": {own[n]: held for n, held in state["state"].items()}, "param_groups": groups}
+
+
+# --------------------------------------------------------------------- a state to begin with
+
+
+def _state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+    """The state that ``optimizer`` begins with: of a step by a twin, on zeros."""
+    kind = type(optimizer)
+    twin = object.__new__(kind)
+    # A scheduler's ``step`` on the object is bound to the original.
+    vars(twin).update({key: own for key, own in vars(optimizer).items() if key != "step"})
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": [_zeros(p) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    twin.step()
+    stand_ins = [p for group in twin.param_groups for p in group["params"]]
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    found: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for original, stand_in in zip(originals, stand_ins, strict=True):
+        own = twin.state.get(stand_in)
+        if own:
+            if "step" in own:
+                own["step"] = own["step"] * 0
+            found[original] = own
+    return found
+
+
+def _zeros(parameter: nn.Parameter) -> nn.Parameter:
+    stand_in = nn.Parameter(torch.zeros_like(parameter), parameter.requires_grad)
+    if parameter.requires_grad:
+        stand_in.grad = torch.zeros_like(parameter)
+    return stand_in

@@ -1,0 +1,283 @@
+"""Whole parameters outside of forward and backward: gathered, shown, and written back.
+
+They are gathered into memory of their own and in the optimizer's dtype, whatever the computation
+uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
+from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
+from meshwright.fsdp.exposures.exposure import (
+    FLAT,
+    exposed_of,
+)
+from meshwright.fsdp.exposures.original_exposure import OriginalExposure
+from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
+from meshwright.fsdp.exposures.tensor_axes import as_parameter
+from meshwright.fsdp.options import TrainingState
+
+if TYPE_CHECKING:
+    from meshwright.fsdp.unit_wrapper import UnitWrapper
+
+__all__ = [
+    "SummonOptions",
+    "cut_line",
+    "gather_line",
+    "summon_all",
+    "summon_own",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummonOptions:
+    """The way in which whole parameters are shown."""
+
+    writes_back: bool = True
+    rank0_only: bool = False
+    offloads: bool = False
+    with_gradients: bool = False
+
+
+@torch.no_grad()
+def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
+    """All shards of a line with the layout of ``group``; ``line`` is this rank's."""
+    shard = group.axes.shard
+    if shard is None or shard.size == 1:
+        return line.clone()
+    line = line.to(shard.device).contiguous()
+    whole = line.new_empty(shard.size * line.numel())
+    shard.all_gather(whole, line, label=label).wait()
+    return whole
+
+
+def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in a whole line, as views."""
+    layout = flat_layout(group)
+    ranges = (layout.range(index) for index in range(len(layout.names)))
+    return [
+        whole[start:stop].view(shape)
+        for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def summon_all(wrappers: Sequence[UnitWrapper], options: SummonOptions) -> Iterator[None]:
+    """Show the whole parameters of all ``wrappers``."""
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers:
+            stack.enter_context(summon_own(wrapper, options))
+        yield
+
+
+@contextlib.contextmanager
+def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
+    """Show the whole parameters of the unit of ``wrapper``."""
+    _check(wrapper, options)
+    unit = wrapper._unit
+    wrapper._is_summoned, is_waiting = True, False
+    try:
+        if unit is None:
+            yield
+            return
+        unit.reshard()
+        exposed_of(unit).refresh(unit)
+        is_waiting = exposed_of(unit).take_waiting(unit)
+        shows = not options.rank0_only or wrapper.rank == 0
+        lines = [gather_line(g, g.buffer.shard, f"summon {unit.name}") for g in unit.groups]
+        if options.offloads:
+            lines = [line.cpu() for line in lines]
+        if not shows:
+            yield
+            return
+        views = [
+            view for g, line in zip(unit.groups, lines, strict=True) for view in cut_line(g, line)
+        ]
+        gradients = _all_gradients(unit) if options.with_gradients else None
+        # What is not sharded is changed as such, by all ranks: nobody keeps another.
+        is_whole = unit.groups[0].axes.shard is None and not wrapper._offloads
+        writes_back = options.writes_back or (is_whole and not options.rank0_only)
+        with _shown(unit, views, gradients, writes_back=writes_back):
+            yield
+        if writes_back:
+            _write_back(unit, lines)
+    finally:
+        wrapper._is_summoned = False
+        if unit is not None and is_waiting:
+            exposed_of(unit).show_waiting(unit)
+
+
+def _check(wrapper: UnitWrapper, options: SummonOptions) -> None:
+    """Refuse arguments that cannot be joined, and moments at which nothing can be summoned."""
+    state = wrapper.training_state
+    if state is TrainingState.FORWARD_BACKWARD:
+        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+    if state is TrainingState.SUMMON_FULL_PARAMS:
+        raise AssertionError(
+            "Cannot manually unshard parameters when already unsharding parameters"
+        )
+    if options.writes_back and options.rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported yet: other ranks could not see "
+            "what the first one writes"
+        )
+    if options.with_gradients and (options.offloads or not wrapper._use_orig_params):
+        raise NotImplementedError(
+            f"with_grads={options.with_gradients}, use_orig_params={wrapper._use_orig_params}, "
+            f"offload_to_cpu={options.offloads} is not supported yet"
+        )
+    unit = wrapper._unit
+    is_whole = unit is not None and unit.groups[0].axes.shard is None
+    if options.offloads and is_whole:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if options.offloads and not options.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in redundant copies of whole "
+            "parameters in the memory of one machine",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+@contextlib.contextmanager
+def _shown(
+    unit: Unit,
+    views: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None] | None,
+    *,
+    writes_back: bool,
+) -> Iterator[None]:
+    """Have the modules hold parameters with the values of ``views``."""
+    exposure = exposed_of(unit)
+    if isinstance(exposure, OriginalExposure):
+        with _originals_shown(unit, views, gradients, writes_back=writes_back):
+            yield
+        return
+    owner, flat = exposure.owner, exposure.flat
+    del owner._parameters[FLAT]
+    for slot, view in zip(unit.slots, views, strict=True):
+        slot.show(as_parameter(view, slot, requires_grad=flat.requires_grad))
+        for module, name in slot.places:
+            module.__dict__.pop(name, None)
+    try:
+        yield
+    finally:
+        for slot, view in zip(unit.slots, views, strict=True):
+            for module, name in slot.places:
+                shown = module._parameters.pop(name, None)
+                if shown is not None and local_of(shown).data_ptr() != view.data_ptr():
+                    view.copy_(local_of(shown.detach()))
+        owner._parameters[FLAT] = flat
+        exposure.show_nothing(unit)
+
+
+@contextlib.contextmanager
+def _originals_shown(
+    unit: Unit,
+    views: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None] | None,
+    *,
+    writes_back: bool,
+) -> Iterator[None]:
+    """Have the original parameters hold ``views``, and whole gradients if there are some."""
+    slots = unit.slots
+    before = [(slot.original.data, slot.original.grad) for slot in slots]
+    held: list[nn.Parameter] = []
+    for index, (slot, view) in enumerate(zip(slots, views, strict=True)):
+        original, gradient = slot.original, None if gradients is None else gradients[index]
+        if slot.outer is None:
+            original.grad, original.data = None, view
+        else:
+            original = as_parameter(view, slot, requires_grad=original.requires_grad)
+            slot.show(original)
+        if gradient is not None and original.requires_grad:
+            original.grad = gradient if slot.outer is None else dtensor_like(gradient, original)
+        held.append(original)
+    try:
+        yield
+    finally:
+        shown = [None if p.grad is None else local_of(p.grad) for p in held]
+        for slot, view, parameter, (data, gradient) in zip(slots, views, held, before, strict=True):
+            if local_of(parameter).data_ptr() != view.data_ptr():
+                view.copy_(local_of(parameter.detach()))
+            slot.original.grad = None
+            slot.original.data = data
+            _give_back(slot.original, gradient)
+            if slot.outer is not None:
+                slot.show(slot.original)
+        if gradients is not None and writes_back:
+            _write_gradients(unit, gradients, shown)
+
+
+def _give_back(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Set ``.grad`` to what it was, which may have another dtype than ``parameter``."""
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    own = gradient.data
+    gradient.data = own.to(parameter.dtype)  # torch refuses to assign another dtype
+    parameter.grad = gradient
+    gradient.data = own
+
+
+@torch.no_grad()
+def _write_gradients(
+    unit: Unit,
+    gradients: Sequence[torch.Tensor | None],
+    shown: Sequence[torch.Tensor | None],
+) -> None:
+    """Take this rank's part of whole gradients; where ``gradients`` are gone, it has none."""
+    rest = iter(zip(gradients, shown, strict=True))
+    for group in unit.groups:
+        pieces = own_pieces(group)
+        for index, slot in enumerate(group.slots):
+            (before, whole), piece, original = next(rest), pieces.get(index), slot.original
+            if whole is None and before is not None and original.requires_grad:
+                original.grad = None
+            if whole is None or piece is None:
+                continue
+            part = whole.reshape(-1)[piece.start : piece.stop].view(original.shape)
+            if original.grad is None:
+                original.grad = part.clone()
+            else:
+                original.grad.copy_(part)
+
+
+def _all_gradients(unit: Unit) -> list[torch.Tensor | None]:
+    """Whole gradients; None where no rank has one, which optimizers tell from zeros."""
+    return [whole for group in unit.groups for whole in _whole_gradients(group, unit.name)]
+
+
+def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor | None]:
+    label = f"summon gradients of {name}"
+    held = [slot.original.grad is not None for slot in group.slots]
+    if group.axes.shard is not None:
+        everyone = group.axes.shard.gather_numbers(held, label=label)
+        held = [any(flags) for flags in zip(*everyone, strict=True)]
+    line = torch.zeros_like(group.buffer.shard)
+    for index, piece in own_pieces(group).items():
+        gradient = group.slots[index].original.grad
+        if gradient is not None:
+            line[piece.offset : piece.offset + piece.numel].copy_(gradient.reshape(-1))
+    wholes = cut_line(group, gather_line(group, line, label))
+    return [whole if is_held else None for whole, is_held in zip(wholes, held, strict=True)]
+
+
+@torch.no_grad()
+def _write_back(unit: Unit, lines: Sequence[torch.Tensor]) -> None:
+    """Take this rank's part of what was shown, where it is not what it was."""
+    for group, line in zip(unit.groups, lines, strict=True):
+        shard = group.buffer.shard
+        mine = line.view(group.axes.parts, -1)[group.axes.part].to(shard.device)
+        # Unchanged, it does not count as written: a backward may still be to come.
+        if not torch.equal(mine, shard):
+            shard.copy_(mine)

@@ -1,0 +1,189 @@
+"""Messages between ranks about optimizer state, as JSON and tensors."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.shard_view import ShardView
+
+__all__ = [
+    "MADE",
+    "OWN",
+    "Held",
+    "exchange",
+    "from_first_rank",
+    "has_state",
+    "is_scalar",
+    "packed",
+    "unpacked",
+    "with_gathered",
+]
+
+
+Held = tuple[int, dict[str, str], dict[str, Any]]
+"""A rank's share of one parameter: any state, the dtypes of what is spread, and the rest."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+MADE, OWN = 1, 2
+"""State of a parameter: made up on a rank that has none at all, or its own. None is 0."""
+
+
+def has_state(answers: Sequence[Held]) -> bool:
+    """True for state of a parameter: ranks whose parts get no gradients may have none at all."""
+    found = {kind for kind, _, _ in answers}
+    return OWN in found or found == {MADE}
+
+
+def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
+    """Gather what each rank has of each parameter, the rest packed: some may have no state."""
+    plain = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
+    texts = shard.gather_bytes(json.dumps(plain).encode(), label="optimizer state keys")
+    return [list(answers) for answers in zip(*map(json.loads, texts), strict=True)]
+
+
+def is_scalar(value: object) -> bool:
+    """True for a number, a text or a tensor without dims: what every rank counts."""
+    return value is not None and (
+        value.ndim == 0 if isinstance(value, torch.Tensor) else isinstance(value, _PLAIN)
+    )
+
+
+def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
+    """A value as JSON: what it is, and what it is made of."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+        text = base64.b64encode(bytes(raw.tolist())).decode()
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), text]
+    if isinstance(value, _PLAIN):
+        return ["plain", value]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) in (list, tuple, torch.Size):
+        return ["list" if type(value) is list else "tuple", *map(packed, value)]
+    if isinstance(value, dict):
+        return ["dict", *([packed(key), packed(own)] for key, own in value.items())]
+    return ["unknown", f"{type(value).__module__}.{type(value).__qualname__}"]
+
+
+def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
+    """Return the value that was packed. Raises TypeError on all ranks for what JSON cannot hold."""
+    kind, *parts = value
+    if kind == "plain":
+        return parts[0]
+    if kind == "tensor":
+        dtype, shape, text = parts
+        raw = torch.frombuffer(bytearray(base64.b64decode(text)) or bytearray(1), dtype=torch.uint8)
+        return (raw if text else raw[:0]).view(getattr(torch, dtype)).reshape(shape)
+    if kind == "complex":
+        return complex(*parts)
+    if kind == "dtype":
+        return getattr(torch, parts[0])
+    if kind in ("list", "tuple"):
+        values = [unpacked(part) for part in parts]
+        return values if kind == "list" else tuple(values)
+    if kind == "dict":
+        return {unpacked(key): unpacked(own) for key, own in parts}
+    raise TypeError(
+        "expected optimizer state that is None, a number, a text, a tensor, a dtype, or a list, "
+        f"tuple or dict of such, found a {parts[0]}: it cannot be sent to ranks that have none of "
+        "the parameter's elements. Save it apart"
+    )
+
+
+def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dict[str, Any]:
+    """The state of the first rank of ``world``, on all its ranks.
+
+    An outline goes first, as JSON, then each tensor. Raises ValueError where the first has none.
+    """
+    outline: dict[str, Any] = {}
+    if state is not None and world.rank == 0:
+        outline = {
+            "state": {
+                n: {k: _outline(v) for k, v in own.items()} for n, own in state["state"].items()
+            },
+            "rest": packed({key: own for key, own in state.items() if key != "state"}),
+        }
+    texts = world.gather_bytes(json.dumps(outline).encode(), label="optimizer state outline")
+    outline = json.loads(texts[0])
+    if not outline:
+        raise ValueError(
+            "expected the optimizer's state on the first rank of the group, found none there: pass "
+            "what optim_state_dict returned on that rank"
+        )
+    rest = unpacked(outline["rest"])
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in outline["state"].items():
+        found[name] = {k: unpacked(value) for k, (dtype, _, value) in own.items() if dtype is None}
+    for name, own in outline["state"].items():
+        for key, (dtype, shape, _) in own.items():
+            if dtype is None:
+                continue
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
+            if state is not None and world.rank == 0:
+                tensor.copy_(state["state"][name][key])
+            world.broadcast(tensor, label=f"optimizer state {name}").wait()
+            found[name][key] = tensor.cpu()
+    return {"state": found, **rest}
+
+
+def with_gathered(
+    given: Mapping[str, Mapping[str, Any]], misfits: Iterable[str], shard: Communicator
+) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
+    """Return ``given`` with whole tensors under the names that are ``misfits`` on any rank.
+
+    These hold views of ranges that loading cannot use as they are; a rank whose range is empty
+    may not have the name at all, so the names of all ranks are returned, too. A collective over
+    ``shard``, whose ranks hold all ranges.
+    """
+    mine = {
+        name: {
+            key: _outline(value) if isinstance(value, ShardView) else (None, None, packed(value))
+            for key, value in given[name].items()
+        }
+        for name in misfits
+    }
+    text = json.dumps([list(given), mine]).encode()
+    known: set[str] = set()
+    wanted: dict[str, dict[str, Any]] = {}
+    for names, outlines in map(
+        json.loads, shard.gather_bytes(text, label="optimizer state to gather")
+    ):
+        known.update(names)
+        wanted = {**outlines, **wanted}
+    found = dict(given)
+    for name, outlines in sorted(wanted.items()):
+        own = given.get(name, {})
+        found[name] = {
+            key: _whole(name, own.get(key), outline, shard) for key, outline in outlines.items()
+        }
+    return found, known
+
+
+def _whole(name: str, value: Any, outline: Sequence[Any], shard: Communicator) -> Any:  # noqa: ANN401
+    dtype, shape, rest = outline
+    if dtype is None:
+        return unpacked(rest)
+    start = 0
+    if isinstance(value, ShardView):
+        start, value = value.start, value.local
+    elif value is None:
+        value = torch.empty(0, dtype=getattr(torch, dtype), device=shard.device)
+    # A view that was in a file has no communicator of its own.
+    view = ShardView(value.reshape(-1), start, shape, name=name, communicator=shard)
+    return view.full_tensor()
+
+
+def _outline(value: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - any state
+    """Dtype and shape of a tensor, or anything else packed."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch."), list(value.shape), None
+    return None, None, packed(value)

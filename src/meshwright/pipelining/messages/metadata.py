@@ -1,0 +1,356 @@
+"""The look of a value that crosses stages: shapes, strides, dtypes, and the places of constants.
+
+A signature describes all outputs of a stage for one microbatch. Ranks send it as JSON, at most once
+for each signature, and know it by its id from then on. What is no tensor in it may differ from
+microbatch to microbatch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.messages.constants import CONSTANTS, named, refusal, room_for
+
+__all__ = [
+    "Signature",
+    "TensorMeta",
+    "Values",
+    "as_outputs",
+    "declared",
+    "detached",
+    "differences",
+    "digest",
+    "shapes",
+    "signature_of",
+    "tensors_in",
+    "trained",
+]
+
+
+def as_outputs(value: object) -> tuple[Any, ...]:
+    """Return the outputs of a module as a tuple: each element is an argument of the next stage."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return value
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+@dataclass(slots=True)
+class Values:
+    """Nested values as a flat list, with what is needed to nest them again."""
+
+    leaves: list[Any]
+    spec: TreeSpec | None = None
+    """None: the values are the leaves, as one tuple."""
+
+    @classmethod
+    def of(cls, values: tuple[Any, ...]) -> Values:
+        """The flat form of ``values``; nothing is nested in the usual case."""
+        if len(values) == 1 and isinstance(values[0], torch.Tensor):
+            return cls([values[0]])
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return cls(list(values))
+        leaves, spec = tree_flatten(values)
+        return cls(leaves, spec)
+
+    def nested_as(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """``leaves`` as these values were nested."""
+        return tuple(leaves) if self.spec is None else tree_unflatten(leaves, self.spec)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The leaves that are tensors."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+    def constants(self) -> list[object]:
+        """The leaves that are none."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """The shape, strides and dtype of a tensor, without its elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Describe ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def describes(self, tensor: object) -> bool:
+        """Check that ``tensor`` has this shape, stride and dtype."""
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+        )
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor to receive into: without holes, as values travel."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def is_plain(self) -> bool:
+        """True when it lies as it travels."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+    def laid_out(self, received: torch.Tensor) -> torch.Tensor:
+        """Give what has travelled its strides; as it is where elements shared memory."""
+        if 0 in self.stride:
+            return received
+        made = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=received.device
+        )
+        return made.copy_(received)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The description of all leaves of a value, and of their nesting."""
+
+    leaves: tuple[TensorMeta | None, ...]
+    """None for a constant."""
+    spec: TreeSpec | None = None
+    room: int = field(default=0, compare=False)
+    """Bytes of the message that carries the constants; 0 without any."""
+    tensors: tuple[TensorMeta, ...] = field(init=False, compare=False, repr=False)
+    """The leaves that are tensors."""
+    wanted: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Which leaves are tensors that require a gradient."""
+    strided: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Which of ``tensors`` are laid out again when they have come."""
+
+    def __post_init__(self) -> None:
+        tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
+        object.__setattr__(self, "tensors", tensors)
+        numbers = (n for n, leaf in enumerate(self.leaves) if _requires_grad(leaf))
+        object.__setattr__(self, "wanted", tuple(numbers))
+        strided = (n for n, meta in enumerate(tensors) if not meta.is_plain)
+        object.__setattr__(self, "strided", tuple(strided))
+
+    def to_bytes(self) -> bytes:
+        """This as JSON; equal signatures give equal bytes.
+
+        Raises `PipeliningShapeError` for values that are nested in a class of their own.
+        """
+        text, cause = "", None
+        try:
+            text = "" if self.spec is None else treespec_dumps(self.spec)
+        except (NotImplementedError, TypeError) as error:
+            cause = error
+        if self.spec is not None and (not text or treespec_loads(text) != self.spec):
+            raise PipeliningShapeError(
+                f"values nested as {self.spec} cannot go to another rank: expected tuples, lists "
+                "and dicts with keys that JSON has, or classes registered with "
+                "torch.utils._pytree under a serialized name"
+            ) from cause
+        document = {
+            "spec": json.loads(text) if text else None,
+            "leaves": [_to_json(leaf) for leaf in self.leaves],
+            "room": self.room,
+        }
+        return json.dumps(document, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> Signature:
+        """The signature that `to_bytes` wrote."""
+        document = json.loads(payload)
+        spec = document["spec"]
+        return cls(
+            tuple(_from_json(leaf) for leaf in document["leaves"]),
+            None if spec is None else treespec_loads(json.dumps(spec)),
+            document["room"],
+        )
+
+    def describes(self, values: Values) -> bool:
+        """Check that ``values`` are as described, whatever the values of constants."""
+        if len(values.leaves) != len(self.leaves) or values.spec != self.spec:
+            return False
+        for meta, leaf in zip(self.leaves, values.leaves, strict=True):
+            if isinstance(meta, TensorMeta):
+                if not meta.describes(leaf):
+                    return False
+            elif type(leaf) not in CONSTANTS:
+                return False
+        return True
+
+    def check_gradients(self, values: Values, where: str) -> None:
+        """Raise `PipeliningShapeError` where ``values`` need a gradient that nobody will send."""
+        for number, (meta, leaf) in enumerate(zip(self.leaves, values.leaves, strict=True)):
+            if not isinstance(meta, TensorMeta) or meta.requires_grad:
+                continue
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise PipeliningShapeError(
+                    f"{where}, value {number}, requires a gradient, and did not for another "
+                    "microbatch of the same shapes, so none will come: make the stage's outputs "
+                    "require gradients in all microbatches or in none"
+                )
+
+
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, TensorMeta) and leaf.requires_grad
+
+
+def signature_of(values: Values, where: str) -> Signature:
+    """Describe ``values``. ``where`` names them in messages.
+
+    Raises ``PipeliningShapeError`` for leaves that are neither dense tensors nor plain constants.
+    """
+    leaves: list[TensorMeta | None] = []
+    for number, leaf in enumerate(values.leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                raise PipeliningShapeError(
+                    f"Failed to perform pipeline shape inference: {where}, value {number}, is a "
+                    f"{'nested' if leaf.is_nested else leaf.layout} tensor; only dense ones go "
+                    "from stage to stage"
+                )
+            leaves.append(TensorMeta.of(leaf))
+        elif type(leaf) in CONSTANTS:
+            leaves.append(None)
+        else:
+            raise PipeliningShapeError(refusal(leaf, f"{where}, value {number},"))
+    constants = values.constants()
+    return Signature(tuple(leaves), values.spec, room_for(constants) if constants else 0)
+
+
+def declared(values: object, stage: int, name: str) -> Signature | None:
+    """Describe what the user says, by the argument ``name``, that ``stage`` takes or gives.
+
+    Raises as `signature_of` does.
+    """
+    if values is None:
+        return None
+    flat = Values.of(as_outputs(values))
+    for number, leaf in enumerate(flat.leaves):
+        is_known = isinstance(leaf, torch.Tensor) or type(leaf) in CONSTANTS
+        if name == "input_args" and not is_known:
+            raise PipeliningShapeError(
+                f"Stage arg[{number}] has type {type(leaf).__qualname__}, and stage {stage} can be "
+                "sent tensors, None, bool, int, float, str and dtypes. Use kwargs for non-tensor "
+                "inputs."
+            )
+    return signature_of(flat, f"[Stage {stage}] {name}")
+
+
+def digest(*parts: object) -> int:
+    """A positive number of 62 bits, the same for the same parts in every process."""
+    text = json.dumps([part.decode() if isinstance(part, bytes) else part for part in parts])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def differences(expected: Signature, actual: Values, where: str) -> str:
+    """All ways in which ``actual`` differs from ``expected``, as one text; empty when in none."""
+    if len(actual.leaves) != len(expected.leaves):
+        return (
+            f"{where} has a shape mismatch: expected {len(expected.leaves)} values actual "
+            f"{len(actual.leaves)}"
+        )
+    found: list[str] = []
+    for number, (meta, leaf) in enumerate(zip(expected.leaves, actual.leaves, strict=True)):
+        name = where if len(expected.leaves) == 1 else f"{where}, value {number},"
+        found += _leaf_differences(meta, leaf, name)
+    if not found and actual.spec != expected.spec:
+        found.append(
+            f"{where} is nested differently: expected {expected.spec} actual {actual.spec}"
+        )
+    return "; ".join(found)
+
+
+def _leaf_differences(meta: TensorMeta | None, leaf: object, name: str) -> list[str]:
+    if meta is None:
+        if isinstance(leaf, torch.Tensor):
+            return [f"{name} is {_brief(leaf)}: expected a constant, as before"]
+        return [] if type(leaf) in CONSTANTS else [refusal(leaf, name)]
+    if not isinstance(leaf, torch.Tensor):
+        return [f"{name} is no tensor: expected shape {list(meta.shape)} actual {_brief(leaf)}"]
+    found = []
+    for what, want, got in (
+        ("shape", list(meta.shape), list(leaf.shape)),
+        ("stride", meta.stride, leaf.stride()),
+        ("dtype", meta.dtype, leaf.dtype),
+    ):
+        if want != got and not (what == "stride" and list(meta.shape) != list(leaf.shape)):
+            found.append(f"{name} has a {what} mismatch: expected {want} actual {got}")
+    return found
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return repr(value)[:60]
+
+
+def _to_json(leaf: TensorMeta | None) -> object:
+    if leaf is None:
+        return None
+    return [list(leaf.shape), list(leaf.stride), named(leaf.dtype), leaf.requires_grad]
+
+
+def _from_json(leaf: Sequence[Any] | None) -> TensorMeta | None:
+    if leaf is None:
+        return None
+    shape, stride, dtype, requires_grad = leaf
+    return TensorMeta(tuple(shape), tuple(stride), getattr(torch, dtype), requires_grad)
+
+
+def shapes(values: object) -> str:
+    """Arguments for messages: the shapes and dtypes of tensors, the types of the rest."""
+    if isinstance(values, Mapping):
+        return "{" + ", ".join(f"{k}: {shapes(v)}" for k, v in values.items()) + "}"
+    if isinstance(values, torch.Tensor):
+        return f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        return "(" + ", ".join(map(shapes, values)) + ")"
+    return type(values).__name__
+
+
+def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """The tensors among arguments, however nested."""
+    if not named:
+        for value in given:
+            if not isinstance(value, torch.Tensor):
+                break
+        else:
+            return list(given)
+    leaves = tree_leaves((list(given), dict(named)))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: object) -> object:
+    """``value`` with its tensors out of the graph that has made them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def trained(module: nn.Module) -> tuple[bool, ...]:
+    """List the parameters that are trained now: outputs that require gradients depend on that."""
+    return tuple([parameter.requires_grad for parameter in module.parameters()])

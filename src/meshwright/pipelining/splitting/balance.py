@@ -1,0 +1,216 @@
+"""Split policies: where to cut a traced model so that its largest stage is as small as possible.
+
+The order of operators is that of the trace, so a split is a list of cut positions. First the size
+of the largest stage of the best split is found: for a given bound, filling stage after stage as far
+as the bound allows needs the fewest stages, and the least bound that suffices is searched. Then,
+among all splits whose largest stage is within 5 % of that, the one is taken that sends the fewest
+bytes from stage to stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import fx
+
+from meshwright import comm
+from meshwright.errors import CommunicationError
+from meshwright.pipelining.splitting.measuring import (
+    Costs,
+    cuttable,
+    flops,
+    measured,
+    memory,
+    parameters,
+    traffic,
+)
+from meshwright.pipelining.splitting.placement import Placement
+from meshwright.pipelining.splitting.split_points import put_marker
+from meshwright.pipelining.splitting.tracing import SplitPolicy
+
+__all__ = ["SLACK", "balanced", "best_cuts"]
+
+SLACK = 1.05
+"""How much larger than the least possible the largest stage may be, to save traffic."""
+_PRECISION = 1e-4
+_MEASURES: Mapping[str, Callable[[fx.GraphModule, Sequence[fx.Node]], Costs]] = MappingProxyType(
+    {"parameters": parameters, "flops": flops, "time": measured, "memory": measured}
+)
+
+
+@dataclass(slots=True)
+class _Window:
+    """The cost of the operators from one position to another, kept while both move."""
+
+    costs: Sequence[float]
+    shared: Mapping[int, Sequence[tuple[int, float]]]
+    """By position, (number, cost) of what counts once however often it is used."""
+    total: float = 0.0
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def add(self, position: int) -> None:
+        """Take a position in, at the end."""
+        self.total += self.costs[position]
+        for number, cost in self.shared.get(position, ()):
+            before = self.counts.get(number, 0)
+            self.counts[number] = before + 1
+            self.total += 0.0 if before else cost
+
+    def remove(self, position: int) -> None:
+        """Leave a position out, at the start."""
+        self.total -= self.costs[position]
+        for number, cost in self.shared.get(position, ()):
+            self.counts[number] -= 1
+            self.total -= 0.0 if self.counts[number] else cost
+
+
+def best_cuts(
+    costs: Costs, stages: int, sent: Sequence[float], limit: Costs | None = None, bound: float = 0.0
+) -> list[int]:
+    """The positions at which ``stages`` stages begin, the first of them left out.
+
+    ``sent[p]`` is what a cut in front of position ``p`` sends, infinite where there may be none.
+    With ``limit`` no stage may have more than ``bound`` of that cost. Raises ``ValueError`` where
+    no split does.
+    """
+    both = [costs] if limit is None else [costs, limit]
+    count = len(costs.each)
+    low, high = 0.0, costs.total()
+
+    def bounds(cap: float) -> list[float]:
+        return [cap] if limit is None else [cap, bound]
+
+    if _chosen(both, bounds(high), stages, sent) is None:
+        raise ValueError(
+            f"cannot split {count} operators into {stages} stages"
+            + (f" of at most {bound:g} {limit.unit} each" if limit is not None else "")
+            + ": use fewer stages"
+            + ("" if limit is None else " or a larger limit")
+        )
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        if _chosen(both, bounds(middle), stages, sent) is None:
+            low = middle
+        else:
+            high = middle
+    return _chosen(both, bounds(high * SLACK / (1 + _PRECISION)), stages, sent) or []
+
+
+def _chosen(
+    costs: Sequence[Costs], bounds: Sequence[float], stages: int, sent: Sequence[float]
+) -> list[int] | None:
+    """The cuts of least traffic with all stages within the bounds; None when there are none."""
+    starts = _first_starts(costs, bounds)
+    count = len(starts)
+    before = [0.0, *[math.inf] * count]
+    origins: list[list[int]] = []
+    for stage in range(stages):
+        after, origin = [math.inf] * (count + 1), [0] * (count + 1)
+        window: deque[int] = deque()
+        for end in range(1, count + 1):
+            begin = end - 1
+            if before[begin] < math.inf:
+                while window and before[window[-1]] > before[begin]:
+                    window.pop()
+                window.append(begin)
+            while window and window[0] < starts[end - 1]:
+                window.popleft()
+            is_cut = end < count
+            if window and (is_cut or stage == stages - 1):
+                after[end] = before[window[0]] + (sent[end] if is_cut else 0.0)
+                origin[end] = window[0]
+        origins.append(origin)
+        before = after
+    if before[count] == math.inf:
+        return None
+    cuts: list[int] = []
+    end = count
+    for origin in reversed(origins):
+        end = origin[end]
+        cuts.append(end)
+    return cuts[-2::-1]
+
+
+def _first_starts(costs: Sequence[Costs], bounds: Sequence[float]) -> list[int]:
+    """By last position of a stage, the first position at which it may start."""
+    count = len(costs[0].each)
+    found = [0] * count
+    for cost, bound in zip(costs, bounds, strict=True):
+        window, start = _Window(cost.each, cost.shared), 0
+        for end in range(count):
+            window.add(end)
+            while start <= end and window.total > bound * (1 + 1e-12):
+                window.remove(start)
+                start += 1
+            found[end] = max(found[end], start)
+    return found
+
+
+def balanced(
+    stages: int,
+    by: str = "parameters",
+    *,
+    memory_limit: float | None = None,
+    in_flight: int = 1,
+) -> SplitPolicy:
+    """A split policy for `pipeline` whose largest of ``stages`` stages is as small as can be.
+
+    ``by`` is ``"parameters"`` (their number), ``"flops"`` (of matrix products and convolutions in a
+    forward), ``"time"`` (of each operator's forward and backward, run alone on random inputs with
+    the model's parameters) or ``"memory"`` (bytes, see below). What several operators of a stage
+    share counts once in it, and again in every other stage that uses it.
+
+    ``memory_limit`` bounds the bytes of each stage: four times its parameters (values, gradients
+    and two states of an optimizer) and what ``in_flight`` microbatches keep for their backward.
+
+    What is measured is the first rank's: every rank of a job takes its numbers, so all of them call
+    `pipeline` then. Buffers and random numbers are as before afterwards.
+
+    Raises ``ValueError`` for another measure, and when the model cannot be split so.
+    """
+    if by not in _MEASURES:
+        raise ValueError(f"expected by to be one of {list(_MEASURES)}, found {by!r}")
+
+    def policy(module: fx.GraphModule) -> fx.GraphModule:
+        place = Placement(module)
+        nodes = cuttable(place)
+        if len(nodes) < stages:
+            raise ValueError(f"cannot split {len(nodes)} operators into {stages} stages")
+        cost = _agreed(by, module, nodes)
+        limit = None
+        if by == "memory" or memory_limit is not None:
+            timed = cost if cost.saved else _agreed("memory", module, nodes)
+            size = memory(timed, module, nodes, in_flight)
+            cost = size if by == "memory" else cost
+            limit = size if memory_limit is not None else None
+        cuts = best_cuts(cost, stages, traffic(place, nodes), limit, memory_limit or 0.0)
+        for position in cuts:
+            put_marker(module.graph, nodes[position])
+        module.recompile()
+        edges = [0, *cuts, len(nodes)]
+        module.meta["balance"] = [cost.of(a, b) for a, b in itertools.pairwise(edges)]
+        return module
+
+    return policy
+
+
+def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
+    """The costs of operators, equal on all ranks."""
+    costs = _MEASURES[by](module, nodes)
+    if by in ("parameters", "flops"):
+        return costs
+    try:
+        communicator = comm.communicator()
+    except CommunicationError:  # One process.
+        return costs
+    payload = json.dumps([costs.each, costs.saved]).encode()
+    costs.each, costs.saved = json.loads(
+        communicator.gather_bytes(payload, label="costs of operators")[0]
+    )
+    return costs

@@ -1,0 +1,367 @@
+"""`pipeline`: a model, cut into stages by tracing it; the model itself is left as it is."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.edges import Source, StageEdges
+from meshwright.pipelining.messages.metadata import as_outputs, digest
+from meshwright.pipelining.splitting.split_points import SplitPoint, marked
+from meshwright.pipelining.splitting.splitting import Argument, Cut, Expected, Traced, cut
+from meshwright.pipelining.splitting.traced_stage import TracedStage, mismatches
+from meshwright.pipelining.splitting.tracing import SplitPolicy, export, traced
+from meshwright.pipelining.stage import PipelineStage, build_stage
+from meshwright.pipelining.stepping.ties import Tie
+
+__all__ = ["MultiUseParameterConfig", "Pipe", "PipeInfo", "pipeline"]
+
+_PREFIX = "submod_"
+
+
+class MultiUseParameterConfig(Enum):
+    """The fate of a parameter that several stages use: as in torch, only copies are made."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+@dataclass
+class PipeInfo:
+    """The facts of a `Pipe` that `build_stage` needs, without its parameters."""
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool
+    edges: tuple[StageEdges, ...] = ()
+    """Where the arguments of each stage come from."""
+    ties: tuple[Tie, ...] = ()
+    """Parameters that several stages hold."""
+    arguments: tuple[Argument, ...] = ()
+    """The arguments of the model, as it was traced."""
+    outputs: tuple[tuple[Expected | None, ...], ...] = ()
+    """What each stage gives, leaf by leaf."""
+    split: int = 0
+    """A digest of what runs in which stage: all ranks must have the same."""
+
+    def built(
+        self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
+    ) -> TracedStage:
+        """The stage ``stage_index``, as `build_stage` gives it."""
+        calls = [node for node in self.graph.nodes if node.op == "call_module"]
+        if len(calls) != self.num_stages:
+            raise PipeliningShapeError(
+                f"Number of submodules in pipe graph {len(calls)} does not match number of stages "
+                f"{self.num_stages}"
+            )
+        if not 0 <= stage_index < self.num_stages:
+            raise ValueError(f"Stage index {stage_index} is out of range of {self.num_stages}")
+        return TracedStage(
+            _moved(stage_module, device),
+            stage_index,
+            device,
+            group,
+            self.edges,
+            self.arguments,
+            self.outputs,
+            self.ties,
+            self.split,
+        )
+
+
+class _SplitGraph(fx.GraphModule):
+    """The graph of calls of stages."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        raise RuntimeError(
+            "To run pipeline locally, invoke the Pipe object directly, not `split_gm`"
+        )
+
+
+class _Detached(fx.Interpreter):
+    """Runs stage by stage, with leaves of their own as inputs."""
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Run one stage."""
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
+        return super().call_module(target, args, kwargs)
+
+
+def _detached(value: Any) -> Any:  # noqa: ANN401
+    if not isinstance(value, torch.Tensor) or not value.requires_grad or value.is_leaf:
+        return value
+    return value.detach().requires_grad_()
+
+
+class Pipe(nn.Module):
+    """A model as stages. Called, it runs all of them on this process.
+
+    Attributes: ``split_gm`` (the stages as its children ``submod_0``, ...), ``executor``,
+    ``num_stages``, ``has_loss_and_backward``, ``loss_spec``, and ``replicated_params``: for each
+    parameter that several stages hold, its name in each of them. Every stage but the first has a
+    copy of its own; all other parameters and buffers are those of the model that was traced.
+    """
+
+    def __init__(
+        self,
+        split_gm: fx.GraphModule,
+        num_stages: int,
+        has_loss_and_backward: bool,
+        loss_spec: object,
+    ) -> None:
+        super().__init__()
+        self.split_gm = split_gm
+        self.executor = _Detached(split_gm)
+        self.num_stages = num_stages
+        self.has_loss_and_backward = has_loss_and_backward
+        self.loss_spec = loss_spec
+        facts = split_gm.meta.get("facts")
+        self._facts: _Facts = facts if isinstance(facts, _Facts) else _Facts()
+        self.replicated_params: list[dict[str, str]] = [
+            {f"{_PREFIX}{stage}": name for stage, name in tie.names} for tie in self._facts.ties
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run all stages here, each on detached inputs. Returns a tuple of the model's outputs.
+
+        Arguments may come by position or keyword, as the model takes them, however they were
+        traced. Raises `PipeliningShapeError` for constants that differ from those of the trace.
+        """
+        given: list[Any] = []
+        named = self._facts.named
+        known = {named(argument.key): argument for argument in self._facts.arguments}
+        passed = {**{named(position): value for position, value in enumerate(args)}, **kwargs}
+        wrong = [key for key in passed if key not in known]
+        wrong += [key for key in map(named, range(len(args))) if key in kwargs]
+        wrong += [key for key, a in known.items() if key not in passed and not a.has_default]
+        if wrong:
+            raise TypeError(f"expected the arguments {list(known)} of the trace; see {wrong}")
+        for argument in _ordered(self._facts.arguments):
+            key = named(argument.key)
+            given.append(passed[key] if key in passed else argument.leaves[0])
+            if argument.has_default:
+                problems = mismatches(argument.leaves[0], given[-1], f"argument {argument.name!r}")
+                if problems:
+                    raise PipeliningShapeError(problems[0])
+        return as_outputs(self.executor.run(*given))
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of one stage. Raises ``ValueError`` for an index outside the stages."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise ValueError(f"Invalid stage index {stage_idx}!")
+        return self.split_gm.get_submodule(f"{_PREFIX}{stage_idx}")
+
+    def info(self) -> PipeInfo:
+        """Return what `build_stage` needs; it does not keep this object."""
+        graph = fx.Graph()
+        result = graph.graph_copy(self.split_gm.graph, {})
+        graph.output(result)
+        facts = self._facts
+        return PipeInfo(
+            graph,
+            self.num_stages,
+            self.has_loss_and_backward,
+            facts.edges,
+            facts.ties,
+            facts.arguments,
+            facts.outputs,
+            facts.split,
+        )
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device,
+        group: Any = None,  # noqa: ANN401
+    ) -> PipelineStage:
+        """The stage ``stage_index`` on ``device``, to be given to a schedule."""
+        module = self.get_stage_module(stage_index)
+        return build_stage(module, stage_index, self.info(), device, group)
+
+    def print_readable(self) -> None:
+        """Print the code of all stages."""
+        self.split_gm.print_readable()
+
+    @classmethod
+    def _from_traced(
+        cls,
+        mod: nn.Module,
+        exported_program: ExportedProgram,
+        multi_use_param_spec: object = None,
+        output_loss_value_spec: object = None,
+        split_policy: SplitPolicy | None = None,
+    ) -> Self:
+        """A pipe of a model that has been exported. Parameters of several stages are copied."""
+        found = traced(mod, exported_program, split_policy)
+        stages = cut(found)
+        split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
+        targets = [[_named(n.target) for n in stage.graph.nodes] for stage in stages.stages]
+        split_gm.meta["facts"] = _Facts(
+            stages.edges,
+            stages.ties,
+            found.arguments,
+            stages.outputs,
+            digest(targets),
+            _positions(found.model),
+        )
+        has_loss = output_loss_value_spec is not None
+        return cls(split_gm, len(stages.stages), has_loss, output_loss_value_spec)
+
+    @classmethod
+    def from_tracing(
+        cls,
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: SplitPolicy | None = None,
+    ) -> Self:
+        """A pipe of a model, traced with one microbatch."""
+        program = export(mod, example_args, example_kwargs)
+        return cls._from_traced(mod, program, split_policy=split_policy)
+
+
+def _named(target: object) -> str:
+    """Name the target of a node, alike in every process: the text of a function has its address."""
+    if isinstance(target, FunctionType):
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The facts that a split graph has of its stages."""
+
+    edges: tuple[StageEdges, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    outputs: tuple[tuple[Expected | None, ...], ...] = ()
+    split: int = 0
+    positions: tuple[str, ...] = ()
+    """The names of the model's positional arguments."""
+
+    def named(self, key: int | str) -> int | str:
+        """The name of a positional argument, where the model gives it one."""
+        is_position = isinstance(key, int) and key < len(self.positions)
+        return self.positions[key] if is_position else key
+
+
+def _positions(model: nn.Module) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    listed = inspect.signature(model.forward).parameters.values()
+    return tuple(each.name for each in listed if each.kind in kinds)
+
+
+def _rooted(stages: Cut) -> dict[str, Any]:
+    return {f"{_PREFIX}{index}": module for index, module in enumerate(stages.stages)}
+
+
+def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
+    """Arguments as a signature has them: those that may be left out come last."""
+    return sorted(arguments, key=lambda argument: argument.has_default)
+
+
+def _calls(found: Traced, stages: Cut) -> fx.Graph:
+    """The graph that calls stage after stage."""
+    graph = fx.Graph()
+    batch: dict[int | str | None, fx.Node] = {}
+    for argument in _ordered(found.arguments):
+        default = argument.leaves if argument.has_default else ()
+        batch[argument.key] = graph.placeholder(argument.name, None, *default)
+    results: list[fx.Node] = []
+    taken: dict[Source, fx.Node] = {}
+
+    def value(source: Source) -> fx.Node:
+        if source.stage is None:
+            return batch[source.output]
+        if source not in taken:
+            where = (results[source.stage], source.output)
+            taken[source] = graph.call_function(operator.getitem, where)
+        return taken[source]
+
+    for index, edges in enumerate(stages.edges):
+        args = tuple(value(source) for source in edges.args)
+        kwargs: dict[str, fx.node.Argument] = {name: value(source) for name, source in edges.kwargs}
+        results.append(graph.call_module(f"{_PREFIX}{index}", args, kwargs))
+    graph.output(results[-1])
+    return graph
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    *,
+    dynamic_shapes: Any = None,  # noqa: ANN401
+) -> Pipe:
+    """Trace ``module`` with one microbatch, and cut it into stages.
+
+    It is cut where its forward calls `pipe_split`, and besides before or after the modules that
+    ``split_spec`` names, or where ``split_policy`` puts markers. Parameters and buffers of the
+    stages keep their names and are those of ``module``, apart from copies for further stages of
+    what several use. ``dynamic_shapes`` is torch.export's: sizes that may differ from those of the
+    microbatch.
+
+    A stage is one graph. The modules within it are there for the names of parameters, and what the
+    model has decided in Python while it was traced, by its mode or by constants, stays decided.
+    ``train`` and ``eval`` of a stage switch dropout and normalisation, also dropout that the model
+    keeps on in evaluation.
+
+    Raises ``ValueError`` for both ways at once, and for what a graph would drop: hooks of modules
+    and of activations, the backward of an `autograd.Function`, recomputation, hooks of a parameter
+    that several stages use. ``AttributeError`` for modules that do not exist, ``RuntimeError`` when
+    the model cannot be traced, with the module, the line and another way.
+    """
+    if split_spec is not None and split_policy is not None:
+        raise ValueError(
+            "Cannot specify both `split_spec` and `split_policy`. Please use only one of them."
+        )
+    with marked(module, split_spec) if split_spec else nullcontext():
+        program = export(module, mb_args, mb_kwargs, dynamic_shapes)
+    return Pipe._from_traced(module, program, split_policy=split_policy)
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move ``module`` to ``device``, graphs included; parameters stay the objects that they are."""
+    held = [*module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in held):
+        module.to(device)
+    for graph_module in _graphs(module):
+        nodes = _devices(graph_module, device)
+        for node in nodes:
+            node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _on(a, device))
+        if nodes:
+            graph_module.recompile()
+    return module
+
+
+def _graphs(module: nn.Module) -> list[fx.GraphModule]:
+    return [child for child in module.modules() if isinstance(child, fx.GraphModule)]
+
+
+def _devices(module: fx.GraphModule, device: torch.device) -> list[fx.Node]:
+    """Nodes that name another device than ``device``."""
+    found: list[fx.Node] = []
+    for node in module.graph.nodes:
+        named: list[Any] = []
+        fx.node.map_aggregate((node.args, node.kwargs), named.append)
+        if any(isinstance(value, torch.device) and value.type != device.type for value in named):
+            found.append(node)
+    return found
+
+
+def _on(value: Any, device: torch.device) -> Any:  # noqa: ANN401
+    return device if isinstance(value, torch.device) else value

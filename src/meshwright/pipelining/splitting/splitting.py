@@ -1,0 +1,402 @@
+"""A traced graph, cut into the modules of its stages, with the edges between them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec, tree_leaves
+
+from meshwright.pipelining.edges import Source, StageEdges
+from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
+from meshwright.pipelining.splitting.split_points import is_marker
+from meshwright.pipelining.splitting.stage_module import Nesting, StageModule, follow_mode, nested
+from meshwright.pipelining.stepping.ties import Tie, copy_parameter
+
+__all__ = ["Argument", "Cut", "Expected", "Traced", "cut", "expected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The properties of a tensor that the trace has fixed."""
+
+    shape: tuple[int | None, ...]
+    """None where the trace left a size open."""
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+    """None where it is not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of the model."""
+
+    key: int | str
+    """Its position, or its keyword."""
+    leaves: tuple[Expected | Any, ...]
+    """Tensors, and constants that the graph was made for."""
+    spec: TreeSpec
+    name: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Argument:
+        return self
+
+    @property
+    def has_default(self) -> bool:
+        """True when it is a constant of the graph: then it may be left out."""
+        return self.spec.is_leaf() and not isinstance(self.leaves[0], Expected)
+
+
+@dataclass(slots=True)
+class Traced:
+    """A model as one graph, which takes the flat leaves of its arguments."""
+
+    module: fx.GraphModule
+    model: nn.Module
+    arguments: tuple[Argument, ...]
+    out_spec: TreeSpec
+
+
+@dataclass(slots=True)
+class Cut:
+    """The stages of a model."""
+
+    stages: list[StageModule]
+    edges: tuple[StageEdges, ...]
+    outputs: tuple[tuple[Expected | None, ...], ...]
+    """By stage, what its outputs are, leaf by leaf; None for what is no tensor."""
+    ties: tuple[Tie, ...]
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A stage while it is built."""
+
+    index: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: nn.Module = field(default_factory=nn.Module)
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    outputs: list[fx.Node] = field(default_factory=list)
+    """Nodes of the traced graph that later stages read from here."""
+    args: list[Source] = field(default_factory=list)
+    kwargs: dict[str, Source] = field(default_factory=dict)
+    modes: dict[str, tuple[str, Any, Any]] = field(default_factory=dict)
+    transient: list[str] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By name, what was put into ``root``."""
+
+
+def cut(traced: Traced) -> Cut:
+    """Cut a graph at its markers. Raises ``ValueError`` where it cannot be cut."""
+    return _Cutter(traced).run()
+
+
+class _Cutter:
+    """Makes the graphs of all stages from that of the model."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.graph = traced.module.graph
+        self.placement = Placement(traced.module)
+        self.stages = [_Stage(index) for index in range(self.placement.stages)]
+        self.names = _names(traced.model)
+        self.persistent = set(traced.model.state_dict(keep_vars=True))
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.leaf: dict[fx.Node, tuple[Argument, int]] = {}
+        for argument in traced.arguments:
+            for number in range(len(argument.leaves)):
+                self.leaf[placeholders[len(self.leaf)]] = (argument, number)
+        (self.output,) = (n for n in self.graph.nodes if n.op == "output")
+
+    def run(self) -> Cut:
+        """Build all stages."""
+        self._read_across()
+        for stage in self.stages:
+            self._begin(stage)
+        for stage in self.stages:
+            self._fill(stage)
+        modules = [self._finish(stage) for stage in self.stages]
+        return Cut(
+            modules,
+            tuple(StageEdges(tuple(s.args), tuple(s.kwargs.items())) for s in self.stages),
+            tuple(self._expected(stage) for stage in self.stages),
+            self._tie(modules),
+        )
+
+    # ------------------------------------------------------------------------- edges
+
+    def _reads(self, stage: _Stage) -> list[fx.Node]:
+        """List what the nodes of a stage read, with those that run everywhere, in their order."""
+        place = self.placement
+        mine = [n for n in place.nodes if place.stage.get(n) == stage.index]
+        mine = [n for n in mine if n.op != "placeholder" and not self._is_check(n, stage)]
+        if stage.index == len(self.stages) - 1:
+            mine.append(self.output)
+        return list(dict.fromkeys(a for n in mine for a in n.all_input_nodes))
+
+    def _is_check(self, node: fx.Node, stage: _Stage) -> bool:
+        """Check that a node only asserts something of another stage's values, or marks a cut."""
+        if is_marker(node):
+            return True
+        place = self.placement
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or schema.returns or node in place.writes:
+            return False
+        return any(place.stage.get(a, stage.index) != stage.index for a in node.all_input_nodes)
+
+    def _read_across(self) -> None:
+        """Find what each stage reads from earlier ones, and let those give it."""
+        for stage in self.stages:
+            for value in self._reads(stage):
+                made = self.placement.stage.get(value)
+                if made is None or made == stage.index or self._keyword(value):
+                    if self._keyword(value):
+                        key = self.leaf[value][0].key
+                        stage.kwargs.setdefault(str(key), Source(None, key))
+                    continue
+                outputs = self.stages[self.placement.home(value, stage.index)].outputs
+                if value not in outputs:
+                    outputs.append(value)
+        for argument in self.traced.arguments:
+            if isinstance(argument.key, str):
+                is_used = any(argument.key in stage.kwargs for stage in self.stages)
+                if not is_used:
+                    self.stages[0].kwargs[argument.key] = Source(None, argument.key)
+
+    def _keyword(self, value: fx.Node) -> bool:
+        return value in self.leaf and isinstance(self.leaf[value][0].key, str)
+
+    # ------------------------------------------------------------------------- graphs
+
+    def _begin(self, stage: _Stage) -> None:
+        """Make the placeholders of a stage, and what is read from them."""
+        taken = {a.key for a in self.traced.arguments}
+        if stage.index == 0:
+            for argument in self.traced.arguments:
+                if isinstance(argument.key, int):
+                    stage.args.append(Source(None, argument.key))
+                    self._take(stage, argument, stage.graph.placeholder(argument.name))
+        clones: list[tuple[fx.Node, fx.Node]] = []
+        for value in self._across(stage):
+            home = self.placement.home(value, stage.index)
+            stage.args.append(Source(home, self.stages[home].outputs.index(value)))
+            name = value.name if value.name not in taken else f"{value.name}_"
+            given = stage.graph.placeholder(name)
+            given.meta = copy.copy(value.meta)
+            stage.env[value] = given
+            if stage.index in self.placement.changed_in(value):
+                clones.append((value, given))
+        named = [a for a in self.traced.arguments if a.key in stage.kwargs]
+        for argument in sorted(named, key=lambda a: a.has_default):
+            default = argument.leaves if argument.has_default else ()
+            given = stage.graph.placeholder(str(argument.key), None, *default)
+            self._take(stage, argument, given)
+        for value, given in clones:
+            stage.env[value] = stage.graph.call_function(torch.ops.aten.clone.default, (given,))
+
+    def _across(self, stage: _Stage) -> list[fx.Node]:
+        """List what a stage gets from earlier stages: what it reads, and what it passes on."""
+        found = [v for v in [*self._reads(stage), *stage.outputs] if not self._keyword(v)]
+        return [v for v in dict.fromkeys(found) if self.placement.stage.get(v, 9**9) < stage.index]
+
+    def _take(self, stage: _Stage, argument: Argument, given: fx.Node) -> None:
+        """Map the leaves of an argument to their places in ``given``."""
+        nodes = [node for node, (owner, _) in self.leaf.items() if owner is argument]
+        if argument.spec.is_leaf():
+            stage.env[nodes[0]] = given
+            given.meta = copy.copy(nodes[0].meta)
+            return
+        leaves = stage.graph.call_function(tree_leaves, (given,))
+        for number, node in enumerate(nodes):
+            stage.env[node] = stage.graph.call_function(operator.getitem, (leaves, number))
+
+    def _fill(self, stage: _Stage) -> None:
+        place = self.placement
+        for node in place.nodes:
+            is_here = place.stage.get(node) == stage.index and node.op != "placeholder"
+            if is_here and not self._is_check(node, stage):
+                self._copy(stage, node)
+        if stage.index == len(self.stages) - 1:
+            flat = fx.node.map_arg(self.output.args[0], lambda n: self._local(stage, n))
+            stage.graph.output(self._nested(stage, flat))
+        else:
+            stage.graph.output(tuple(self._local(stage, value) for value in stage.outputs))
+
+    def _local(self, stage: _Stage, node: fx.Node) -> fx.Node:
+        """The node of a stage that stands for a node of the model."""
+        if node not in stage.env:
+            self._copy(stage, node)
+        return stage.env[node]
+
+    def _copy(self, stage: _Stage, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            stage.env[node] = self._held(stage, node, None)
+            return
+
+        def local(value: fx.Node) -> fx.Node:
+            if value.op == "get_attr":
+                return self._held(stage, value, node)
+            return self._local(stage, value)
+
+        copied = stage.graph.node_copy(node, local)
+        stage.env[node] = copied
+        modes = follow_mode(copied, is_training=self.traced.model.training)
+        if modes is not None:
+            stage.modes[copied.name] = modes
+
+    def _nested(self, stage: _Stage, flat: Any) -> Any:  # noqa: ANN401
+        """The model's output from its leaves."""
+        spec = self.traced.out_spec
+        leaves = _listed(flat)
+        if spec.is_leaf():
+            return leaves[0]
+        if spec.type is tuple and all(child.is_leaf() for child in spec.children()):
+            return tuple(leaves)
+        setattr(stage.root, "nesting", Nesting(spec))  # noqa: B010
+        return stage.graph.call_function(nested, (stage.graph.get_attr("nesting"), leaves))
+
+    # --------------------------------------------------------------------- attributes
+
+    def _held(self, stage: _Stage, node: fx.Node, user: fx.Node | None) -> fx.Node:
+        """A parameter, buffer or graph, under the name by which the module of ``user`` has it."""
+        value = attribute(self.traced.module, node)
+        name = str(node.target)
+        if isinstance(value, torch.Tensor):
+            name = _best_name(self.names.get(id(value), ()), name, user)
+        self._put(stage, name, value)
+        held = stage.graph.get_attr(name)
+        held.meta = copy.copy(node.meta)
+        return held
+
+    def _put(self, stage: _Stage, name: str, value: object) -> None:
+        path, _, leaf = name.rpartition(".")
+        owner = stage.root
+        for part in path.split(".") if path else ():
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if not isinstance(value, torch.Tensor):
+            setattr(owner, leaf, value)
+            return
+        if name in stage.tensors:
+            return
+        stage.tensors[name] = value
+        if isinstance(value, nn.Parameter):
+            owner.register_parameter(leaf, value)
+            return
+        is_persistent = name in self.persistent
+        owner.register_buffer(leaf, value, persistent=is_persistent)
+        if not is_persistent:
+            stage.transient.append(name)
+
+    # ------------------------------------------------------------------------- result
+
+    def _finish(self, stage: _Stage) -> StageModule:
+        is_training = self.traced.model.training
+        _read_copies(stage.graph)
+        stage.graph.lint()
+        module = StageModule(stage.root, stage.graph)
+        module.keep(tuple(stage.transient), stage.modes, is_training=is_training)
+        return module
+
+    def _expected(self, stage: _Stage) -> tuple[Expected | None, ...]:
+        if stage.index < len(self.stages) - 1:
+            nodes: Iterable[Any] = stage.outputs
+        else:
+            nodes = _listed(self.output.args[0])
+        found = []
+        for node in nodes:
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            found.append(expected(value) if isinstance(value, torch.Tensor) else None)
+        return tuple(found)
+
+    def _tie(self, modules: list[StageModule]) -> tuple[Tie, ...]:
+        """Give every stage but the first its own copy of what several stages hold."""
+        holders: dict[int, list[tuple[int, str]]] = {}
+        for stage in self.stages:
+            for name, value in stage.tensors.items():
+                if isinstance(value, nn.Parameter):
+                    held = holders.setdefault(id(value), [])
+                    if all(index != stage.index for index, _ in held):
+                        held.append((stage.index, name))
+        ties = [Tie(held[0][0], tuple(held)) for held in holders.values() if len(held) > 1]
+        for tie in ties:
+            _refuse_hooks(tie, modules[tie.owner].get_parameter(tie.names[0][1]))
+            for index, name in tie.names[1:]:
+                _replace(modules[index], name)
+        return tuple(ties)
+
+
+def _read_copies(graph: fx.Graph) -> None:
+    """Make ``graph`` read buffers that it assigns from copies: the backward may need those."""
+    assigned = {str(node.args[0].target) for node in graph.nodes if assigns(node)}
+    for node in list(graph.nodes):
+        if node.op != "get_attr" or str(node.target) not in assigned:
+            continue
+        readers = [user for user in node.users if not (assigns(user) and user.args[0] is node)]
+        if readers:
+            with graph.inserting_after(node):
+                copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = copy.copy(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, copied)
+
+
+def _replace(module: nn.Module, name: str) -> None:
+    """Give ``module`` its own copy of a parameter, under all names that it has there."""
+    old = module.get_parameter(name)
+    new = copy_parameter(old)
+    for owner in module.modules():
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is old:
+                owner._parameters[leaf] = new
+
+
+def _refuse_hooks(tie: Tie, parameter: nn.Parameter) -> None:
+    """Raise ValueError for hooks of a parameter that is about to be copied."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {tie.names[0][1]!r} has hooks for its gradient, and stages "
+            f"{[stage for stage, _ in tie.names]} use it: each has a part of the gradient, which "
+            "the hooks would take for the whole. parallelize runs them on the sum; or untie it"
+        )
+
+
+def expected(value: torch.Tensor, *, has_stride: bool = False) -> Expected:
+    """Describe what the trace has fixed of a tensor."""
+    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    stride = value.stride()
+    if not has_stride or not all(isinstance(step, int) for step in stride):
+        return Expected(shape, value.dtype)
+    return Expected(shape, value.dtype, stride)
+
+
+def _listed(flat: Any) -> list[Any]:  # noqa: ANN401
+    """List the values of an output node."""
+    return list(flat) if isinstance(flat, Sequence) else [flat]
+
+
+def _names(model: nn.Module) -> Mapping[int, list[str]]:
+    """By identity, all names of the model's parameters and buffers."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), []).append(name)
+    return found
+
+
+def _best_name(names: Iterable[str], default: str, user: fx.Node | None) -> str:
+    """Of all names of a parameter, the one in the module that uses it."""
+    stack = (user.meta.get("nn_module_stack") or {}) if user is not None else {}
+    paths = [entry[0] for entry in stack.values()]
+    for path in reversed(paths):
+        for name in names:
+            if name.rpartition(".")[0] == path:
+                return name
+    return default

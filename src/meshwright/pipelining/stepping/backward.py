@@ -1,0 +1,436 @@
+"""The backward pass of one stage and microbatch: whole, or its input half and its weight half.
+
+The input half runs autograd towards the inputs only, and keeps the gradients that arrive at those
+nodes where parameters join the path. The weight half computes from them what the parameters'
+branches receive, and hands all of it to autograd in one pass, so that each parameter's gradient is
+accumulated once: hooks on parameters fire once, and in this half only.
+
+::
+
+    loss <- matmul <- norm <- matmul <- input        the path: input half
+              |        |        |
+            weight   scale    weight                 the branches: weight half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshwright.pipelining.stepping.weight_rules import reads_hooked, set_needs, weight_gradients
+
+__all__ = [
+    "Junction",
+    "run_backward",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
+
+_ENGINE = torch.autograd.Variable._execution_engine
+_SOON = 1 << 18
+"""Bytes of gradients from which they do not wait for others."""
+Node = Any  # torch has no public type with the attributes of a node
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class Junction:
+    """A node on the path that has branches to parameters, or the start of a branch of its own."""
+
+    node: Node
+    edges: tuple[int, ...]
+    """Which of its next functions are branches."""
+    gradients: tuple[torch.Tensor | None, ...] = ()
+    """What arrived at the node in the input half; empty until then."""
+
+
+def stage_backward(
+    stage_output: object,
+    output_grads: object,
+    input_values: Iterable[object],
+    outputs_with_grads_idxs: Sequence[int] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Run the whole backward of a stage.
+
+    ``stage_output`` and ``output_grads`` are matching nested sequences and mappings; where there is
+    no gradient (None) for an output but others have one, nothing is started from it. A scalar loss
+    needs none. ``outputs_with_grads_idxs`` is accepted and not needed. Returns the gradients of
+    ``input_values``, None for those without one, and clears their ``.grad``.
+    """
+    tensors, gradients = _starts(stage_output, output_grads)
+    if tensors:
+        torch.autograd.backward(tensors, gradients)
+    found: list[torch.Tensor | None] = []
+    for value in input_values:
+        if isinstance(value, torch.Tensor) and (value.is_leaf or value.retains_grad):
+            found.append(value.grad)
+            value.grad = None
+        else:
+            found.append(None)
+    return tuple(found)
+
+
+def run_backward(
+    outputs: Sequence[object], gradients: Sequence[torch.Tensor | None] | None
+) -> None:
+    """The whole backward of flat ``outputs``, as by `stage_backward`, without looking inside.
+
+    The engine is called without the checks that `torch.autograd.backward` makes of what it is
+    given, where every output has a gradient of its own shape.
+    """
+    if gradients is not None:
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if gradient is None or not isinstance(output, torch.Tensor) or not output.requires_grad:
+                continue
+            if gradient.shape != output.shape:
+                break
+            roots.append(output)
+            seeds.append(gradient)
+        else:
+            if roots:
+                _ENGINE.run_backward(
+                    tuple(roots),
+                    tuple(seeds),
+                    False,
+                    False,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+            return
+    stage_backward(outputs, gradients, ())
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: object,
+    output_grads: object,
+    input_values: Sequence[object],
+    weights: Iterable[torch.Tensor] | None,
+) -> tuple[tuple[torch.Tensor | None, ...], list[Junction]]:
+    """Run the input half of a stage's backward.
+
+    ``weights`` are the parameters whose gradients wait for the other half; all leaves of the graph
+    but the inputs when None, whatever modules call their parameters.
+
+    Returns the gradients of ``input_values`` (also left in their ``.grad``), None for those without
+    one, and what `stage_backward_weight` needs. No gradient of ``weights`` is computed, and the
+    graph of the forward stays alive until that is gone.
+    """
+    tensors, gradients = _starts(stage_outputs_or_loss, output_grads)
+    inputs = [v for v in input_values if isinstance(v, torch.Tensor) and v.requires_grad]
+    wanted = None if weights is None else [v for v in weights if v.requires_grad]
+    graph = _Graph(wanted, inputs)
+    # An input or a parameter that is given on as it is has no `grad_fn`, but a node.
+    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    junctions = graph.junctions(nodes)
+    on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    for tensor, gradient, node in zip(tensors, gradients, nodes, strict=True):
+        if graph.is_on_path(node):
+            on_path.append((tensor, gradient))
+        elif graph.has_weights(node):
+            junctions.append(_root(tensor, gradient))
+    found: dict[int, torch.Tensor | None] = {}
+    if on_path and inputs:
+        found = _run_path(on_path, inputs, junctions)
+    results: list[torch.Tensor | None] = []
+    for value in input_values:
+        gradient = found.get(id(value))
+        results.append(gradient)
+        if isinstance(value, torch.Tensor) and gradient is not None:
+            value.grad = gradient if value.grad is None else value.grad + gradient
+    return tuple(results), junctions
+
+
+def stage_backward_weight(
+    weights: Iterable[torch.Tensor], param_groups: list[Junction], retain_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """Run the weight half after `stage_backward_input`, whose junctions ``param_groups`` are.
+
+    Gradients are accumulated as by a whole backward. Returns the ``.grad`` of ``weights``. Unless
+    ``retain_graph``, ``param_groups`` is emptied, and with it the forward's memory is given back.
+    """
+    sums = _Sums(param_groups, retain_graph=retain_graph)
+
+    def collect() -> None:
+        for junction in param_groups:
+            for edge, gradient in _branches(junction):
+                if gradient is not None:
+                    sums.add(edge, gradient)
+            if not retain_graph:
+                junction.gradients = ()
+
+    with torch.no_grad():
+        if any(junction.edges and reads_hooked(junction.node) for junction in param_groups):
+            _inside_backward(collect)
+        else:
+            collect()
+    sums.finish()
+    if not retain_graph:
+        param_groups.clear()
+    return tuple(weight.grad for weight in weights)
+
+
+# ------------------------------------------------------------------------------ private
+
+
+def _starts(
+    outputs: object, gradients: object
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The outputs from which a backward starts, with their gradients (None for a scalar)."""
+    tensors: list[torch.Tensor] = []
+    found: list[torch.Tensor | None] = []
+    for output, gradient in _pairs(outputs, gradients):
+        if not output.requires_grad or (gradient is None and gradients is not None):
+            continue
+        tensors.append(output)
+        found.append(gradient)
+    return tensors, found
+
+
+def _pairs(
+    outputs: object, gradients: object
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Tensors among nested ``outputs``, each with its gradient among ``gradients``."""
+    if isinstance(outputs, torch.Tensor):
+        if isinstance(gradients, Sequence) and len(gradients) == 1:
+            gradients = gradients[0]
+        if gradients is not None and not isinstance(gradients, torch.Tensor):
+            raise TypeError(
+                f"expected a tensor or None as the gradient of an output of shape "
+                f"{tuple(outputs.shape)}, found {type(gradients).__name__}"
+            )
+        yield outputs, gradients
+    elif isinstance(outputs, Sequence) and not isinstance(outputs, str | bytes):
+        if gradients is None:
+            given: Sequence[object] = [None] * len(outputs)
+        elif isinstance(gradients, Sequence) and len(gradients) == len(outputs):
+            given = gradients
+        else:
+            size = len(gradients) if isinstance(gradients, Sequence) else 1
+            raise ValueError(f"expected a gradient for each of {len(outputs)} outputs, got {size}")
+        for output, gradient in zip(outputs, given, strict=True):
+            yield from _pairs(output, gradient)
+    elif isinstance(outputs, Mapping):
+        given_by = gradients if isinstance(gradients, Mapping) else {}
+        for name, output in outputs.items():
+            yield from _pairs(output, given_by.get(name))
+
+
+@dataclass(slots=True)
+class _Graph:
+    """The inputs and weights that each node of a backward graph leads to."""
+
+    weights: Sequence[torch.Tensor] | None
+    """Those whose gradients come later; all leaves that are not inputs when None."""
+    inputs: Sequence[torch.Tensor]
+    _reach: dict[Node, int] = field(default_factory=dict)
+
+    _INPUT, _WEIGHT = 1, 2
+
+    def junctions(self, roots: Iterable[Node]) -> list[Junction]:
+        """Search the graph behind ``roots``: the nodes on the path with branches to weights."""
+        for tensors, flag in ((self.weights or (), self._WEIGHT), (self.inputs, self._INPUT)):
+            for tensor in tensors:
+                self._reach[get_gradient_edge(tensor).node] = flag
+        found: list[Junction] = []
+        for root in roots:
+            self._search(root, found)
+        return found
+
+    def is_on_path(self, node: Node) -> bool:
+        """Check that ``node`` leads to an input."""
+        return bool(self._reach.get(node, 0) & self._INPUT)
+
+    def has_weights(self, node: Node) -> bool:
+        """Check that ``node`` leads to a weight."""
+        return bool(self._reach.get(node, 0) & self._WEIGHT)
+
+    def _search(self, root: Node, found: list[Junction]) -> None:
+        reach = self._reach
+        stack: list[tuple[Node, tuple[tuple[Node, int], ...], int]] = []
+        if root not in reach:
+            reach[root] = 0
+            stack.append((root, root.next_functions, 0))
+        while stack:
+            node, edges, at = stack.pop()
+            while at < len(edges):
+                following = edges[at][0]
+                at += 1
+                if following is not None and following not in reach:
+                    reach[following] = 0
+                    stack.append((node, edges, at))
+                    stack.append((following, following.next_functions, 0))
+                    break
+            else:
+                self._close(node, edges, found)
+
+    def _close(
+        self, node: Node, edges: tuple[tuple[Node, int], ...], found: list[Junction]
+    ) -> None:
+        """All that ``node`` leads to has been seen."""
+        reach = self._reach
+        flags = 0
+        if not edges and self.weights is None and hasattr(node, "variable"):
+            flags = self._WEIGHT
+        for following, _ in edges:
+            if following is not None:
+                flags |= reach[following]
+        reach[node] |= flags
+        if flags == self._INPUT | self._WEIGHT:
+            branches = tuple(
+                number
+                for number, (following, _) in enumerate(edges)
+                if following is not None and reach[following] == self._WEIGHT
+            )
+            if branches:
+                found.append(Junction(node, branches))
+
+
+def _root(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Junction:
+    """The start of a branch that no input leads to: an output made of parameters alone."""
+    start = torch.ones_like(tensor) if gradient is None else gradient
+    return Junction(get_gradient_edge(tensor), (), (start,))
+
+
+def _run_path(
+    starts: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    inputs: Sequence[torch.Tensor],
+    junctions: Iterable[Junction],
+) -> dict[int, torch.Tensor | None]:
+    """Run autograd to ``inputs``; the gradients by the identity of the input."""
+    handles = []
+    needs: list[tuple[Node, tuple[bool, ...]]] = []
+    for junction in junctions:
+        if not junction.edges:
+            continue
+        handles.append(junction.node.register_prehook(_keep_in(junction)))
+        if isinstance(junction.node, torch.autograd.function.BackwardCFunction):
+            branches = frozenset(junction.edges)
+            needs.append((junction.node, junction.node.needs_input_grad))
+            set_needs(junction.node, lambda edge, b=branches: edge not in b)
+    try:
+        found = torch.autograd.grad(
+            [tensor for tensor, _ in starts],
+            inputs,
+            [gradient for _, gradient in starts],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+        for node, before in needs:
+            node.needs_input_grad = before
+    return {id(tensor): gradient for tensor, gradient in zip(inputs, found, strict=True)}
+
+
+def _keep_in(junction: Junction) -> Callable[[Gradients], None]:
+    def keep(gradients: Gradients) -> None:
+        junction.gradients = gradients
+
+    return keep
+
+
+def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor | None]]:
+    """Yield the edges where branches of ``junction`` begin, each with the gradient it receives."""
+    if not junction.edges:
+        yield junction.node, junction.gradients[0]
+        return
+    if all(gradient is None for gradient in junction.gradients):
+        return
+    node = junction.node
+    found = weight_gradients(node, junction.gradients, junction.edges)
+    for edge, gradient in zip(junction.edges, found, strict=True):
+        yield GradientEdge(*node.next_functions[edge]), gradient
+
+
+class _Sums:
+    """Hands gradients of branches to autograd: many small ones at once, large ones soon.
+
+    A gradient that is handed over while it is warm, and whose memory serves the next one, costs
+    much less than one that waits for all others. Branches that lead to one parameter wait for each
+    other, so that its gradient is accumulated once.
+    """
+
+    def __init__(self, junctions: Sequence[Junction], *, retain_graph: bool) -> None:
+        self._junctions = junctions
+        self._retain_graph = retain_graph
+        self._starts: list[GradientEdge] = []
+        self._gradients: list[torch.Tensor] = []
+        self._bytes = 0
+        self._shared: frozenset[Node] | None = None
+
+    def add(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+        """Take what begins at ``edge``; nobody else holds it."""
+        self._starts.append(edge)
+        self._gradients.append(gradient)
+        self._bytes += gradient.nbytes
+        if self._bytes >= _SOON:
+            self._hand_over()
+
+    def finish(self) -> None:
+        """Hand over the rest."""
+        if self._starts:
+            starts, gradients = self._starts, self._gradients
+            self._starts, self._gradients = list[GradientEdge](), list[torch.Tensor]()
+            torch.autograd.backward(starts, gradients, retain_graph=self._retain_graph)
+
+    def _hand_over(self) -> None:
+        """Hand over what shares no parameter with another branch."""
+        if self._shared is None:
+            self._shared = _shared(self._junctions)
+        now: list[tuple[GradientEdge, torch.Tensor]] = []
+        later: list[tuple[GradientEdge, torch.Tensor]] = []
+        for pair in zip(self._starts, self._gradients, strict=True):
+            (later if pair[0].node in self._shared else now).append(pair)
+        self._starts, self._gradients = [e for e, _ in now], [g for _, g in now]
+        now.clear()
+        self.finish()
+        self._starts, self._gradients = [e for e, _ in later], [g for _, g in later]
+        self._bytes = 0
+
+
+def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
+    """The first nodes of branches that lead to something to which another branch leads, too."""
+    firsts: list[Node] = []
+    for junction in junctions:
+        following = junction.node.next_functions if junction.edges else ()
+        firsts += [following[edge][0] for edge in junction.edges] or [junction.node.node]
+    owners: dict[Node, int] = {}
+    found: set[Node] = set()
+    for branch, first in enumerate(firsts):
+        stack, seen = [first], {first}
+        while stack:
+            node = stack.pop()
+            other = owners.setdefault(node, branch)
+            if other != branch:
+                found |= {firsts[other], first}
+            for below, _ in node.next_functions:
+                if below is not None and below not in seen:
+                    seen.add(below)
+                    stack.append(below)
+    return frozenset(found)
+
+
+def _inside_backward(collect: Callable[[], None]) -> None:
+    """Call ``collect`` from within a backward pass of autograd.
+
+    What checkpointed parts compute again, they then compute once and not for each saved tensor.
+    """
+    start = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        end = start.clone()
+
+    def run(_: torch.Tensor) -> None:
+        collect()
+
+    end.register_hook(run)
+    # Without `inputs`: those would tell nodes that run meanwhile what not to compute.
+    end.backward()

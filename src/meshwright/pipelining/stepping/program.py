@@ -1,0 +1,219 @@
+"""A rank's row of a lowered schedule with all that does not change from step to step looked up.
+
+The interpreter goes through a list of `Entry`: for each action its stage, the messages that it
+waits for, posts or sends, and which stages of this rank read what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.pipelining.stage import PipelineStage
+from meshwright.pipelining.stepping.residency import Several
+from meshwright.schedule.actions import (
+    BACKWARD,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    Action,
+    F,
+    Operation,
+    Schedule,
+    W,
+    dependencies,
+)
+from meshwright.schedule.messages import Message, parts_of, read, received, sent
+
+__all__ = ["PAYLOAD", "CustomFunction", "Entry", "Leg", "program", "tag_of"]
+
+PAYLOAD = 7
+"""The kind of message that carries tensors; kinds below it go ahead."""
+
+
+CustomFunction = Callable[[Action, Any], object]
+"""Runs in place of an action; also given a `PipelineContext`."""
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One message on its way from or to this rank, with its names."""
+
+    message: Message
+    tag: int
+    """Of the payload, but for the parity of the step."""
+    label: str
+    peer: int
+    """The other rank."""
+    readers: tuple[PipelineStage, ...] = ()
+    """Of one that arrives, the stages of this rank that read it."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One action of the row, or one part of an overlap."""
+
+    action: Action
+    """As in the row, for messages."""
+    part: Action
+    """The action, or the part of it."""
+    text: str
+    """That of the part."""
+    operation: Operation
+    index: int
+    microbatch: int
+    stage: PipelineStage
+    residency: Several | None
+    """None for a plain stage."""
+    reads: tuple[Leg, ...] = ()
+    """What a compute action waits for, that no earlier one of this row has waited for."""
+    posts: tuple[Leg, ...] = ()
+    sends: tuple[Leg, ...] = ()
+    targets: tuple[PipelineStage, ...] = ()
+    """The stages of this rank that read what a forward makes."""
+    sources: tuple[PipelineStage, ...] = ()
+    """The stages of this rank whose outputs a backward has gradients for."""
+    custom: CustomFunction | None = None
+    """What the user wants to run instead."""
+    parts: tuple[Entry, ...] = ()
+    """Of an overlap that a function of the user runs."""
+
+    @property
+    def where(self) -> str:
+        """The name of it in messages: of an overlap with the part."""
+        return self.text if self.part is self.action else f"{self.text} of {self.action}"
+
+    @property
+    def waits(self) -> bool:
+        """True when something must have come before it runs."""
+        if self.parts:
+            return any(part.waits for part in self.parts)
+        computes = self.operation is F or self.operation in BACKWARD
+        return computes and (bool(self.reads) or self.residency is not None)
+
+
+def program(
+    schedule: Schedule,
+    rank: int,
+    stages: Mapping[int, PipelineStage],
+    residencies: Mapping[int, Several],
+    custom: Mapping[Operation, CustomFunction],
+) -> list[Entry]:
+    """The row of ``rank``, with the functions of the user by operation.
+
+    Gathers and reductions of plain stages are left out, where no function stands for them. An
+    overlap is one entry where a function runs it, else its parts are entries; so are parts that
+    need each other and cannot overlap.
+    """
+    return _Compiler(schedule, rank, stages, residencies, custom).run()
+
+
+class _Compiler:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, PipelineStage],
+        residencies: Mapping[int, Several],
+        custom: Mapping[Operation, CustomFunction],
+    ) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._stages = stages
+        self._residencies = residencies
+        self._custom = custom
+        self._received = received(schedule, rank)
+        self._legs: dict[Message, Leg] = {}
+        self._seen: set[Message] = set()
+
+    def run(self) -> list[Entry]:
+        found: list[Entry] = []
+        for action in self._schedule.actions(self._rank):
+            entries = [self._entry(action, part) for part in parts_of(action)]
+            listed = [entry for entry in entries if entry is not None]
+            found += [self._overlap(action, listed)] if self._is_overlap(action) else listed
+        return found
+
+    def _is_overlap(self, action: Action) -> bool:
+        """Check that a function of the user runs the parts of ``action`` at once."""
+        if action.operation not in self._custom or not action.parts:
+            return False
+        needs = {need for part in action.parts for need in dependencies(part, self._schedule)}
+        return needs.isdisjoint(action.parts)
+
+    def _overlap(self, action: Action, parts: list[Entry]) -> Entry:
+        first, operation = parts[0], action.operation
+        custom = self._custom[operation]
+        return Entry(
+            action,
+            action,
+            str(action),
+            operation,
+            first.index,
+            first.microbatch,
+            first.stage,
+            None,
+            custom=custom,
+            parts=tuple(parts),
+        )
+
+    def _entry(self, action: Action, part: Action) -> Entry | None:
+        index, operation, microbatch, _ = part
+        schedule, k = self._schedule, microbatch or 0
+        residency = self._residencies[index] or None
+        custom = self._custom.get(operation)
+        if residency is None and custom is None and operation in (UNSHARD, RESHARD, REDUCE_GRAD):
+            return None
+        stage = self._stages[index]
+        entry = Entry(action, part, str(part), operation, index, k, stage, residency, custom=custom)
+        if operation is F:
+            entry.reads = self._read(part._replace(operation=RECV_F))
+            entry.targets = self._here(schedule.targets[index])
+        elif operation is RECV_F or operation is RECV_B:
+            messages = self._received[action]
+            entry.posts = tuple(self._leg(message) for message in messages)
+        elif operation is SEND_F or operation is SEND_B:
+            entry.sends = tuple(self._leg(message) for message in sent(part, schedule))
+        elif operation in BACKWARD and operation is not W:
+            entry.reads = self._read(part._replace(operation=RECV_B))
+            entry.sources = self._here(schedule.sources[index])
+        return entry
+
+    def _here(self, stages: tuple[int, ...]) -> tuple[PipelineStage, ...]:
+        return tuple(self._stages[stage] for stage in stages if stage in self._stages)
+
+    def _read(self, action: Action) -> tuple[Leg, ...]:
+        new = [message for message in read(action, self._schedule) if message not in self._seen]
+        self._seen.update(new)
+        return tuple(self._leg(message) for message in new)
+
+    def _leg(self, message: Message) -> Leg:
+        found = self._legs.get(message)
+        if found is None:
+            operation, stage, target, k, source, reader = message
+            is_back = operation is SEND_B
+            tag = tag_of(self._schedule, PAYLOAD, stage, target, k, backward=is_back)
+            arrives = reader == self._rank
+            readers = (target,) if is_back else self._schedule.targets[stage]
+            at = readers[0] if arrives else stage
+            verb = ("RECV_" if arrives else "SEND_") + ("B" if is_back else "F")
+            label, peer = f"{at}{verb}{k}", source if arrives else reader
+            here = self._here(readers) if arrives else ()
+            if arrives and here and not is_back:
+                label = f"{here[0].stage_index}{verb}{k}"
+            found = self._legs[message] = Leg(message, tag, label, peer, here)
+        return found
+
+
+def tag_of(
+    schedule: Schedule, kind: int, stage: int, target: int, microbatch: int, *, backward: bool
+) -> int:
+    """The tag of a message, without the parity of its step."""
+    stages = max(schedule.stages, schedule.ranks)
+    tag = (kind * 2 + backward) * stages + stage
+    return 2 * ((tag * stages + target) * schedule.microbatches + microbatch)

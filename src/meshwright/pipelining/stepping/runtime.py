@@ -1,0 +1,468 @@
+"""One interpreter for all schedules: it goes through this rank's row, action by action."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.comm import Communicator, Pending
+from meshwright.comm.failures.notices import Notices
+from meshwright.comm.failures.whereabouts import object_of
+from meshwright.errors import PipelinePeerError
+from meshwright.pipelining.failures.failures import Failures
+from meshwright.pipelining.failures.schedule_order_check import Turns
+from meshwright.pipelining.messages.batch import Identities, Known, Microbatches
+from meshwright.pipelining.messages.known_signatures import Agreed
+from meshwright.pipelining.messages.metadata import detached, digest, signature_of
+from meshwright.pipelining.messages.transfers import Transfers, first_tag
+from meshwright.pipelining.messages.unanswered import UnansweredTransfers
+from meshwright.pipelining.stage import PipelineStage, StepOfStage
+from meshwright.pipelining.stepping.custom import call
+from meshwright.pipelining.stepping.listener import Listener
+from meshwright.pipelining.stepping.losses import Losses
+from meshwright.pipelining.stepping.program import CustomFunction, Entry, Leg, program
+from meshwright.pipelining.stepping.residency import Several
+from meshwright.pipelining.stepping.ties import Tie, TiedParameters
+from meshwright.schedule.actions import (
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    B,
+    F,
+    I,
+    Operation,
+    Schedule,
+    W,
+)
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Runs one lowered schedule on the stages of this rank, again and again."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        training: Schedule,
+        evaluation: Schedule,
+        communicator: Communicator,
+        loss_fn: Callable[..., Any] | None,
+        residencies: Mapping[int, Several],
+        number: int,
+    ) -> None:
+        """Both schedules are lowered, over the same stages; the group gave this one ``number``."""
+        self.schedules = {True: training, False: evaluation}
+        self.stages = stages
+        self.steps = 0
+        """Steps that have come as far as their first message."""
+        self.broken: BaseException | None = None
+        self._communicator = communicator
+        self._losses = None if loss_fn is None else Losses(loss_fn)
+        self._residencies = residencies
+        self._rank = communicator.rank
+        self._custom: dict[Operation, CustomFunction] = {}
+        self._compile()
+        self._agreed = Agreed()
+        self._first_tag = first_tag(training, number)
+        self._ids: Known = {}
+        self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
+        self._notices = Notices(communicator, f"schedule {number}")
+        has_replicas = any(residencies.values())
+        self._failures = Failures(communicator, self._notices, has_replicas=has_replicas)
+        ties = next(iter(stages.values())).ties
+        modules = {index: stage.submod for index, stage in stages.items()}
+        self._tied = TiedParameters(modules, ties, training.stage_ranks, residencies)
+        split = getattr(next(iter(stages.values())), "split", 0)
+        self._own = json.dumps({**_facts(training, loss_fn is not None, ties), "split": split})
+        self.plan = digest(self._own)
+        """What all ranks of the pipeline must agree on, as a number."""
+        self._notices.post(f"plan/{self._rank}", self._own)
+        self._what = f"{training.name} with {training.microbatches} microbatches ({self.plan:x})"
+        self._turns = Turns(communicator, Notices(communicator, "turns"), number, self._what)
+
+    def _compile(self) -> None:
+        self._programs = {
+            mode: program(schedule, self._rank, self.stages, self._residencies, self._custom)
+            for mode, schedule in self.schedules.items()
+        }
+
+    def register(self, functions: Mapping[Operation, CustomFunction]) -> None:
+        """Register functions of the user to run in place of actions, from the next step on."""
+        self._custom.update(functions)
+        self._compile()
+
+    def run(self, batch: Microbatches, *, training: bool) -> None:
+        """Run one step. What the batch is has been checked before.
+
+        Raises what a stage of this rank raises; for a failure on another rank, an error that
+        names rank, stage and action; at once, when an earlier step has left messages behind.
+        """
+        if self.broken is not None:
+            raise PipelinePeerError(
+                f"this schedule is unusable since an earlier step failed: {self.broken}"
+            ) from self.broken
+        self._failures.begin(self.steps)
+        self._turns.begin()
+        step = _Step(self, batch, training=training)
+        what = f"{'a step' if training else 'an evaluation'} of {self._what}"
+        residencies = [residency for residency in self._residencies.values() if residency]
+        try:
+            for residency in residencies:
+                residency.begin(what, training=training)
+            self._tied.send_values(step.transfers)
+            if training:
+                self._tied.begin()
+            step.run(self._programs[training])
+            step.finish()
+            for residency in residencies:
+                residency.finish()
+            step.end()
+        except BaseException as error:
+            self._tied.restore()
+            self._failed(step, error)
+            for residency in residencies:
+                residency.drop()
+            raise
+        finally:
+            for stage in self.stages.values():
+                stage.end_step()
+        self._agreed.keep(step.transfers.came)
+        self._agreed.keep(step.ids.made)
+        self._turns.end(self.steps)
+        self.steps += 1
+
+    def disagreement(self, rank: int) -> str:
+        """Describe the difference of the schedule of ``rank`` from that of this rank."""
+        mine = json.loads(self._own)
+        theirs = object_of(self._notices.read(f"plan/{rank}"), {}) or {}
+        parts = [
+            f"{name} is {value!r} on rank {self._rank} and {theirs.get(name)!r} on rank {rank}"
+            for name, value in mine.items()
+            if theirs.get(name) != value
+        ]
+        return "the ranks of the pipeline disagree: " + "; ".join(parts)
+
+    def _failed(self, step: _Step, error: BaseException) -> None:
+        has_begun = step.transfers.has_begun
+        if has_begun:
+            self.broken = error
+        else:
+            self._agreed.drop()
+        self._turns.end(self.steps, error if has_begun else None)
+        entry = step.entry
+        self._failures.tell(self.steps, error, entry.index, entry.where, for_good=has_begun)
+
+    def refused(self, error: Exception) -> None:
+        """A step could not begin on this rank: tell those that wait for it, until it can."""
+        if self.broken is None:
+            self._turns.end(self.steps)
+            self._failures.tell(self.steps, error, min(self.stages), "step()", for_good=False)
+
+    def look(self) -> None:
+        """Raise when another rank has failed in this step or an earlier one."""
+        self._failures.look(self.steps)
+        self._turns.look(self.steps)
+
+
+def _facts(schedule: Schedule, has_loss: bool, ties: Sequence[Tie]) -> dict[str, Any]:
+    """List in words what all ranks must agree on."""
+    return {
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "stages": schedule.stages,
+        "ranks of the stages": list(schedule.stage_ranks),
+        "edges": [list(edge) for edge in schedule.edges],
+        "loss": has_loss,
+        "ties": [[tie.owner, [list(name) for name in tie.names]] for tie in ties],
+        "order": digest([[str(action) for action in row] for row in schedule.rows]),
+    }
+
+
+class _Step:
+    """One step on one rank."""
+
+    def __init__(self, runtime: Runtime, batch: Microbatches, *, training: bool) -> None:
+        self.runtime = runtime
+        self.batch = batch
+        self.training = training
+        self.schedule = runtime.schedules[training]
+        self.entry = runtime._programs[training][0]
+        """The action that runs, or has failed."""
+        self._unposted: list[Leg] = []
+        self._listener: Listener | None = None
+        self.ids = Identities(runtime.stages, self.schedule, batch, runtime._ids, training=training)
+        self._reduced: set[int] = set()
+        self._late: list[Several] = []
+        """What is reduced when the row has been run."""
+        is_fake = runtime._communicator.backend == "fake"
+        kind = functools.partial(UnansweredTransfers, runtime.stages) if is_fake else Transfers
+        self.transfers = kind(
+            runtime._communicator,
+            self.schedule,
+            runtime.steps,
+            runtime._agreed,
+            runtime._headers,
+            self.ids,
+            runtime.look,
+            2 * runtime.plan + training,
+            runtime.disagreement,
+            runtime._first_tag,
+            runtime._failures,
+        )
+        count = self.schedule.microbatches
+        told = StepOfStage(training, batch.is_scaled, self.reduce_stage, count)
+        for stage in runtime.stages.values():
+            stage.begin_step(told)
+
+    def run(self, entries: Sequence[Entry]) -> None:
+        """Go through the row."""
+        self._listener = Listener.attached(self.runtime._communicator.clock)
+        if self._listener is not None:
+            self._run_heard(entries, self._listener)
+            return
+        for entry in entries:
+            self.entry = entry
+            if entry.waits:
+                self.wait_for(entry)
+            self.execute(entry)
+            if self._unposted:
+                self._unposted = self.transfers.post_rest(self._unposted)
+
+    def _run_heard(self, entries: Sequence[Entry], listener: Listener) -> None:
+        """Go through the row and tell of each action, without what it waits for."""
+        for entry in entries:
+            self.entry = entry
+            if entry.waits:
+                self.wait_for(entry)
+                listener.waited(entry)
+            with listener.action(entry):
+                self.execute(entry)
+            if self._unposted:
+                self._unposted = self.transfers.post_rest(self._unposted)
+            self.transfers.let_go()
+
+    def execute(self, entry: Entry) -> None:
+        """Run one action."""
+        if entry.custom is None:
+            _WHOLE[entry.operation](self, entry)
+        else:
+            self.call(entry)
+
+    def end(self) -> None:
+        """All has been waited for."""
+        if self._listener is not None:
+            self._listener.end()
+
+    # ------------------------------------------------------------------------ compute
+
+    def wait_for(self, entry: Entry) -> None:
+        """Wait for what a compute action reads, and for the stage's parameters."""
+        for part in entry.parts:
+            self.wait_for(part)
+        is_forward = entry.operation is F
+        for leg in entry.reads:
+            _, source, _, k, _, _ = leg.message
+            if is_forward:
+                values = self.transfers.take_outputs(leg)
+                for stage in leg.readers:
+                    stage.inbox.put_outputs(k, source, values)
+            else:
+                entry.stage.inbox.put_gradients(k, source, self.transfers.take_gradients(leg))
+        if entry.residency is not None:
+            entry.residency.wait_unshard()
+
+    def forward(self, entry: Entry) -> None:
+        """F: run the stage, hand over to stages of this rank."""
+        self._expect(entry)
+        self.run_forward(entry)
+        self._pass_outputs(entry)
+
+    def _expect(self, entry: Entry) -> None:
+        """Tell the stage what its outputs must be, where that is known."""
+        k = entry.microbatch
+        ids = self.ids(entry.index, self.transfers.incoming, wait=True) or ()
+        known = self.runtime._agreed[entry.index].outputs.get(ids[k])
+        if known is not None:
+            entry.stage.expected[k] = known
+
+    def run_forward(self, entry: Entry) -> None:
+        """The forward itself."""
+        k, stage, batch = entry.microbatch, entry.stage, self.batch
+        args = batch.args[k] if stage.takes_batch else ()
+        stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
+
+    def _pass_outputs(self, entry: Entry) -> None:
+        """Pass the outputs of a forward on: to the loss, or to the stages that read them."""
+        k, stage = entry.microbatch, entry.stage
+        known = stage.expected.get(k)
+        if stage.is_last:
+            self._lose(stage, k)
+        values = stage.take_outputs(k)
+        if known is None and not stage.is_last:
+            where = f"{stage.name} output of microbatch {k}"
+            ids = self.ids(entry.index, self.transfers.incoming, wait=True) or ()
+            self.runtime._agreed.learn(entry.index, ids[k], signature_of(values, where))
+        elif known is not None:
+            known.check_gradients(values, f"{stage.name} output of microbatch {k}")
+        for target in entry.targets:
+            target.inbox.put_outputs(k, entry.index, values)
+
+    def _lose(self, stage: PipelineStage, microbatch: int) -> None:
+        """Compute the loss of what a last stage has just made."""
+        batch, losses = self.batch, self.runtime._losses
+        if losses is None or batch.targets is None:
+            return
+        loss, start = losses.compute(
+            stage.results, batch.targets, microbatch, batch.weights, batch.loss_kwargs
+        )
+        batch.keep_loss(microbatch, loss)
+        if self.training:
+            stage.put_start(microbatch, start)
+
+    def backward(self, entry: Entry) -> None:
+        """B or I: run it, hand over."""
+        self.run_backward(entry)
+        self._pass_gradients(entry)
+
+    def run_backward(self, entry: Entry) -> None:
+        """The backward itself, or its input half."""
+        entry.stage.backward_one_chunk(entry.microbatch, None, entry.operation is B)
+
+    def _pass_gradients(self, entry: Entry) -> None:
+        """Pass the gradients of a backward on to stages of this rank, and count a whole one."""
+        k, inbox = entry.microbatch, entry.stage.inbox
+        if entry.operation is B:
+            self._count(entry)
+        for source in entry.sources:
+            gradients = inbox.take_gradients(k, source.stage_index)
+            source.inbox.put_gradients(k, entry.index, gradients)
+
+    def weight(self, entry: Entry) -> None:
+        """W: the weight half."""
+        self.run_weight(entry)
+        self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        """Count a weight half; of a last stage let the graph go, whose half is left as it was
+        when only the other was run."""
+        if entry.operation is W and entry.stage.is_last:
+            k, results, losses = entry.microbatch, entry.stage.results, self.batch.losses
+            if k in results:
+                results[k] = detached(results[k])
+            if k < len(losses):
+                losses[k] = detached(losses[k])
+        if entry.residency is not None:
+            entry.residency.accumulate()
+
+    def run_weight(self, entry: Entry) -> None:
+        """The weight half itself."""
+        entry.stage.backward_weight_one_chunk(entry.microbatch)
+
+    # ---------------------------------------------------------------------- transfers
+
+    def send_outputs(self, entry: Entry) -> None:
+        """SEND_F."""
+        values = entry.stage.take_outputs(entry.microbatch)
+        for leg in entry.sends:
+            self.transfers.send_outputs(leg, values)
+
+    def send_gradients(self, entry: Entry) -> None:
+        """SEND_B."""
+        for leg in entry.sends:
+            gradients = entry.stage.inbox.take_gradients(entry.microbatch, leg.message.target)
+            self.transfers.send_gradients(leg, gradients)
+
+    def post(self, entry: Entry) -> None:
+        """RECV_F and RECV_B: post now, or as soon as the sizes are known."""
+        self._unposted += self.transfers.post(entry.posts)
+
+    def unshard(self, entry: Entry) -> None:
+        """UNSHARD."""
+        if entry.residency is not None:
+            entry.residency.unshard()
+
+    def reshard(self, entry: Entry) -> None:
+        """RESHARD."""
+        if entry.residency is not None:
+            entry.residency.reshard()
+
+    def reduce(self, entry: Entry) -> None:
+        """REDUCE_GRAD."""
+        self.reduce_stage(entry.index)
+
+    def reduce_stage(self, index: int) -> None:
+        """Start to sum gradients. With tied parameters that waits for other holders, at the end."""
+        residency = self.runtime._residencies[index]
+        self._reduced.add(index)
+        if index in self.runtime._tied.stages:
+            self._late.append(residency)
+        else:
+            residency.reduce()
+
+    def finish(self) -> None:
+        """The row has been run: tied gradients, what waits for them, and what is being sent."""
+        if self.training:
+            self.runtime._tied.add_up(self.transfers)
+        for residency in self._late:
+            residency.reduce()
+        self.transfers.finish()
+
+    # --------------------------------------------------------------- functions of the user
+
+    def call(self, entry: Entry) -> None:
+        """Run a function of the user in place of the action, or of both parts of an overlap."""
+        parts = entry.parts or (entry,)
+        for part in parts:
+            if part.operation is F:
+                self._expect(part)
+        call(entry, self.batch.context, self._run_part, self._reduced)
+        self.entry = entry
+        for part in parts:
+            after = _HANDLERS[part.operation].after
+            if after is not None:
+                after(self, part)
+
+    def _run_part(self, entry: Entry) -> None:
+        """Do what the schedule would do for a part of what a function of the user runs."""
+        self.entry = entry
+        _HANDLERS[entry.operation].run(self, entry)
+
+
+class _Handler(NamedTuple):
+    """The functions that run one kind of operation."""
+
+    whole: Callable[[_Step, Entry], None]
+    run: Callable[[_Step, Entry], None]
+    """What a function of the user may do instead."""
+    after: Callable[[_Step, Entry], None] | None = None
+    """What follows it."""
+
+
+def _plain(whole: Callable[[_Step, Entry], None]) -> _Handler:
+    return _Handler(whole, whole)
+
+
+_BACKWARD = _Handler(_Step.backward, _Step.run_backward, _Step._pass_gradients)
+_HANDLERS: Mapping[Operation, _Handler] = {
+    F: _Handler(_Step.forward, _Step.run_forward, _Step._pass_outputs),
+    B: _BACKWARD,
+    I: _BACKWARD,
+    W: _Handler(_Step.weight, _Step.run_weight, _Step._count),
+    SEND_F: _plain(_Step.send_outputs),
+    SEND_B: _plain(_Step.send_gradients),
+    RECV_F: _plain(_Step.post),
+    RECV_B: _plain(_Step.post),
+    UNSHARD: _plain(_Step.unshard),
+    RESHARD: _plain(_Step.reshard),
+    REDUCE_GRAD: _plain(_Step.reduce),
+}
+_WHOLE = {operation: handler.whole for operation, handler in _HANDLERS.items()}

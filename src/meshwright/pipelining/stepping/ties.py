@@ -1,0 +1,404 @@
+"""Parameters that several stages hold: copies of one parameter, whose gradients are summed.
+
+When the rank has run its row, holders send each other what this step has given them, and each adds
+it up in the order of stages: all get the same bits. That is after the last weight half of every
+holder and before gradients are reduced over data-parallel ranks, because holders may be sharded
+differently; and it is the end of the row because a rank that waited for another holder any earlier
+could hold up that one. Gradients of earlier steps are put aside meanwhile: they are sums already.
+In the first step the owner's values are sent to the other holders.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from meshwright.comm.dtensors.dtensor import dtensor_like, is_dtensor, local_of
+from meshwright.errors import LayoutError, PipeliningShapeError
+from meshwright.pipelining.messages.metadata import digest
+from meshwright.pipelining.stepping.residency import Several
+
+__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted", "own_copies"]
+
+_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Names that wrappers put into the name of a parameter."""
+_FROZEN = -1
+"""Sent in place of a gradient that is not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One parameter of the model that several stages hold."""
+
+    owner: int
+    """The stage whose copy gives the value, and counts."""
+    names: tuple[tuple[int, str], ...]
+    """(stage, name in that stage) of every holder."""
+
+
+def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Copy a parameter with the attributes that were set on it; hooks stay with the original."""
+    copied = copy.deepcopy(parameter, own_copies([parameter]))
+    vars(copied).update(vars(parameter))
+    return copied
+
+
+def own_copies(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    """Copy those of ``tensors`` that ``copy.deepcopy`` cannot, for its memo.
+
+    These are leaves of subclasses without storage of their own kind. Raises TypeError, with the
+    name of the class, where a copy would be of another one.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        kind = type(tensor)
+        is_plain = kind is torch.Tensor or nn.Parameter in kind.__mro__
+        if is_plain or kind.__deepcopy__ is not torch.Tensor.__deepcopy__:
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            continue
+        found = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if type(found) is not kind:
+            raise TypeError(
+                f"a tensor of class {kind.__name__} cannot be copied: clone() gives a "
+                f"{type(found).__name__}. Give the class a __deepcopy__"
+            )
+        if isinstance(tensor, nn.Parameter):
+            found = nn.Parameter(found, tensor.requires_grad)
+        vars(found).update(vars(tensor))
+        memo[id(tensor)] = found
+    return memo
+
+
+class Wire(Protocol):
+    """The carrier of tensors between stages of different ranks."""
+
+    def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
+        """Send message ``number`` of ``stage`` to stage ``target``."""
+        ...
+
+    def recv_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
+        """Wait for message ``number`` of ``stage`` to ``target``, which is on this rank."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A tie with the parameters of this rank."""
+
+    tie: Tie
+    places: dict[int, tuple[nn.Module, str]]
+    """By stage of this rank, the module that uses it, and its name there."""
+    parameters: dict[int, torch.Tensor]
+    """By stage of this rank, what computes, with this rank's own gradient."""
+    before: dict[int, torch.Tensor | None]
+    """By stage of this rank, the gradient of earlier steps."""
+
+
+class TiedParameters:
+    """The tied parameters of the stages of one rank.
+
+    Raises ``ValueError`` for ties whose stages or parameters do not exist.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        ties: Sequence[Tie],
+        stage_ranks: Sequence[int],
+        residencies: Mapping[int, Several],
+    ) -> None:
+        """``modules`` are this rank's, by stage; ``stage_ranks`` gives the rank of each stage."""
+        self._residencies = residencies
+        self._ranks = tuple(stage_ranks)
+        self._held: list[_Held] = []
+        # Messages of gradients are numbered after those of values, alike on all ranks.
+        self._first_gradient = 1 + len(ties)
+        self._is_open = False
+        self._has_values = False
+        for tie in ties:
+            _check(tie, len(self._ranks))
+            places = {
+                stage: _place(modules[stage], stage, name, residencies[stage])
+                for stage, name in tie.names
+                if stage in modules
+            }
+            if places:
+                self._held.append(_Held(tie, places, {}, {}))
+        self._look_up()
+        self._mine = frozenset(modules)
+        self._peers = self._find_peers()
+        self.stages = frozenset(stage for held in self._held for stage in held.parameters)
+        """Stages of this rank that hold tied parameters."""
+
+    def _find_peers(self) -> list[tuple[int, int]]:
+        """(stage of this rank, stage of another) that hold a parameter together."""
+        found = {
+            (mine, other)
+            for held in self._held
+            for mine in held.parameters
+            for other, _ in held.tie.names
+            if other not in self._mine
+        }
+        return sorted(found, key=lambda pair: (min(pair), max(pair)))
+
+    def _look_up(self) -> None:
+        """Look up the tensors that compute: they may be others in another step."""
+        for held in self._held:
+            for stage, (module, name) in held.places.items():
+                found = self._residencies[stage].computing(module, name)
+                if found is None:
+                    raise ValueError(f"stage {stage} has lost its parameter {name!r}")
+                held.parameters[stage] = found
+
+    # -------------------------------------------------------------------------- steps
+
+    def begin(self) -> None:
+        """A training step begins: put the gradients of earlier ones aside."""
+        self._look_up()
+        for held in self._held:
+            held.before = {stage: _gradient(p) for stage, p in held.parameters.items()}
+            for parameter in held.parameters.values():
+                parameter.grad = None
+        self._is_open = bool(self._held)
+
+    def restore(self) -> None:
+        """The step has failed: put what was put aside back."""
+        if self._is_open:
+            self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        for held in self._held:
+            for stage, parameter in held.parameters.items():
+                before, now = held.before.pop(stage, None), _gradient(parameter)
+                if before is not None and now is not None:
+                    before += now
+                if before is not None:
+                    _set_gradient(parameter, before)
+
+    def send_values(self, wire: Wire) -> None:
+        """Give the owner's values to the other holders, unless a step has done so."""
+        if self._has_values or not self._held:
+            return
+        gathered = [self._residencies[stage] for stage in sorted(self.stages)]
+        for residency in gathered:
+            residency.unshard()
+            residency.wait_unshard()
+        self._look_up()
+        self._exchange_values(wire)
+        wire.finish()  # what is being sent lies where the shards will take the memory back
+        for held in self._held:
+            for stage, place in held.places.items():
+                if stage != held.tie.owner:
+                    self._residencies[stage].written(*place)
+        for residency in gathered:
+            residency.reshard()
+
+    def _exchange_values(self, wire: Wire) -> None:
+        for mine, other in self._peers:
+            shared = self._shared(mine, other)
+            given = [held for held in shared if held.tie.owner == mine]
+            taken = [held for held in shared if held.tie.owner == other]
+            if given:
+                _send(
+                    wire,
+                    mine,
+                    other,
+                    [local_of(held.parameters[mine]).detach() for held in given],
+                    0,
+                )
+            for held, value in zip(taken, _receive(wire, other, mine, taken, 0), strict=True):
+                if isinstance(value, torch.Tensor):
+                    for parameter in held.parameters.values():
+                        local_of(parameter).detach().copy_(value)
+        for held in self._held:
+            own = held.parameters.get(held.tie.owner)
+            for parameter in held.parameters.values():
+                if own is not None and parameter is not own:
+                    local_of(parameter).detach().copy_(local_of(own).detach())
+
+    def add_up(self, wire: Wire) -> None:
+        """Sum the gradients of this step over all holders, and add them to those of earlier ones.
+
+        Of two holders the lower stage sends first, as backends without tags need it. The owner says
+        whether the parameter is frozen.
+
+        Raises `PipeliningShapeError` when a parameter differs among its holders, `LayoutError` when
+        another holder has frozen what its owner trains.
+        """
+        if not self._is_open:
+            return
+        parts = [
+            {stage: g for stage, p in held.parameters.items() if (g := _gradient(p)) is not None}
+            for held in self._held
+        ]
+        frozen = [
+            {stage for stage, p in held.parameters.items() if not p.requires_grad}
+            for held in self._held
+        ]
+        start = self._first_gradient
+        for mine, other in self._peers:
+            shared = self._shared(mine, other)
+            places = [self._held.index(held) for held in shared]
+            given = [
+                _FROZEN if mine in frozen[place] else parts[place].get(mine) for place in places
+            ]
+            if mine < other:
+                _send(wire, mine, other, given, start)
+            found = _receive(wire, other, mine, shared, start)
+            if mine > other:
+                _send(wire, mine, other, given, start)
+            for place, gradient in zip(places, found, strict=True):
+                if isinstance(gradient, torch.Tensor):
+                    parts[place][other] = gradient
+                elif gradient is not None:
+                    frozen[place].add(other)
+        wire.finish()  # reductions write to where these gradients lie
+        for held, gradients, still in zip(self._held, parts, frozen, strict=True):
+            if held.tie.owner in still:
+                gradients.clear()
+                for parameter in held.parameters.values():
+                    parameter.grad = None
+            elif still:
+                raise _frozen_in_part(held.tie, still)
+            self._set_sum(held, gradients)
+        self._close()
+        self._has_values = True
+
+    def _set_sum(self, held: _Held, parts: Mapping[int, torch.Tensor]) -> None:
+        if not parts:
+            return
+        first, *rest = (parts[stage] for stage in sorted(parts))
+        total = first.clone()
+        for part in rest:
+            total += part
+        for number, parameter in enumerate(held.parameters.values()):
+            _set_gradient(parameter, total.clone() if number else total)
+
+    # ----------------------------------------------------------------------- messages
+
+    def _shared(self, stage: int, other: int) -> list[_Held]:
+        """List what two stages hold together, in an order that both know."""
+        return [
+            held
+            for held in self._held
+            if {stage, other} <= {holder for holder, _ in held.tie.names}
+        ]
+
+
+def _frozen_in_part(tie: Tie, frozen: Iterable[int]) -> LayoutError:
+    stage, names = min(frozen), dict(tie.names)
+    return LayoutError(
+        f"parameter {names[tie.owner]!r} trains in stage {tie.owner}, and its copy "
+        f"{names[stage]!r} in stage {stage} is frozen, so that a part of its gradient would be "
+        "missing: freeze it under both names, or under none"
+    )
+
+
+def _send(
+    wire: Wire, stage: int, target: int, tensors: Sequence[torch.Tensor | int | None], start: int
+) -> None:
+    """Send what there is, after one message that says what that is."""
+    facts = [_facts(each) if isinstance(each, torch.Tensor) else each or 0 for each in tensors]
+    wire.send_tied(torch.tensor(facts), stage, target, start)
+    for number, tensor in enumerate(tensors, start + 1):
+        if isinstance(tensor, torch.Tensor):
+            wire.send_tied(tensor, stage, target, number)
+
+
+def _receive(
+    wire: Wire, stage: int, target: int, shared: Sequence[_Held], start: int
+) -> list[torch.Tensor | int | None]:
+    if not shared:
+        return []
+    facts = torch.zeros(len(shared), dtype=torch.int64)
+    wire.recv_tied(facts, stage, target, start)
+    found: list[torch.Tensor | int | None] = []
+    for number, (held, fact) in enumerate(zip(shared, facts.tolist(), strict=True), start + 1):
+        if fact in (0, _FROZEN):
+            found.append(fact or None)
+            continue
+        like = local_of(held.parameters[target])
+        buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
+        if fact != _facts(buffer):
+            names = dict(held.tie.names)
+            raise PipeliningShapeError(
+                f"the tied parameter {names[target]!r} of stage {target} has shape "
+                f"{list(buffer.shape)} and {buffer.dtype}, and {names[stage]!r} of stage {stage} "
+                "another shape or dtype: holders of a tie must be copies of one parameter"
+            )
+        wire.recv_tied(buffer, stage, target, number)
+        found.append(buffer)
+    return found
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient of ``parameter``, which all holders cut alike."""
+    return None if parameter.grad is None else local_of(parameter.grad)
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = dtensor_like(gradient, parameter) if is_dtensor(parameter) else gradient
+
+
+def _facts(tensor: torch.Tensor) -> int:
+    """Compute a number of what a receiver must agree on."""
+    return digest(list(tensor.shape), str(tensor.dtype))
+
+
+def counted(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[nn.Parameter]:
+    """The parameters of stages, by stage, without copies of what another stage owns."""
+    copies = {
+        id(_parameter(modules[stage], stage, name))
+        for tie in ties
+        for stage, name in tie.names
+        if stage in modules and stage != tie.owner
+    }
+    every = [parameter for module in modules.values() for parameter in module.parameters()]
+    return [parameter for parameter in every if id(parameter) not in copies]
+
+
+def _check(tie: Tie, stages: int) -> None:
+    holders = [stage for stage, _ in tie.names]
+    wrong = [stage for stage in holders if not 0 <= stage < stages]
+    if wrong or tie.owner not in holders or len(set(holders)) != len(holders):
+        raise ValueError(
+            f"expected a tie of different stages below {stages}, one of them its owner, found "
+            f"{tie}: for one stage share the parameter itself"
+        )
+
+
+def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
+    """The parameter called ``name``, whatever wrappers have put into its name."""
+    for found, parameter in module.named_parameters(remove_duplicate=False):
+        if _unwrapped(found) == name:
+            return parameter
+    raise _missing(stage, name)
+
+
+def _place(module: nn.Module, stage: int, name: str, residency: Several) -> tuple[nn.Module, str]:
+    """The module that uses the parameter called ``name``, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    for found, part in module.named_modules(remove_duplicate=False):
+        if _unwrapped(found) == path and residency.computing(part, leaf) is not None:
+            return part, leaf
+    raise _missing(stage, name)
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _missing(stage: int, name: str) -> ValueError:
+    return ValueError(f"stage {stage} has no parameter {name!r}, which it should hold for a tie")

@@ -1,0 +1,214 @@
+"""A training step that writes what each rank holds of every tensor: ``--trace-tensors``.
+
+::
+
+    forwards: input, outputs of modules | backwards | gradients, reduced | clip, update | parameters
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm import Communicator
+from meshwright.comm.graphs.untraced import apart, untraced
+from meshwright.comm.dtensors.gather_dtensor import Holding, held
+from meshwright.composition import StepResult, Trainable
+from meshwright.layout import Box
+from meshwright.plan import match_names
+from meshwright.recipes.runs.digest import digest
+from meshwright.recipes.runs.metrics import MetricsFile
+from meshwright.report import Header, TensorRow, trace_file
+
+__all__ = ["TensorTrace", "open_trace", "traced_modules"]
+
+Write = Callable[[Mapping[str, object]], None]
+
+
+def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that ``patterns`` match, or all that hold no others, by name."""
+    modules = {name: part for name, part in module.named_modules() if name}
+    if not patterns:
+        return {name: part for name, part in modules.items() if not [*part.children()]}
+    return {name: modules[name] for each in patterns for name in match_names(each, modules)}
+
+
+def open_trace(folder: Path, header: Header, limit: float, world: Communicator) -> MetricsFile:
+    """The file of this rank, begun with ``header``; all ranks call it together.
+
+    What any rank wrote of the header's step and later ones is dropped, also that of ranks that are
+    no more. The file is closed before it grows beyond ``limit`` bytes.
+    """
+    if world.rank == 0:
+        for path in trace_file(folder, 0).parent.glob("rank_*.jsonl"):
+            MetricsFile(path, step=header.step - 1).close()
+    world.barrier(label="tensor traces").wait()
+    file = MetricsFile(trace_file(folder, world.rank), step=header.step - 1, limit=limit)
+    file.write(header.to_json())
+    return file
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The forward pass that one stage is in."""
+
+    begin: int
+    """First sample of its microbatch in the global batch."""
+    samples: int = 0
+    microbatch: int = -1
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class TensorTrace:
+    """Trains as ``trainable`` does and writes a row for each tensor; see `TensorRow`.
+
+    ``share`` samples of each global batch are this rank's. Left out are outputs whose dim 0 is no
+    multiple of the samples of their microbatch, and what is computed again in a backward pass.
+    """
+
+    def __init__(
+        self, trainable: Trainable, write: Write, *, share: int, modules: Sequence[str] = ()
+    ) -> None:
+        self._trainable = trainable
+        self._write = write
+        self._first = trainable.data_rank * share
+        over = trainable.communicators.get("tensor")
+        self._tensor_rank = "" if over is None else f"{over.rank} of {over.size}"
+        self._step = 0
+        self._passes: dict[int, _Pass] = {}
+        for stage, entry in trainable.entries:
+            entry.register_forward_pre_hook(partial(self._enter, stage), with_kwargs=True)
+            for name, module in traced_modules(modules, entry).items():
+                module.register_forward_hook(partial(self._leave, stage, name))
+
+    def step(self, batch: object, target: object = None) -> StepResult:
+        """As `Trainable.step`."""
+        trainable = self._trainable
+        self._step = trainable.steps + 1
+        self._passes = {stage: _Pass(self._first) for stage, _ in trainable.entries}
+        try:
+            trainable.forward_backward(batch, target)
+        finally:
+            self._passes = {}
+        self._write_all("gradient")
+        result = trainable.optimizer_step()
+        self._write_all("parameter")
+        self._put("loss", "", (0, 0), held(result.loss, "loss"))
+        return result
+
+    # ----------------------------------------------------------------------------- activations
+
+    @apart
+    def _enter(
+        self, stage: int, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        if torch.compiler.is_compiling():
+            untraced(self._enter, stage, module, args, kwargs)
+            return
+        values = _tensors((args, kwargs)) if self._is_traced(stage) else []
+        if not values:
+            return
+        last = self._passes[stage]
+        begin = last.begin + last.samples
+        now = _Pass(begin, values[0].shape[0], last.microbatch + 1)
+        self._passes[stage] = now
+        if stage == 0:
+            self._put_samples("input", "", (0, 0), values[0], now)
+
+    @apart
+    def _leave(
+        self, stage: int, name: str, module: nn.Module, args: object, output: object
+    ) -> None:
+        if torch.compiler.is_compiling():
+            untraced(self._leave, stage, name, module, args, output)
+            return
+        if not self._is_traced(stage):
+            return
+        now = self._passes[stage]
+        values = _tensors(output)
+        for number, value in enumerate(values):
+            full = name if len(values) == 1 else f"{name}[{number}]"
+            self._put_samples("activation", full, (stage, now.calls.total()), value, now)
+            now.calls[full] += 1
+
+    def _is_traced(self, stage: int) -> bool:
+        """Check that a step's own forward pass runs: no evaluation, no recomputation."""
+        return stage in self._passes and torch._C._current_graph_task_id() == -1
+
+    def _put_samples(
+        self, kind: str, name: str, place: tuple[int, int], value: Tensor, now: _Pass
+    ) -> None:
+        """Write a row of a tensor whose dim 0 holds the samples of a microbatch."""
+        each, rest = divmod(value.shape[0], max(1, now.samples))
+        if rest or not each:
+            return
+        holding = held(value, name)
+        first = now.begin * each
+        boxes = tuple(Box((first + b.offset[0], *b.offset[1:]), b.shape) for b in holding.boxes)
+        self._put(kind, name, place, replace(holding, boxes=boxes), now, each)
+
+    # -------------------------------------------------------------------------------- all tensors
+
+    def _write_all(self, kind: str) -> None:
+        owned = self._trainable.named_parameters()
+        for stage, entry in self._trainable.entries:
+            for number, (name, parameter) in enumerate(entry.named_parameters()):
+                value = parameter.grad if kind == "gradient" else parameter
+                if name in owned and value is not None:
+                    self._put(kind, name, (stage, number), held(value, name))
+
+    def _put(
+        self,
+        kind: str,
+        name: str,
+        place: tuple[int, int],
+        holding: Holding,
+        now: _Pass | None = None,
+        each: int = 1,
+    ) -> None:
+        sums = digest(holding)
+        if not sums.numel:
+            return
+        shape, samples = holding.shape, None
+        if now is not None:
+            shape = shape[1:] if each == 1 else (each, *shape[1:])
+            samples = (now.begin, now.begin + now.samples)
+        row = TensorRow(
+            step=self._step,
+            kind=kind,
+            name=name,
+            call=0 if now is None else now.calls[name],
+            place=place,
+            shape=shape,
+            dtype=str(holding.local.dtype).removeprefix("torch."),
+            part=_part(holding, skipped=int(now is not None)),
+            samples=samples,
+            microbatch=None if now is None else now.microbatch,
+            sums=sums,
+            tensor_rank=self._tensor_rank if kind == "activation" else "",
+        )
+        self._write(row.to_json())
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _part(holding: Holding, *, skipped: int) -> str:
+    """The ranges of the boxes in all dims after the first ``skipped``; empty for the whole."""
+    shape = holding.shape[skipped:]
+    if all(box.shape[skipped:] == shape for box in holding.boxes):
+        return ""
+    return ";".join(
+        ",".join(
+            f"{o}:{o + n}" for o, n in zip(box.offset[skipped:], box.shape[skipped:], strict=True)
+        )
+        for box in holding.boxes
+    )

@@ -1,0 +1,317 @@
+"""Equality of what each rank of an axis holds whole: parameters, their gradients, and inputs.
+
+Digests are compared first, in one exchange. Parameters have to be equal bit by bit. What was
+computed may differ by the rounding of operators that add in no fixed order, as some do on a GPU:
+where digests of it differ, the values of the axis' first rank decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import (
+    is_replicated,
+    known_at_rest,
+    local_of,
+    mesh_communicators,
+)
+from meshwright.errors import LayoutError
+
+__all__ = [
+    "Difference",
+    "Exchange",
+    "are_equal",
+    "beyond_rounding",
+    "digest_of",
+    "first_difference",
+    "held_whole",
+    "is_due",
+    "rounding_floor",
+    "verify_gradients",
+    "verify_plain",
+    "verify_replicated",
+]
+
+Exchange = Callable[[str], list[str]]
+"""Gives what each rank of an axis says, in rank order."""
+
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Norm of a difference over the norm of what is expected; half precision has `_COARSE`."""
+_COARSE = 5e-2
+_FLOOR = 1e-3
+"""Of the largest: smaller ones may be nothing but rounding, as gradients of key biases are."""
+
+
+def is_due(number: int) -> bool:
+    """Choose the times that are compared, by their ``number``: the first, second, fourth, ..."""
+    return number.bit_count() == 1
+
+
+@torch.no_grad()
+def verify_replicated(module: nn.Module, communicator: Communicator | None = None) -> None:
+    """Check that what is replicated over ranks of an axis is equal there, bit by bit.
+
+    Parameters that are DTensors are compared over each axis of their mesh that replicates them,
+    plain ones over ``communicator`` if there is one. All ranks call it together; one exchange of
+    digests for each axis. Parameters on the meta device are left out.
+
+    Raises `LayoutError` on all ranks of the axis, naming the first parameter that differs and the
+    ranks on both sides.
+    """
+    by_axis: dict[Communicator, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in module.named_parameters():
+        for axis, local in _replicated(parameter, communicator):
+            if axis.size > 1 and local.device.type != "meta":
+                by_axis.setdefault(axis, []).append((name, local))
+    for axis, named in by_axis.items():
+        hint = "Seed all ranks alike, or parallelise with src_data_rank=0"
+        _verify(axis, named, hint, functools.partial(_gathered, axis))
+
+
+@torch.no_grad()
+def verify_plain(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], exchange: Exchange
+) -> None:
+    """Check that parameters without a style are equal on the ranks of ``axis``, bit by bit.
+
+    All ranks call it together; digests go through ``exchange``. Raises `LayoutError` on all.
+    """
+    hint = (
+        "it has no style, so each rank keeps its own. Seed all ranks alike, or load the same state "
+        "on all; where ranks are to differ, give its module a ParallelStyle of your own"
+    )
+    _verify(axis, named, hint, exchange)
+
+
+@torch.no_grad()
+def verify_gradients(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor]], exchange: Exchange
+) -> None:
+    """Check that gradients of parameters that the ranks of ``axis`` hold whole are equal there.
+
+    All ranks call it together, before the update, with the same parameters in the same order.
+    Raises `LayoutError` on all of them: a step would train copies of one parameter apart.
+    """
+    gradients = [(name, held_whole(p, axis, p.grad)) for name, p in named]
+    found = None if are_equal(gradients, exchange) else first_difference(axis, gradients)
+    if found is not None:
+        raise LayoutError(
+            f"axis {axis.axis}: each of the ranks {list(axis.ranks)} holds {found.name} whole, and "
+            f"its gradient {found.text}: a step would train the copies apart. Either each rank "
+            "computed a share of the gradient, and the module needs a style that sums them "
+            '(SequenceParallel, or "replicated" in [tensor] rules), or the ranks took different '
+            "branches or were given different batches"
+        )
+
+
+def held_whole(
+    parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None
+) -> torch.Tensor | None:
+    """This rank's part of ``value``, which lies as ``parameter`` does; None if ``axis`` cuts it.
+
+    None, too, for a partial sum, and for kinds of tensors whose bits cannot be read.
+    """
+    if value is None or _is_cut(parameter, axis) or _is_cut(value, axis):
+        return None
+    local = local_of(value).detach()
+    is_known = type(local) in (torch.Tensor, nn.Parameter) and local.device.type != "meta"
+    readable = local.layout in (torch.strided, torch.sparse_coo) and not local.is_nested
+    return local if is_known and readable and not local.is_quantized else None
+
+
+def _is_cut(tensor: torch.Tensor, axis: Communicator) -> bool:
+    """Check for ranks of ``axis`` that hold different parts of a DTensor, or summands."""
+    rest = known_at_rest(tensor)
+    if rest is None:
+        return False
+    over = zip(mesh_communicators(rest.mesh, "tensor"), rest.placements, strict=True)
+    return any(each.ranks == axis.ranks and not is_replicated(placed) for each, placed in over)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first of several tensors that ranks do not hold alike."""
+
+    name: str
+    text: str
+    """In what it differs, after "it"."""
+
+
+def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange) -> bool:
+    """Check that all ranks hold the same bits; one ``exchange``."""
+    return len(set(exchange(hashlib.sha256(_digests(named)).hexdigest()))) == 1
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Describe ``tensor`` and its values; "" of one number alone, or none, which says little."""
+    if not tensor.is_sparse:
+        elements = _bytes_of(tensor).view(tensor.numel(), tensor.element_size())
+        if not tensor.numel() or bool((elements == elements[0]).all()):
+            return ""
+    return " ".join(_digest(tensor))
+
+
+@torch.no_grad()
+def first_difference(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
+) -> Difference | None:
+    """Find what differs between ranks by more than rounding, the same on all of them, or None.
+
+    All ranks of ``axis`` call it together, where they know that bits differ.
+    """
+    lists = _everyones(axis, named)
+    names = [[name for name, *_ in rows] for rows in lists]
+    for rank, other in zip(axis.ranks, names, strict=True):
+        if other != names[0]:
+            return Difference(
+                "other tensors", f"is compared on rank {rank} than on rank {axis.ranks[0]}"
+            )
+    floor = rounding_floor([t for _, t in named if t is not None and _is_real(t)])
+    for position, (name, mine) in enumerate(named):
+        kinds = [rows[position][1] for rows in lists]
+        if len(set(kinds)) > 1:
+            sides = _sides(axis, kinds)
+            told = ", ".join(f"{kind} on ranks {ranks}" for kind, ranks in sides.items())
+            return Difference(name, f"is {told}")
+        sides = _sides(axis, [rows[position][2] for rows in lists])
+        if mine is None or len(sides) == 1:
+            continue
+        if not _is_real(mine):
+            told = " and ".join(map(str, sides.values()))
+            return Difference(name, f"differs between ranks {told}")
+        errors = _distances(axis, name, mine, floor)
+        if any(errors):
+            others = [r for r, e in zip(axis.ranks, errors, strict=True) if e]
+            return Difference(
+                name,
+                f"differs on ranks {others} from that on rank {axis.ranks[0]}, by up to "
+                f"{max(errors):.3g} of its norm",
+            )
+    return None
+
+
+def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) -> list[float]:
+    """By rank, how far its values are from those of the first one, see `beyond_rounding`."""
+    first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
+    values = first.clone()
+    axis.broadcast(first, label=f"values of {name}, which differ").wait()
+    error = beyond_rounding(values, first, floor)
+    return [e for (e,) in axis.gather_numbers([error], label=f"differences of {name}")]
+
+
+def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
+    """Bound the norm that a tensor may have from rounding, beside others of its computation."""
+    norms = [float(local_of(t).detach().abs().float().norm()) for t in tensors]
+    return _FLOOR * max(filter(math.isfinite, norms), default=0.0)
+
+
+def beyond_rounding(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """Norm of the difference over that of ``expected``; 0 where that is rounding.
+
+    A norm of ``floor`` may come from rounding. What is not finite has to be so in both.
+    """
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = found.detach().to(wide), expected.detach().to(wide)
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return float("inf")
+    a, b = a.where(finite, 0.0), b.where(finite, 0.0)
+    difference, size = float((a - b).norm()), float(b.norm())
+    tolerance = _ROUNDING.get(expected.dtype.to_real(), _COARSE)
+    if difference <= tolerance * (size + floor):
+        return 0.0
+    return difference / max(size, torch.finfo(torch.float64).tiny)
+
+
+def _replicated(
+    parameter: nn.Parameter, communicator: Communicator | None
+) -> Iterator[tuple[Communicator, torch.Tensor]]:
+    """The axes that replicate ``parameter``, each with what is to be equal there."""
+    rest = known_at_rest(parameter)
+    if rest is None:
+        if communicator is not None:
+            yield communicator, parameter.detach()
+        return
+    axes = mesh_communicators(rest.mesh, "tensor")
+    for axis, placement in zip(axes, rest.placements, strict=True):
+        if is_replicated(placement):
+            yield axis, rest.local.detach()
+
+
+def _gathered(axis: Communicator, said: str) -> list[str]:
+    rows = axis.gather_bytes(said.encode(), label="digest of what ranks hold whole")
+    return [row.decode() for row in rows]
+
+
+def _verify(
+    axis: Communicator,
+    named: Sequence[tuple[str, torch.Tensor]],
+    hint: str,
+    exchange: Exchange,
+) -> None:
+    if are_equal(named, exchange):
+        return
+    lists = _everyones(axis, named)
+    for position in range(min(map(len, lists))):
+        sides = _sides(axis, [tuple(rows[position][1:]) for rows in lists])
+        if len(sides) > 1:
+            differing = " and ".join(map(str, sides.values()))
+            raise LayoutError(
+                f"axis {axis.axis}: expected {lists[0][position][0]} to be equal on the ranks "
+                f"{list(axis.ranks)}, which replicate it; ranks {differing} "
+                f"hold different values. {hint}"
+            )
+    raise LayoutError(f"axis {axis.axis}: the ranks {list(axis.ranks)} replicate other parameters")
+
+
+def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> bytes:
+    return json.dumps([[name, *_digest(tensor)] for name, tensor in named]).encode()
+
+
+def _everyones(
+    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
+) -> list[list[list[str]]]:
+    """Each rank's names, kinds and digests."""
+    rows = axis.gather_bytes(_digests(named), label="what ranks hold whole, and differs")
+    return [json.loads(row) for row in rows]
+
+
+def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
+    """Describe ``tensor``, and make a digest of its values."""
+    if tensor is None:
+        return "missing", ""
+    parts = [tensor.detach()]
+    if tensor.is_sparse:
+        parts = [tensor.detach().coalesce().indices(), tensor.detach().coalesce().values()]
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(_bytes_of(part).numpy().tobytes())
+    kind = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    return kind, content.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return plain.view(-1).view(torch.uint8)
+
+
+def _sides(axis: Communicator, found: Sequence[object]) -> dict[object, list[int]]:
+    """The ranks by what was found on them."""
+    sides: dict[object, list[int]] = {}
+    for rank, value in zip(axis.ranks, found, strict=True):
+        sides.setdefault(value, []).append(rank)
+    return sides
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Check that rounding is to be expected in it."""
+    return tensor.is_floating_point() or tensor.is_complex()

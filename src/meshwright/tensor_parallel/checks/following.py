@@ -1,0 +1,212 @@
+"""The layouts of local tensors, followed through the first forward of a model.
+
+A local tensor does not say what it is a part of. In the first forward each output of a style is
+marked with its layout; operators that work element by element, or along the features of each token,
+pass the mark on, others drop it. A style whose input carries another layout than it declares raises
+before it sends anything::
+
+    norm (Shard(1)) ──> dropout ──> up (expects Replicate)    found
+    norm (Shard(1)) ──> matmul  ──> up (expects Replicate)    not found: a product may be anything
+
+A DTensor that meets a plain tensor is named with its parameter, too. Later forwards are not
+followed and cost nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import AnyPlacement, known_at_rest
+from meshwright.layout import Partial, Placement, Replicate, Shard
+
+__all__ = ["check_mark", "follow_first_forward", "mark"]
+
+_MARK = "_meshwright_layout"
+_PASSING = frozenset(
+    {
+        "add",
+        "add_",
+        "bfloat16",
+        "clone",
+        "contiguous",
+        "div",
+        "div_",
+        "double",
+        "dropout",
+        "elu",
+        "exp",
+        "float",
+        "gelu",
+        "half",
+        "hardtanh",
+        "layer_norm",
+        "leaky_relu",
+        "masked_fill",
+        "mish",
+        "mul",
+        "mul_",
+        "neg",
+        "pow",
+        "relu",
+        "rms_norm",
+        "rsqrt",
+        "rsub",
+        "sigmoid",
+        "silu",
+        "softplus",
+        "sqrt",
+        "square",
+        "sub",
+        "sub_",
+        "tanh",
+        "to",
+        "true_divide",
+        "type_as",
+        "where",
+    }
+)
+
+
+class _Mark(NamedTuple):
+    placement: AnyPlacement
+    axis: Communicator
+    name: str
+    """The module that gave it."""
+
+
+class _Following(TorchFunctionMode):
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._root = weakref.ref(root)  # whose hooks hold this mode
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what any function returns
+        try:
+            found = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            root = self._root()
+            if root is None or "got mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(_mixed(root, func, (args, kwargs))) from error
+        name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
+        name = name.removeprefix("r") if name in ("radd", "rmul", "rtruediv") else name
+        if name.replace("truediv", "div") in _PASSING and isinstance(found, torch.Tensor):
+            # What is broadcast says nothing of the result, nor do two that disagree.
+            marks = [
+                vars(arg)[_MARK]
+                for arg in args
+                if isinstance(arg, torch.Tensor) and _MARK in vars(arg) and arg.shape == found.shape
+            ]
+            if marks and all(each[:2] == marks[0][:2] for each in marks):
+                vars(found)[_MARK] = marks[0]
+        return found
+
+
+def _mixed(root: nn.Module, func: Callable[..., Any], given: object) -> str:
+    """Name the tensors given to ``func`` that do not go together."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    sides: tuple[list[str], list[str]] = ([], [])
+    for tensor in tree_leaves(given):
+        if isinstance(tensor, torch.Tensor):
+            rest = known_at_rest(tensor)
+            name = names.get(id(tensor), "")
+            what = f"parameter {name!r}" if name else f"a tensor of shape {tuple(tensor.shape)}"
+            sides[rest is None].append(what if rest is None else f"{what} {list(rest.placements)}")
+    dtensors, plain = map(" and ".join, sides)
+    return (
+        f"{getattr(func, '__name__', func)} in {type(root).__name__}: expected local tensors alone "
+        f"or DTensors alone, found DTensors ({dtensors}) mixed with plain tensors ({plain}). Give "
+        "the module that computes a style, let the one before return local tensors "
+        "(use_local_output=True), or use to_local() or full_tensor() of the parameter"
+    )
+
+
+def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) -> None:
+    """Follow layouts through the next eager forward of ``module``.
+
+    And through the one after that, where buffers have become DTensors. The first begins with
+    ``check``, as styles may have come in several calls until then.
+    """
+    mode = _Following(module)
+    before: set[str] = set()
+
+    def begin(module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        check(module)
+        _remove(module._forward_pre_hooks, begin)
+        before.update(_spread_buffers(module))
+        mode.__enter__()
+
+    def end(module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if mode in torch.overrides._get_current_function_mode_stack():
+            mode.__exit__(None, None, None)
+        if sys.exc_info()[0] is not None:
+            return  # torch is going through the hooks, which cannot change then
+        _remove(module._forward_hooks, end)
+        if not _spread_buffers(module) <= before:
+            # What the forward has made of a parameter meets plain tensors in the next one.
+            follow_first_forward(module, check)
+
+    module.register_forward_pre_hook(begin, prepend=True)
+    module.register_forward_hook(end, always_call=True)
+
+
+def _spread_buffers(module: nn.Module) -> set[str]:
+    return {name for name, each in module.named_buffers() if known_at_rest(each) is not None}
+
+
+def mark(
+    tensor: torch.Tensor, placement: AnyPlacement, axis: Communicator, name: str
+) -> torch.Tensor:
+    """``tensor``, which module ``name`` returns; marked where layouts are followed now."""
+    if _is_following() and not isinstance(placement, Partial):
+        vars(tensor)[_MARK] = _Mark(placement, axis, name)
+    return tensor
+
+
+def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, name: str) -> None:
+    """Raise ValueError where ``tensor`` is known to be placed otherwise than ``declared``."""
+    found = vars(tensor).get(_MARK) if _is_following() else None
+    if found is None or found.axis != axis or found.placement == declared:
+        return
+    hint = (
+        f"set input_layouts={found.placement} on {name}, or output_layouts={declared} on "
+        f"{found.name}, or put PrepareModuleInput between them"
+    )
+    if not isinstance(found.placement, Shard | Replicate):
+        hint = f"{found.name} gives parts of several matrices, which have to be split first"
+    raise ValueError(
+        f"{name}: expected an input placed {declared}, found the output of {found.name} (shape "
+        f"{tuple(tensor.shape)}), which is placed {found.placement}: {hint}"
+    )
+
+
+def _is_following() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    if not torch._C._len_torch_function_stack():
+        return False
+    stack = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, _Following) for mode in stack)
+
+
+def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
+    for key in [key for key, found in hooks.items() if found is hook]:
+        del hooks[key]

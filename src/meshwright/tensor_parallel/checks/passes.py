@@ -1,0 +1,214 @@
+"""Comparison of what the ranks of an axis do with models that are cut over it.
+
+A rank that gives a pass up, and goes on, would add what it sends next to what the others still
+wait for. Each rank knows how many collectives lie between the beginnings of two passes::
+
+    the numbers and passes so far were known     go on: nothing is sent, and nobody is asked
+    another number, or another turn of passes    ask the others first, see `comm.failures.events`
+
+So each turn is asked about once, as the first evaluation after training.
+
+Ranks that do the same may do it with other values: where they are to be equal they are compared,
+the first time, the second, the fourth, the eighth and so on::
+
+    first pass       parameters without a style: a forgotten seed would train a model on each rank
+    passes           what the root is given: a rank that left out a batch computes on other batches
+    steps            gradients of what each rank holds whole: copies would be trained apart
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
+from meshwright.comm.dtensors.sharded_axes import singles_of
+from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.tensor_parallel.checks.equality import (
+    Exchange,
+    digest_of,
+    first_difference,
+    held_whole,
+    is_due,
+    verify_gradients,
+    verify_plain,
+)
+
+__all__ = ["Passes"]
+
+_KEPT = "passes of models"
+
+
+class Passes:
+    """The passes on one axis of all models that are cut over it."""
+
+    def __init__(self, axis: Communicator) -> None:
+        self.axis = axis
+        self._check = EventCheck(axis, "the model", dict, (axis,))
+        self._issued = 0
+        self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @classmethod
+    def on(cls, axis: Communicator) -> Passes:
+        """Those on ``axis``."""
+        if _KEPT not in axis.kept:
+            axis.kept[_KEPT] = cls(axis)
+        return axis.kept[_KEPT]
+
+    def compare(
+        self, root: nn.Module, plain: Sequence[tuple[str, nn.Parameter]], *, is_layer: bool
+    ) -> None:
+        """Compare the forward passes of ``root`` that are to come with those of the other ranks.
+
+        ``plain`` parameters, which each rank has for itself, are compared in the first of them, by
+        when they may have been loaded; those that something else has replaced until then are left
+        out. Inputs are not compared of what ``is_layer``, which may be given parts. Passes that a
+        compiler traces are not compared.
+        """
+        if self.axis.size == 1:
+            return
+        known = [hook for hook in root._forward_pre_hooks.values() if isinstance(hook, _Begin)]
+        begin = known[0] if known else _Begin(self, root)
+        begin.expect(plain, is_layer=is_layer)
+        if not known:
+            root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            self._roots = [row for row in self._roots if row[0]() is not None]
+            self._roots.append((weakref.ref(root), begin))
+
+    def begin(self, root: str) -> None:
+        """The forward of ``root`` is next. Raises `CollectiveMismatchError`, see `EventCheck`."""
+        issued = self.axis.counts.get("", 0)
+        kind = "" if torch.is_grad_enabled() else " without gradients"
+        since = f"{issued - self._issued} collectives after the one before"
+        event = Event(f"a forward pass of {root}{kind}, {since}")
+        self._issued = issued
+        is_new = self._check.is_new(event)
+        after = "a pass or left out a part of one" if is_new else ""
+        self._check.happens(event, after=after)
+
+    def exchange(self, what: str) -> Exchange:
+        """Through the store, at the event ``what``."""
+        return functools.partial(self._check.exchange, Event(what))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step of ``optimizer`` is next: compare gradients where that is due.
+
+        Raises `LayoutError`, on all ranks, where those of one parameter differ.
+        """
+        if self.axis.size == 1:
+            return
+        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if is_due(number) and (named := list(self._held_whole(optimizer))):
+            kind = type(optimizer).__name__
+            verify_gradients(self.axis, named, self.exchange(f"step {number} of a {kind}"))
+
+    def _held_whole(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        names: dict[int, str] = {}
+        for held, begin in self._roots:
+            root = held()
+            if root is not None:
+                names.update({id(p): name for name, p in begin.plain_of(root)})
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(p for each in listed for p in singles_of(each)):
+            if id(parameter) in names:
+                yield names[id(parameter)], parameter
+            elif self._is_over_axis(parameter):
+                yield f"its parameter {number}", parameter
+
+    def _is_over_axis(self, parameter: torch.Tensor) -> bool:
+        rest = known_at_rest(parameter)
+        if rest is None or held_whole(parameter, self.axis, parameter) is None:
+            return False
+        return any(a.ranks == self.axis.ranks for a in mesh_communicators(rest.mesh, "tensor"))
+
+
+class _Begin:
+    """The hook of one root; copies of the module share it."""
+
+    def __init__(self, passes: Passes, root: nn.Module) -> None:
+        self._passes = passes
+        self._root = type(root).__name__
+        self._number = 0
+        self._are_alike: dict[str, bool] = {}
+        """Whether ranks were given the same for an input when it came first and had a content."""
+        self._plain: dict[str, tuple[int, bool]] = {}
+        """Parameters without a style, by name: which it was, and whether it had no values yet."""
+        self._is_verified = False
+        self._is_layer = False
+
+    def expect(self, plain: Sequence[tuple[str, nn.Parameter]], *, is_layer: bool) -> None:
+        """Compare these parameters in the next pass."""
+        self._plain = {name: (id(p), p.is_meta) for name, p in plain}
+        self._is_verified = not plain
+        self._is_layer = self._is_layer or is_layer
+
+    def __call__(
+        self, module: nn.Module, inputs: tuple[object, ...], options: Mapping[str, object]
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        passes = self._passes
+        self._number += 1
+        passes.begin(self._root)
+        if not self._is_verified:
+            held = [(n, p) for n, p in self.plain_of(module) if not is_dtensor(p)]
+            exchange = passes.exchange(f"the parameters without a style of {self._root}")
+            verify_plain(passes.axis, held, exchange)
+            self._is_verified = True
+        if is_due(self._number) and not self._is_layer:
+            self._compare_inputs((inputs, options))
+
+    def __deepcopy__(self, memo: object) -> _Begin:
+        return self
+
+    def plain_of(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters without a style that are as they were, or are sharded over other axes."""
+        for name, parameter in root.named_parameters():
+            known, was_empty = self._plain.get(name, (0, False))
+            is_same = not parameter.is_meta and (known == id(parameter) or was_empty)
+            if known and (is_dtensor(parameter) or is_same):
+                yield name, parameter
+
+    def _compare_inputs(self, given: object) -> None:
+        """Raise ValueError where ranks that were given the same are not any more."""
+        axis, number = self._passes.axis, self._number
+        leaves, structure = tree_flatten(given)
+        tensors = {
+            f"input {place}": found
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+            and (found := held_whole(leaf, axis, leaf)) is not None
+        }
+        digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
+        said = json.dumps([hashlib.sha256(str(structure).encode()).hexdigest(), digests])
+        exchange = self._passes.exchange(f"the inputs of pass {number} of {self._root}")
+        rows: list[tuple[str, dict[str, str]]] = [json.loads(row) for row in exchange(said)]
+        # From here on the same on all ranks: by the structure of the arguments, then by name.
+        differ: list[str] = []
+        for name in sorted({name for _, found in rows for name in found}):
+            together = {(of, found.get(name)) for of, found in rows}
+            keys = [f"{of}/{name}" for of, _ in rows]
+            if len(together) > 1 and any(self._are_alike.get(key) for key in keys):
+                differ.append(name)
+            if together != {(rows[0][0], "")}:
+                for key in keys:
+                    self._are_alike.setdefault(key, len(together) == 1)
+        found = first_difference(axis, [(n, tensors.get(n)) for n in differ]) if differ else None
+        if found is not None:
+            raise ValueError(
+                f"axis {axis.axis}: the ranks {list(axis.ranks)} compute one {self._root} together "
+                f"and were given the same until now, but in its pass {number} {found.name} "
+                f"{found.text}. Give all of them the same batches in the same order; parts of a "
+                "batch give as DTensors"
+            )

@@ -1,0 +1,18 @@
+"""Layers whose weights are cut over ranks.
+
+Bottom-up:
+
+    linear      linear layers: one autograd node with its communication
+    transposed  linear layers that hold their matrix transposed
+    embedding   embeddings, by rows or by features
+    sequence    modules on a part of a sequence
+
+    linear      linear layers: one autograd node with its communication
+    transposed  linear layers that hold their matrix transposed
+    embedding   embeddings, by rows or by features
+    sequence    modules on a part of a sequence
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

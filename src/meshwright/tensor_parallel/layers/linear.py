@@ -1,0 +1,391 @@
+"""Linear layers whose weights are cut over ranks: one autograd node with its communication.
+
+::
+
+    columns (ColwiseParallel)   y  = X W_r^T + b_r       X is whole, y a part of the features
+                                dX = sum_r dy W_r        starts, dW_r is computed meanwhile
+    rows (RowwiseParallel)      Y  = sum_r x_r W_r^T + b x_r is a part of the features
+                                dx_r = dY W_r            nothing is sent
+
+With a layout ``Shard(dim)`` of the input (columns) or output (rows) the all-reduce is a
+reduce-scatter along that dim, and the other direction an all-gather.
+
+A layer by columns may hold several matrices side by side, such as query, key and value. A rank
+holds its part of each, one after the other, and its output is made of as many parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+from meshwright.comm import Communicator
+from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.dtensors.gather_dtensor import side_by_side
+from meshwright.comm.dtensors.local_leaves import local_leaf, sum_partial
+from meshwright.comm.dtensors.partial_gradients import PartialGradient, forget_unsummed
+from meshwright.errors import LayoutError
+from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
+from meshwright.tensor_parallel.checks.following import mark
+from meshwright.tensor_parallel.functions import (
+    Labels,
+    copy_to,
+    gather_from,
+    gathered,
+    own_part,
+    reduce_from,
+    reduce_scatter_to,
+    start_sum,
+    start_sum_part,
+)
+from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
+
+__all__ = ["ColumnLinear", "RowLinear", "Settings", "by_columns", "by_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a style for one module. Copies of the module share it."""
+
+    site: Site
+    input: Placement
+    output: Placement
+    is_local: bool
+    """Whether the module returns a local tensor."""
+    partial_bias: PartialGradient | None = None
+    """Sums the gradient of a bias that each rank adds to other elements."""
+    parts: int = 1
+    """How many matrices lie side by side in the output features."""
+
+    @property
+    def partial(self) -> tuple[tuple[str, str, PartialGradient], ...]:
+        """Path of the owner, name, and what sums the gradient, where it is a partial sum."""
+        return () if self.partial_bias is None else (("", "bias", self.partial_bias),)
+
+    def __deepcopy__(self, memo: object) -> Settings:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The weight at rest, as it was in the forward: a leaf does not see that it is written to."""
+
+    name: str
+    weight: nn.Parameter | None
+    version: int
+
+    @staticmethod
+    def of(module: nn.Module, name: str) -> _Saved:
+        weight: Any = module.weight  # which data parallelism may keep, see `_leaves`
+        if not is_dtensor(weight) or weight.is_inference():  # which has no version, nor a backward
+            return _Saved(name, None, 0)
+        return _Saved(name, weight, weight._version)
+
+    def check(self) -> None:
+        """Raise RuntimeError where the weight has been written to since."""
+        if self.weight is not None and self.weight._version != self.version:
+            raise RuntimeError(
+                f"{self.name}.weight has been modified by an inplace operation between forward and "
+                f"backward (version {self.weight._version}, expected {self.version}): step the "
+                "optimizer after the backward, or run the forward again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """The way of the whole side of a linear layer: ``dim`` None is an all-reduce."""
+
+    axis: Communicator
+    labels: Labels
+    dim: int | None
+    total: int
+    """Rows of the whole along ``dim``."""
+    saved: _Saved
+    is_summed: bool = False
+    """Whether somebody else sums the gradients of the whole."""
+
+
+class ColumnLinear(nn.Linear):
+    """A linear layer that holds some of the output features. Made by `ColwiseParallel`."""
+
+    _tensor_parallel: Settings
+
+    @untraced
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Output features of this rank, laid out as the style says."""
+        features = self.in_features, self.out_features
+        return by_columns(self, self._tensor_parallel, input, features)
+
+
+class RowLinear(nn.Linear):
+    """A linear layer that holds some of the input features. Made by `RowwiseParallel`."""
+
+    _tensor_parallel: Settings
+
+    @untraced
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, laid out as the style says, with the bias added once."""
+        features = self.in_features, self.out_features
+        return by_rows(self, self._tensor_parallel, input, features)
+
+
+def by_columns(
+    module: nn.Module,
+    settings: Settings,
+    input: torch.Tensor,
+    features: tuple[int, int],
+    *,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """Output features of this rank; ``features`` are those of the whole input and output.
+
+    ``is_transposed`` says that the weight of ``module`` is (input features, output features).
+    """
+    site = settings.site
+    given = site.arrive(input, settings.input, features=features[0], is_copied=True)
+    _check_features(features[0], given, site, "ColwiseParallel")
+    dim, total = None, 0
+    if isinstance(given.placement, Shard):
+        dim = given.placement.dim
+        total = given.shape[dim]
+    else:
+        given = site.move(given, Replicate())
+    saved = _Saved.of(module, site.labels.name)
+    passage = _Passage(site.axis, site.labels, dim, total, saved, is_summed=given.is_summed)
+    weight, bias = _leaves(module, settings, is_transposed)
+    _check_part(weight, 0, features[1], site)
+    if bias is not None and settings.parts > 1:
+        bias = own_part(bias.unflatten(0, (settings.parts, -1)), site.axis, 1).flatten()
+    x, weight, bias = _autocast(given.local, weight, bias)
+    y = _Columns.apply(x, weight, bias, passage)
+    if settings.parts > 1:
+        # No layout of ours: whoever takes it for one part of the features is told.
+        return mark(y, side_by_side(y.ndim - 1, settings.parts), site.axis, site.labels.name)
+    found = Arrival(y, Shard(y.ndim - 1), (*y.shape[:-1], features[1]))
+    return site.leave(found, settings.output, is_local=settings.is_local)
+
+
+def by_rows(
+    module: nn.Module,
+    settings: Settings,
+    input: torch.Tensor,
+    features: tuple[int, int],
+    *,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """The sum over ranks; ``features`` are those of the whole input and output.
+
+    ``is_transposed`` says that the weight of ``module`` is (input features, output features).
+    """
+    site = settings.site
+    given = site.arrive(input, settings.input, features=features[0])
+    _check_features(features[0], given, site, "RowwiseParallel")
+    wanted = Shard(given.local.ndim - 1)
+    given = site.move(given, wanted)
+    weight, bias = _leaves(module, settings, is_transposed)
+    _check_part(weight, 1, features[0], site)
+    x, weight, bias = _autocast(given.local, weight, bias)
+    shape = (*x.shape[:-1], features[1])
+    output = normal(settings.output, x.ndim)
+    if isinstance(output, Partial):
+        y = functional.linear(x, weight)
+        if bias is not None:
+            # Added once, by rank 0, and each rank has its gradient.
+            y = y + (bias if site.axis.rank == 0 else bias - bias.detach())
+        return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
+    dim = output.dim if isinstance(output, Shard) else None
+    if dim is not None and dim != x.ndim - 1 and settings.is_local:
+        site.check_equal(shape, dim)
+    total = 0 if dim is None else shape[dim]
+    passage = _Passage(site.axis, site.labels, dim, total, _Saved.of(module, site.labels.name))
+    y = _Rows.apply(x, weight, bias, passage)
+    return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
+
+
+def _leaves(
+    module: nn.Module, settings: Settings, is_transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Find the leaves of the weight, as (output features, input features), and of the bias."""
+    # As attributes: data parallelism may keep the whole ones beside the registered parameters.
+    given: Any = module.weight
+    bias: Any = module.bias
+    weight = local_leaf(given).t() if is_transposed else local_leaf(given)
+    if bias is not None and settings.partial_bias is not None:
+        forget_unsummed(settings.site.axis)
+        return weight, sum_partial(bias, settings.partial_bias)
+    return weight, None if bias is None else local_leaf(bias)
+
+
+def _check_part(weight: torch.Tensor, dim: int, whole: int, site: Site) -> None:
+    """Raise LayoutError for a whole weight where this rank's part was, given anew since."""
+    axis = site.axis
+    if weight.shape[dim] == whole and chunk(whole, axis.size, axis.rank)[1] != whole:
+        raise LayoutError(
+            f"{site.labels.name}.weight is a whole tensor of shape {tuple(weight.shape)} on rank "
+            f"{axis.rank} of axis {axis.axis}, and was a DTensor when the module was cut: it was "
+            "given anew since. Write the values into the DTensor (copy_), or do it before"
+        )
+
+
+def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:
+    """Raise ValueError where the layout of the input is not the declared one, before it is sent."""
+    found = given.local.shape[-1]
+    last = given.local.ndim - 1
+    is_cut = isinstance(given.placement, Shard) and given.placement.dim == last
+    part = chunk(whole, site.axis.size, site.axis.rank)[1]
+    expected = part if is_cut else whole
+    if found == expected:
+        return
+    hint = ""
+    if not is_cut and found == part:
+        hint = (
+            ", which is this rank's part of them. If the module before is a ColwiseParallel that "
+            "leaves its output sharded, set input_layouts=Shard(-1) here (RowwiseParallel needs "
+            "no gather), or output_layouts=Replicate() there"
+        )
+    elif is_cut and found == whole:
+        hint = (
+            ", which are all of them on every rank: set input_layouts=Replicate() here, or leave "
+            "the output of the module before sharded"
+        )
+    raise ValueError(
+        f"{site.labels.name} ({style}): expected an input placed {given.placement}, with "
+        f"{expected} of {whole} features on rank {site.axis.rank} of axis {site.axis.axis}; found "
+        f"shape {tuple(given.local.shape)}{hint}"
+    )
+
+
+def _autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As autocast would convert them before a linear layer; autograd converts gradients back."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or x.is_complex():
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        passage: _Passage,
+    ) -> torch.Tensor:
+        whole = x
+        if passage.dim is not None:
+            label = passage.labels.forward
+            whole = gathered(x, passage.axis, label, passage.dim, passage.total)
+        ctx.save_for_backward(x, weight, whole)
+        ctx.passage = passage  # pyrefly: ignore[missing-attribute]
+        return functional.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight, whole = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
+        passage: _Passage = ctx.passage  # pyrefly: ignore[missing-attribute]
+        needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
+        if torch.is_grad_enabled():  # a gradient of these gradients will be asked for
+            whole = _as_whole(x, passage)
+        rows = _matrix(grad)
+        finish: Callable[[], torch.Tensor] | None = None
+        if needs[0]:
+            passage.saved.check()
+            finish = _start_sum(rows.mm(weight.conj()).view(whole.shape), passage)
+        of_weight = rows.t().mm(_matrix(whole).conj()) if needs[1] else None
+        of_bias = rows.sum(0) if needs[2] else None
+        return None if finish is None else finish(), of_weight, of_bias, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        passage: _Passage,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.passage = passage  # pyrefly: ignore[missing-attribute]
+        axis, label, dim = passage.axis, passage.labels.forward, passage.dim
+        y = functional.linear(x, weight)
+        start = start_sum(y, axis, label) if dim is None else start_sum_part(y, axis, label, dim)
+        y = start()
+        if bias is None:
+            return y
+        return y.add_(own_part(bias, axis, 0) if dim == x.ndim - 1 else bias)
+
+    @staticmethod
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors  # pyrefly: ignore[missing-attribute]
+        passage: _Passage = ctx.passage  # pyrefly: ignore[missing-attribute]
+        needs = ctx.needs_input_grad  # pyrefly: ignore[missing-attribute]
+        whole = _as_whole(grad, passage)
+        rows = _matrix(whole)
+        of_bias = None
+        if needs[2]:
+            # Of the whole, which is here for the weight: its own sum would be a further message.
+            of_bias = _matrix(_same_whole(grad, whole, passage)).sum(0)
+        of_input = None
+        if needs[0]:
+            passage.saved.check()
+            of_input = rows.mm(weight.conj()).view(x.shape)
+        of_weight = rows.t().mm(_matrix(x).conj()) if needs[1] else None
+        return of_input, of_weight, of_bias, None
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with all dims but the last as one, also where it is empty."""
+    return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
+
+
+def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
+    """The whole of ``x`` in a backward, of which each rank goes on to use another part."""
+    axis, labels, dim = passage.axis, passage.labels, passage.dim
+    if dim is None:
+        return copy_to(x, axis, labels.turned()) if torch.is_grad_enabled() else x
+    if torch.is_grad_enabled():
+        turned = labels.turned()
+        return gather_from(x, axis, turned, dim=dim, total=passage.total, partial=True)
+    return gathered(x, axis, labels.backward, dim, passage.total)
+
+
+def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
+    """The ``whole`` of ``x`` in a backward, of which each rank goes on to compute the same."""
+    if passage.dim is None:
+        return x
+    if not torch.is_grad_enabled():
+        return whole
+    turned = passage.labels.turned()
+    return gather_from(x, passage.axis, turned, dim=passage.dim, total=passage.total)
+
+
+def _start_sum(grad: torch.Tensor, passage: _Passage) -> Callable[[], torch.Tensor]:
+    """Begin to sum the gradient of a whole over the ranks."""
+    axis, labels, dim = passage.axis, passage.labels, passage.dim
+    if passage.is_summed:
+        return lambda: grad
+    if torch.is_grad_enabled():
+        turned = labels.turned()
+        if dim is None:
+            summed = reduce_from(grad, axis, turned)
+        else:
+            summed = reduce_scatter_to(grad, axis, turned, dim=dim)
+        return lambda: summed
+    if dim is None:
+        return start_sum(grad, axis, labels.backward)
+    return start_sum_part(grad, axis, labels.backward, dim)
