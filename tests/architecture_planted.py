@@ -49,6 +49,14 @@ no_peers          composition.py                __import__('torch.distributed.te
 no_pickle         checkpoint/save.py            import pickle
 no_pickle         checkpoint/save.py            import torch | torch.save(1, 'x')
 no_pickle         comm/failures/failure.py      import torch.distributed as d | d.all_gather_object([], 1)
+private_torch     gradients/norm.py                      import torch | torch._foreach_add_([], 1)
+private_torch     gradients/norm.py                      import torch | engine = torch.autograd | engine._profiler_enabled()
+private_torch     gradients/norm.py                      from torch.utils._pytree import tree_map
+private_torch     gradients/norm.py                      import importlib | importlib.import_module('torch._dynamo')
+private_torch     gradients/norm.py                      NAME = 'torch._dynamo.config'
+private_torch     gradients/norm.py                      def f(x: object) -> object: return x._local_tensor
+private_torch     gradients/norm.py                      def f(x: object) -> object: return getattr(x, '_saved_self')
+private_torch     gradients/norm.py                      from meshwright.torch_internals.distributed import Work
 torch_free        plan.py                       import torch
 torch_free        schedule/actions.py           from torch import Tensor
 function_imports  plan.py                       def f() -> None: import json

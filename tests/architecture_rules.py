@@ -185,6 +185,26 @@ def no_pickle(tree: Tree) -> Found:
         yield source.path, line, f"{prefix} runs code when it reads: use safetensors or JSON"
 
 
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
+
+
+def private_torch(tree: Tree) -> Found:
+    """What torch keeps private is used in torch_internals alone."""
+    for source in tree.sources:
+        if source.room == table.PRIVATE_ROOM:
+            continue
+        for name, line in sorted({*source.uses, *source.dotted_strings}):
+            if is_under(name, "torch") and any(map(_is_private, name.split("."))):
+                yield source.path, line, f"{name} is private to torch: use {table.PRIVATE_ROOM}"
+            for door, rooms in table.PRIVATE_DOORS.items():
+                if is_under(name, door) and not any(is_under(source.module, r) for r in rooms):
+                    yield source.path, line, f"{door} is for {' and '.join(rooms)} alone"
+        for name, line in source.foreign_attributes:
+            if name in table.PRIVATE_ATTRIBUTES or name.startswith(table.PRIVATE_PREFIXES):
+                yield source.path, line, f"{name} of torch's objects: use {table.PRIVATE_ROOM}"
+
+
 def torch_free(tree: Tree) -> Found:
     """The rooms that describe hold values only and start without torch."""
     for source, line, _ in _uses_under(
@@ -461,6 +481,7 @@ RULES: dict[str, Rule] = {
         one_door,
         no_peers,
         no_pickle,
+        private_torch,
         torch_free,
         function_imports,
         optional_imports,

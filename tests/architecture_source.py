@@ -124,6 +124,26 @@ class Source:
             and id(node) not in self.docstrings
         )
 
+    @cached_property
+    def dotted_strings(self) -> tuple[Use, ...]:
+        """The string constants that are dotted names and nothing else."""
+        return tuple(
+            use
+            for use in self.strings
+            if "." in use.name and all(part.isidentifier() for part in use.name.split("."))
+        )
+
+    @cached_property
+    def foreign_attributes(self) -> tuple[Use, ...]:
+        """The attributes of anything but ``self`` and ``cls``, and strings that may name one."""
+        found = [
+            Use(node.attr, node.lineno)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Attribute)
+            and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+        ]
+        return tuple(found) + tuple(use for use in self.strings if use.name.isidentifier())
+
 
 def _dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:
     """The dotted name that an expression stands for, if it starts at an imported name."""

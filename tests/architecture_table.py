@@ -19,6 +19,10 @@ __all__ = [
     "PEERS",
     "PICKLE",
     "PICKLE_ROOMS",
+    "PRIVATE_ATTRIBUTES",
+    "PRIVATE_DOORS",
+    "PRIVATE_PREFIXES",
+    "PRIVATE_ROOM",
     "STATE_FILES",
     "TORCH_FREE",
     "WAYS_ROUND",
@@ -50,7 +54,7 @@ _PURE = frozenset(
         "toml_text",
     }
 )
-_COMM = _PURE | {"comm", "mesh"}
+_COMM = _PURE | {"comm", "mesh", "torch_internals"}
 _STRATEGY = _COMM | {"gradients", "randomness"}
 _STRATEGIES = _STRATEGY | {"data_parallel", "fsdp", "tensor_parallel", "pipelining"}
 _WHOLE = _STRATEGIES | {"checkpoint", "compiler"}
@@ -60,7 +64,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     **dict.fromkeys(_PURE, _PURE),
     "errors": frozenset(),
     "mesh": _PURE,
-    "randomness": _PURE,
+    "torch_internals": frozenset(),
+    "randomness": _PURE | {"torch_internals"},
     "comm": _COMM,
     "gradients": _COMM,
     "data_parallel": _STRATEGY,
@@ -93,7 +98,7 @@ C10D = (
     "torch.ops.c10d",
     "torch.ops._c10d_functional",
 )
-C10D_ROOMS = frozenset({"comm", "mesh"})
+C10D_ROOMS = frozenset({"comm", "mesh", "torch_internals"})
 
 # What Meshwright replaces. These appear in benchmarks and in parity tests, never in src.
 PEERS = (
@@ -105,6 +110,68 @@ PEERS = (
     "torch.nn.parallel.distributed",
     "torch._inductor.fx_passes.ddp_fusion",
 )
+
+# What torch keeps private: dotted names with a part that begins with an underscore, and these
+# attributes of its objects. The dictionaries of nn.Module (_parameters, _buffers, _modules) are not
+# among them: they are what modules are pickled as, and every library writes them.
+PRIVATE_ROOM = "torch_internals"
+PRIVATE_PREFIXES = ("_saved_",)
+PRIVATE_ATTRIBUTES = frozenset(
+    {
+        "_allgather_base",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_call_impl",
+        "_cdata",
+        "_check_input_dim",
+        "_compiled_call_impl",
+        "_concatenate",
+        "_create_internal",
+        "_custom_op_handlers",
+        "_device_types",
+        "_execution_engine",
+        "_forward_cls",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_fuse_ddp_communication_passes",
+        "_get_backend",
+        "_get_root_mesh",
+        "_input_metadata",
+        "_is_param",
+        "_is_view",
+        "_load_state_dict_post_hooks",
+        "_load_state_dict_pre_hooks",
+        "_local_tensor",
+        "_make_subclass",
+        "_make_wrapper_subclass",
+        "_mesh_resources",
+        "_non_persistent_buffers_set",
+        "_op_dispatcher",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_plugins",
+        "_post_accumulate_grad_hooks",
+        "_reduce_scatter_base",
+        "_register_backend",
+        "_schema",
+        "_set_default_backend",
+        "_set_default_timeout",
+        "_set_sequence_number_for_group",
+        "_spec",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_torchdynamo_orig_callable",
+        "_version",
+    }
+)
+# Files of that room for these rooms alone: one is torch.distributed, one loads the compiler.
+PRIVATE_DOORS: dict[str, tuple[str, ...]] = {
+    "meshwright.torch_internals.distributed": ("meshwright.comm",),
+    "meshwright.torch_internals.compile": (
+        "meshwright.compiler",
+        "meshwright.pipelining.splitting",
+    ),
+}
 
 # Formats that run code when they are read, and the calls that use them underneath.
 PICKLE = (

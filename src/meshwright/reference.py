@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.gradients import LocalLoss, apply_loss, call_module, clip_grad_norm_, cut_batch
+from meshwright.torch_internals.trees import tree_map
 
 __all__ = [
     "Difference",

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup
@@ -28,6 +27,8 @@ from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
 from meshwright.comm.streams import Clock
 from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
+from meshwright.torch_internals.autograd import is_profiled
+from meshwright.torch_internals.distributed import living_groups
 
 __all__ = ["Communicator", "Issued"]
 
@@ -67,7 +68,7 @@ class Communicator:
         self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float | None
     ) -> None:
         self._group: Callable[[], dist.ProcessGroup | None] = weakref.ref(group)
-        self._living: Container[Any] = c10d._world.pg_map
+        self._living: Container[Any] = living_groups()
         """c10d's groups that were not destroyed."""
         self.axis = axis
         self.device = device
@@ -459,7 +460,7 @@ class Communicator:
             pending.observed(collective, self.clock.mark())
         if is_ours and shown.is_counted(kind, tensor):
             launch = shown.in_place_of(kind, launch, functional=self._is_functional)
-        if torch.autograd._profiler_enabled():
+        if is_profiled():
             launch = in_ranges(launch, f"meshwright::{kind} {label} on axis {self.axis}")
         if not self._is_labelled:
             pending.launched(*launch(group))

@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,14 @@ from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import rendezvous
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
+from meshwright.torch_internals.distributed import (
+    backend_of,
+    default_group,
+    default_store,
+    device_types_of,
+    set_timeout,
+    timeout_of,
+)
 
 __all__ = [
     "check_peers",
@@ -112,7 +121,7 @@ def watch_run(members: Communicator) -> None:
 def _watch_world(world: Communicator, hang_after: float) -> None:
     """Watch the ranks of a default group that exists."""
     if PROCESS.monitor is None:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         board = dist.PrefixStore(f"meshwright/board/{world.name}", store)
         limit = world.timeout
         monitor = membership.enter(
@@ -209,7 +218,7 @@ def communicator(
             "or torch.distributed.init_process_group"
         )
     if group is None:
-        group = dist.distributed_c10d._get_default_group()
+        group = default_group()
     found = PROCESS.communicators.get(group)
     if found is None and not isinstance(group, dist.ProcessGroup):
         found = _standing_in(group)
@@ -398,7 +407,7 @@ def _make_world(
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """CUDA when the group can move CUDA tensors, else CPU."""
-    types = {device.type for device in group._device_types}
+    types = {device.type for device in device_types_of(group)}
     if "cuda" in types and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -417,9 +426,9 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
     if isinstance(group, shared_memory.SharedMemoryGroup):
         given, change = timedelta(seconds=group.timeout), group.set_timeout
     elif device.type == "cpu" and isinstance(
-        transport := group._get_backend(device), dist.ProcessGroupGloo
+        transport := backend_of(group, device), dist.ProcessGroupGloo
     ):
-        given, change = transport.options._timeout, transport._set_default_timeout
+        given, change = timeout_of(transport.options), partial(set_timeout, transport)
     else:
         return None
     defaults = (dist.distributed_c10d.default_pg_timeout, TRANSPORT_TIMEOUT)

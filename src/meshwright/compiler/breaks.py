@@ -14,11 +14,9 @@ from typing import Self
 import torch
 
 import meshwright
+from meshwright.torch_internals.tracing import GRAPH_BREAKS
 
 __all__ = ["GraphBreak", "GraphBreaks"]
-
-_TOLD = "torch._dynamo.symbolic_convert.__graph_breaks"
-"""Torch's logger of graph breaks, what ``TORCH_LOGS=graph_breaks`` shows."""
 
 _PLACE = re.compile(r"in user code at (.+):(\d+)$")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -65,7 +63,7 @@ class GraphBreaks(logging.Filter):
         super().__init__()
         self.found: list[GraphBreak] = []
         """Each once, in the order in which they came."""
-        self._logger = logging.getLogger(_TOLD)
+        self._logger = logging.getLogger(GRAPH_BREAKS)
         self._level = logging.NOTSET
 
     def __enter__(self) -> Self:

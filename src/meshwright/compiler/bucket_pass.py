@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from meshwright.comm.graphs.marks import (
     AGREE,
@@ -39,6 +38,7 @@ from meshwright.compiler.bucket_plan import (
     plan_marks,
 )
 from meshwright.errors import InternalError
+from meshwright.torch_internals.compile import detect_fake_mode
 
 __all__ = ["fuse_marks"]
 

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import fx, nn
-from torch._dynamo import compiled_autograd as torch_compiled_autograd
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import compile as inductor
 
 from meshwright.compiler.marking import MARKING, fuse
+from meshwright.torch_internals.compile import (
+    aot_autograd,
+    backward_compiler,
+    compile_graph,
+    functorch_settings,
+    make_boxed_func,
+)
+from meshwright.torch_internals.modules import set_compiled_call
 
 __all__ = ["aot_backend", "compile_module", "compiled_autograd"]
 
@@ -36,7 +39,7 @@ def compile_module(module: M, *, fullgraph: bool = False, dynamic: bool | None =
         call = torch.compile(
             MARKING.frame(module), backend=_inductor, fullgraph=fullgraph, dynamic=dynamic
         )
-        module._compiled_call_impl = call
+        set_compiled_call(module, call)
     else:
         module.compile(backend=_inductor, fullgraph=fullgraph, dynamic=dynamic)
     return module
@@ -53,13 +56,11 @@ def compiled_autograd(
 
     Raises RuntimeError where torch has no such switch.
     """
-    enable = getattr(torch_compiled_autograd, "_enable", None) or getattr(
-        torch_compiled_autograd, "enable", None
-    )
+    enable = backward_compiler()
     if enable is None:
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch._dynamo.compiled_autograd._enable, which a "
-            "compiled backward needs: compile the forward alone"
+            f"torch {torch.__version__} cannot compile backward passes (it has no "
+            "torch._dynamo.compiled_autograd._enable): compile the forward alone"
         )
     with MARKING.scope(), enable(compiler_fn or torch.compile, dynamic=dynamic):
         yield
@@ -68,8 +69,8 @@ def compiled_autograd(
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     # Where a view of an activation is kept for a product, its sign is kept beside it: one byte an
     # element, which generated code of the CPU writes eight times slower than a float.
-    with functorch_config.patch(recompute_views=True):
-        compiled = inductor(graph, inputs, options=dict(MARKING.settings()))
+    with functorch_settings.patch(recompute_views=True):
+        compiled = compile_graph(graph, inputs, options=dict(MARKING.settings()))
     return cast("Callable[..., Any]", compiled)
 
 

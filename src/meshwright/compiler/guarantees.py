@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.graphs.marks import ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE, WAIT
 from meshwright.compiler.bucket_plan import BucketPlan
 from meshwright.errors import InternalError
+from meshwright.torch_internals.tensors import storage_id
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["check_buckets", "peak_bytes"]
 
@@ -85,7 +86,7 @@ def _storages(node: fx.Node, before: Mapping[fx.Node, Mapping[int, int]]) -> dic
     if node.target in _IN_PLACE:
         return {k: n for argument in node.all_input_nodes for k, n in before[argument].items()}
     leaves = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-    return {leaf.untyped_storage()._cdata: _size(leaf) for leaf in leaves}
+    return {storage_id(leaf.untyped_storage()): _size(leaf) for leaf in leaves}
 
 
 def _size(tensor: torch.Tensor) -> int:

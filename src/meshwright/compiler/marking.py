@@ -12,13 +12,11 @@ from types import CodeType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-import torch._dynamo.config as dynamo_config
-import torch._inductor.config as inductor_config
 from torch import fx, nn
-from torch._dynamo.utils import counters as torch_counters
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from meshwright.compiler import bucket_pass, bucket_plan, guarantees
+from meshwright.torch_internals import compile as internals
+from meshwright.torch_internals.modules import call_of
 
 __all__ = ["MARKING", "fuse"]
 
@@ -42,7 +40,7 @@ def fuse(graph: fx.Graph) -> None:
     MARKING.counters["bytes"] += sum(plan.bytes for plan in plans)
 
 
-class _FusePass(CustomGraphPass):
+class _FusePass(internals.CustomGraphPass):
     """`fuse`, as inductor calls it. All that it depends on stands in the graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -74,15 +72,15 @@ class _Marking:
         """
         if not self._depth and module not in self.scoped:
             self._install()
-        if dynamo_config.optimize_ddp not in _IN_HOOKS:
+        if internals.dynamo_settings.optimize_ddp not in _IN_HOOKS:
             return "forward", "coalesced"
-        passes = inductor_config._fuse_ddp_communication_passes
+        passes = internals.ddp_fusion_passes()
         is_concat = _CONCAT in passes and _COALESCED not in passes
         return "hooks", "concat" if is_concat else "coalesced"
 
     def settings(self) -> Mapping[str, Any]:
         """Inductor's settings while it compiles a graph with marks, by their names."""
-        found: object = inductor_config.post_grad_custom_post_pass
+        found: object = internals.inductor_settings.post_grad_custom_post_pass
         others = [] if found is None else list(found) if isinstance(found, list) else [found]
         passes = [*(each for each in others if each is not self.fuse_pass), self.fuse_pass]
         return MappingProxyType(
@@ -101,7 +99,7 @@ class _Marking:
         """
 
         def call(*args: Any, **kwargs: Any) -> object:
-            return module._call_impl(*args, **kwargs)
+            return call_of(module)(*args, **kwargs)
 
         code = call.__code__
         call.__code__ = self._frames.setdefault(repr(module), code.replace(co_name=code.co_name))
@@ -112,7 +110,8 @@ class _Marking:
         """The settings hold inside of the block."""
         self._depth += 1
         try:
-            with inductor_config.patch({**self.settings(), "reorder_for_locality": False}):
+            settings = {**self.settings(), "reorder_for_locality": False}
+            with internals.inductor_settings.patch(settings):
                 yield
         finally:
             self._depth -= 1
@@ -120,7 +119,7 @@ class _Marking:
     def ran(self, plan: str) -> None:
         """A graph with ``plan`` runs: tell both counters."""
         _, rows = json.loads(plan)
-        self.counters["ddp_buckets"] = torch_counters["inductor"]["ddp_buckets"] = len(rows)
+        self.counters["ddp_buckets"] = internals.counters["inductor"]["ddp_buckets"] = len(rows)
 
     def is_unfused(self, model: str) -> None:
         """Say once for each model that its backend reduces gradient by gradient."""
@@ -136,7 +135,7 @@ class _Marking:
     def _install(self) -> None:
         # Plain torch.compile has no place to scope settings to; they stay, as torch's own do.
         for name, value in self.settings().items():
-            setattr(inductor_config, name, value)
+            setattr(internals.inductor_settings, name, value)
 
 
 MARKING = _Marking()

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.composition.pipelines.other_stages import name_of
 from meshwright.gradients import call_module
 from meshwright.pipelining.splitting.dropped import HOOKING, saved_tensor_hooks
 from meshwright.pipelining.splitting.module_hooks import drop_hooks, hooks_of
 from meshwright.pipelining.stepping.ties import own_copies
+from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["Inputs", "Observation", "copied", "left_as_it_is", "observe"]
 
@@ -240,7 +241,7 @@ class _Run(TorchFunctionMode):
 def _marks(values: object) -> list[tuple[int, int]]:
     """Mark which objects ``values`` are, and how often they have been written to."""
     listed = values if isinstance(values, tuple) else (values,)
-    return [(id(value), getattr(value, "_version", 0)) for value in listed]
+    return [(id(value), writes_to(value)) for value in listed]
 
 
 def _around() -> object:
@@ -251,8 +252,8 @@ def _around() -> object:
         torch.get_default_dtype(),
         [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES],
         saved_tensor_hooks(),
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
+        function_depth(),
+        dispatch_depth(),
     )
 
 
@@ -298,7 +299,7 @@ def _mark(value: object, *, plain: bool) -> object:
         return [(_mark(k, plain=plain), _mark(item, plain=plain)) for k, item in value.items()]
     if plain:
         return None
-    return id(value), getattr(value, "_version", 0)
+    return id(value), writes_to(value)
 
 
 def _changed(

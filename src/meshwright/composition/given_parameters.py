@@ -20,6 +20,12 @@ from meshwright.composition.pipelines.other_stages import HeldElsewhere
 from meshwright.errors import PlanError
 from meshwright.gradients import check_optimizer
 from meshwright.plan import Plan
+from meshwright.torch_internals.autograd import (
+    after_hooks_of,
+    backward_hooks_of,
+    set_after_hooks,
+    set_backward_hooks,
+)
 
 __all__ = ["GivenParameters"]
 
@@ -47,8 +53,8 @@ class GivenParameters:
                 name,
                 weakref.ref(parameter),
                 dict(vars(parameter)),
-                parameter._backward_hooks or None,
-                parameter._post_accumulate_grad_hooks or None,
+                backward_hooks_of(parameter) or None,
+                after_hooks_of(parameter) or None,
             )
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
@@ -61,10 +67,10 @@ class GivenParameters:
                 continue
             for key, value in before.attributes.items():
                 vars(parameter).setdefault(key, value)
-            if before.hooks and not parameter._backward_hooks:
-                parameter._backward_hooks = before.hooks
-            if before.later_hooks and not parameter._post_accumulate_grad_hooks:
-                parameter._post_accumulate_grad_hooks = before.later_hooks
+            if before.hooks and not backward_hooks_of(parameter):
+                set_backward_hooks(parameter, before.hooks)
+            if before.later_hooks and not after_hooks_of(parameter):
+                set_after_hooks(parameter, before.later_hooks)
 
     def optimizer(
         self,

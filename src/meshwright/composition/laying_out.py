@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Communicator
@@ -39,6 +38,7 @@ from meshwright.errors import InternalError, PlanError
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
 from meshwright.tensor_parallel.apply import apply_plan
+from meshwright.torch_internals.trees import tree_map
 
 __all__ = [
     "apply_dropout",

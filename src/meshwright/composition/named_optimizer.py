@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from meshwright.checkpoint import load_optimizer_state, optimizer_state
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.data_parallel.flat.optimizer import parts_of_flat
 from meshwright.errors import CheckpointMismatchError
+from meshwright.torch_internals.trees import tree_map
 
 __all__ = ["load_named_state", "named_state"]
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator, phase
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
@@ -48,6 +47,7 @@ from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
 from meshwright.tensor_parallel.checks.equality import is_due, verify_gradients
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "autocast_of", "tensors_in"]
 

@@ -39,6 +39,7 @@ from meshwright.comm.dtensors.local_leaves import add_to_gradient, give_up, loca
 from meshwright.comm.dtensors.sharded_axes import refuse_spread, spread_over
 from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.gradients import look_at_optimizers
+from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
 
 __all__ = [
     "LocalComputation",
@@ -194,7 +195,7 @@ class _Lent:
         gradient = local_of(given)
         partial_sum = self.local.partial
         if partial_sum is not None:
-            if parameter._backward_hooks:
+            if backward_hooks_of(parameter):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a hook, and a gradient "
                     "from before that would go through it once more: its gradient is a sum over "
@@ -239,7 +240,7 @@ class _Lent:
 
     @constant
     def _has_hooks(self) -> bool:
-        return bool(self.parameter._backward_hooks)
+        return bool(backward_hooks_of(self.parameter))
 
     def give_up(self) -> None:
         """Give back what an unfinished pass has left, but for parts of sums: those are lost."""
@@ -251,7 +252,7 @@ class _Lent:
         if torch.compiler.is_compiling() and not self._has_hooks():
             return gradient
         if self.local.partial is None:  # those of a sum run when it is there
-            for hook in tuple((self.parameter._backward_hooks or {}).values()):
+            for hook in tuple((backward_hooks_of(self.parameter) or {}).values()):
                 changed = hook(dtensor_like(gradient, self.parameter))
                 gradient = gradient if changed is None else local_of(changed)
         return gradient
@@ -335,8 +336,8 @@ class ReducedLeaves:
     @property
     def has_hooks_of_others(self) -> bool:
         """True when gradients pass hooks, beside ours, before they are reduced."""
-        found = sum([len(p._backward_hooks or ()) for p in self._given])
-        found += sum([len(p._post_accumulate_grad_hooks or ()) for p in self._given])
+        found = sum([len(backward_hooks_of(p) or ()) for p in self._given])
+        found += sum([len(after_hooks_of(p) or ()) for p in self._given])
         return found > len(self._hooked) - len(self._hooked.keys() & self._lent.keys())
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
 
@@ -175,7 +176,7 @@ class ShardedResidency:
         if found is not None:
             group, index = found
             slot = group.slots[index]
-            whole, slot.version = slot.leaf, slot.leaf._version
+            whole, slot.version = slot.leaf, version_of(slot.leaf)
             group.buffer.fill([whole if n == index else None for n in range(len(group.slots))])
 
     def _find(self, module: nn.Module, name: str) -> tuple[ParameterGroup, int] | None:

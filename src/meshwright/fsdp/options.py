@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.torch_internals.modules import AnyBatchNorm
 
 __all__ = [
     "CONFIGS",
@@ -120,7 +121,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (AnyBatchNorm,)
     """Modules of these classes become units of their own, in full precision."""
 
 

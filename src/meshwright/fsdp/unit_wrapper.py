@@ -53,6 +53,7 @@ from meshwright.fsdp.states.state_dicts import (
 )
 from meshwright.fsdp.traversal import CHECKPOINTED, WRAPPED, UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
+from meshwright.torch_internals.autograd import is_profiled
 
 __all__ = [
     "UnitWrapper",
@@ -205,7 +206,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any module
         """Gather, run the module, free. `torch.compile` traces the module alone."""
-        if not torch.compiler.is_compiling() and torch.autograd._profiler_enabled():
+        if not torch.compiler.is_compiling() and is_profiled():
             with record_function("FullyShardedDataParallel.forward"):
                 return self._run(args, kwargs)
         return self._run(args, kwargs)

@@ -12,6 +12,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.sharded_axes import local_part
 from meshwright.comm.streams import is_at_hand
 from meshwright.errors import NonFiniteError
+from meshwright.torch_internals.tensors import foreach_norm
 
 __all__ = [
     "LossScale",
@@ -85,7 +86,7 @@ class NonFiniteValues:
             return
         rows = [(name, part.detach()) for name, part in parts() if part.numel()]
         if rows:
-            largest = torch.stack(torch._foreach_norm([part for _, part in rows], math.inf))
+            largest = torch.stack(foreach_norm([part for _, part in rows], math.inf))
             self._unread.append(([name for name, _ in rows], largest))
 
     def add_to(self, note: torch.Tensor) -> None:

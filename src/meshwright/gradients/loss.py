@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.errors import InternalError
+from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "LocalLoss",

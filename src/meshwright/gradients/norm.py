@@ -30,6 +30,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     spread_of,
 )
 from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
+from meshwright.torch_internals.tensors import foreach_mul_, foreach_norm
 
 __all__ = [
     "SpreadGradients",
@@ -210,7 +211,7 @@ def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_nor
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, group in by_device.items():
-        torch._foreach_mul_(group, coefficient.to(device))
+        foreach_mul_(group, coefficient.to(device))
 
 
 @torch.no_grad()
@@ -231,7 +232,7 @@ def _local_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
         wide = torch.float32 if dtype.itemsize < 4 else None
         filled = [g for g in group if g.numel()]
         if filled:
-            norms.extend(torch._foreach_norm(filled, norm_type, dtype=wide))
+            norms.extend(foreach_norm(filled, norm_type, dtype=wide))
     if not norms:
         return torch.zeros(())
     device = norms[0].device

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshwright.errors import PipeliningShapeError
+from meshwright.torch_internals.trees import tree_flatten, tree_map, tree_unflatten
 
 __all__ = [
     "CustomReducer",

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.layout import Box
 from meshwright.randomness.initialization import (
@@ -27,6 +26,7 @@ from meshwright.randomness.initialization import (
     materialise,
 )
 from meshwright.randomness.keys import name_seed
+from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
 __all__ = ["initialize_by_blocks"]
 
@@ -146,9 +146,9 @@ class _Recorder(TorchDispatchMode):
         others = [*args[1:], *given.values()]
         key = self._keys.get(id(args[0])) if args else None
         alike = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & set(func.tags)
-        is_fill = func._schema.name in ("aten::zero_", "aten::fill_")
+        is_fill = schema_of(func).name in ("aten::zero_", "aten::fill_")
         is_plain = not any(isinstance(value, torch.Tensor) for value in others)
-        if key is not None and func._schema.is_mutable and (alike or is_fill) and is_plain:
+        if key is not None and schema_of(func).is_mutable and (alike or is_fill) and is_plain:
             self.calls[key].append((func, args[1:], given))
             return args[0]
         if any(id(value) in self._keys for value in (*args, *others)):

@@ -20,6 +20,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
 from meshwright.randomness.counters import random_bits
 from meshwright.randomness.keys import name_seed
+from meshwright.torch_internals.autograd import running_backward
 
 __all__ = ["DimPart", "Draws"]
 
@@ -157,7 +158,7 @@ class Draws:
         ``local`` is the shape of this rank's part, with samples along dim 0, and ``parts`` say of
         which dims it is a part.
         """
-        call = self._recall(site) if torch._C._current_graph_task_id() != -1 else self._count(site)
+        call = self._recall(site) if running_backward() != -1 else self._count(site)
         if not local or local[0] != len(call.samples):
             raise ValueError(
                 f"dropout {site!r}: expected {len(call.samples)} samples along dim 0, found shape "

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch._subclasses import FakeTensor
 
 from meshwright.randomness.draws import DimPart, Draws
 from meshwright.randomness.refusals import declared, random_modules
+from meshwright.torch_internals.tensors import FakeTensor
+from meshwright.torch_internals.tracing import not_traced
 
 __all__ = ["Dropout", "replace_dropout"]
 
@@ -155,7 +155,7 @@ def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] =
     return [each.site for each in ours.values()]
 
 
-@_disable_dynamo
+@not_traced
 def _dropped_outside(module: Dropout, input: torch.Tensor) -> torch.Tensor:
     """Never in a compiled graph, which would keep step and samples."""
     return module.dropped(input)

@@ -22,6 +22,7 @@ from torch import nn
 
 from meshwright.errors import LayoutError
 from meshwright.layout import Box
+from meshwright.torch_internals.tensors import memory_of, version_of
 
 __all__ = [
     "HeldBoxes",
@@ -130,10 +131,10 @@ def materialise(
     if not any(t is not None and t.is_meta for t in before):
         return set()
 
-    def give_memory(tensor: torch.Tensor) -> torch.Tensor:
+    def givememory_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
 
-    model._apply(give_memory, recurse=recurse)
+    model._apply(givememory_of, recurse=recurse)
     after: dict[int, torch.Tensor | None] = {}
     for (where, key), old in zip(cells, before, strict=True):
         where[key] = after.setdefault(id(old), where[key])
@@ -275,19 +276,15 @@ def _draw(module: nn.Module, name: str, init: Step | None) -> None:
     if step is None:
         return
     below = [t for child in module.children() for t in _tensors(child, True)]
-    versions = [local._version for local in map(_memory, below)]
+    versions = [version_of(local) for local in map(memory_of, below)]
     step(module)
     if isinstance(module, nn.MultiheadAttention):  # writes zeros below, which are drawn after it
         return
-    if versions != [local._version for local in map(_memory, below)]:
+    if versions != [version_of(local) for local in map(memory_of, below)]:
         raise RuntimeError(
             f"the initialisation of {name!r} ({type(module).__name__}) writes to parameters of "
             "modules below it, of which this rank may hold a part: let it write to its own alone"
         )
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _holds(module: nn.Module) -> bool:

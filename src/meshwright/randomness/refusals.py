@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.plan import match_names
 from meshwright.randomness.draws import Draws
+from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
 __all__ = ["RandomOperators", "declared", "random_modules"]
 
@@ -129,7 +129,7 @@ class RandomOperators(TorchDispatchMode):
 
 
 def _is_off(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:  # noqa: ANN401
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     given = {argument.name: argument.default_value for argument in schema}
     given |= dict(zip((argument.name for argument in schema), args, strict=False))
     given |= kwargs

@@ -19,6 +19,7 @@ from meshwright.tensor_parallel.checks.optimizers import watch_optimizers
 from meshwright.tensor_parallel.checks.passes import Passes
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.styles import ParallelStyle
+from meshwright.torch_internals.modules import forward_pre_hooks_of
 
 __all__ = ["apply_plan", "matches", "parallelize_module"]
 
@@ -143,7 +144,7 @@ def _call_what_was_cut(root: nn.Module) -> None:
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False
         is_layer = isinstance(part, nn.TransformerEncoderLayer)
-        if is_layer and _look_on not in part._forward_pre_hooks.values():
+        if is_layer and _look_on not in forward_pre_hooks_of(part).values():
             # In evaluation it is one operator on its parameters, unless it has hooks.
             part.register_forward_pre_hook(_look_on)
 

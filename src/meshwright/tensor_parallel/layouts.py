@@ -12,7 +12,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor, mesh_communicators
@@ -29,6 +28,7 @@ from meshwright.tensor_parallel.functions import (
     reduce_scatter_to,
     scatter_to,
 )
+from meshwright.torch_internals.tracing import not_traced
 
 __all__ = ["Arrival", "Site", "check_mesh", "normal", "untraced"]
 
@@ -43,7 +43,7 @@ def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S
     A graph ends before it then, and another begins behind it. Where data parallelism has put local
     tensors in their places the function is traced, with its communication.
     """
-    outside = _disable_dynamo(function)
+    outside = not_traced(function)
 
     @functools.wraps(function)
     @apart

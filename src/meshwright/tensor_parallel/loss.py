@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from meshwright.comm import Communicator
 from meshwright.layout import chunk
 from meshwright.tensor_parallel.functions import start_sum
+from meshwright.torch_internals.tensors import assert_soon
 
 __all__ = ["cross_entropy_of_parts"]
 
@@ -118,7 +119,7 @@ def _check_target(target: torch.Tensor, classes: int, ignore_index: int) -> None
     """Raise IndexError for a target that is no class, on the CPU; else the device asserts."""
     is_right = ((target >= 0) & (target < classes)) | (target == ignore_index)
     if target.device.type != "cpu":
-        torch._assert_async(is_right.all())
+        assert_soon(is_right.all())
     elif not is_right.all():
         wrong = target[~is_right][0].item()
         raise IndexError(

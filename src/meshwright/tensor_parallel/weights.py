@@ -20,6 +20,7 @@ from meshwright.comm.dtensors.made_dtensors import Became, note_became, what_bec
 from meshwright.comm.dtensors.subclasses import has_calls
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
+from meshwright.torch_internals.autograd import backward_hooks_of
 
 __all__ = ["distribute", "guard_loading"]
 
@@ -84,7 +85,7 @@ def _check_given(given: nn.Parameter, name: str) -> None:
             f"{name} is a {type(given).__name__}, a tensor subclass with calls of its own, which "
             "the DTensor that takes its place would not make: leave the layer out of the plan"
         )
-    if given._backward_hooks or has_after_hooks(given):
+    if backward_hooks_of(given) or has_after_hooks(given):
         raise ValueError(
             f"{name} has hooks for its gradient, which the DTensor that takes its place would not "
             "have: register hooks, and optimizers in the backward, after parallelize_module, and "

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+
+from meshwright.torch_internals.trees import tree_map, tree_map_only
 
 __all__ = ["masked_microbatches", "unmasked"]
 

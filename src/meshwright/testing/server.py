@@ -19,21 +19,12 @@ from collections.abc import Iterable
 from typing import cast
 
 from meshwright.testing import supervisor, wire
+from meshwright.torch_internals.tracing import COMPILER_MODULES
 
 __all__ = ["CONTROL_BYTES", "main"]
 
 CONTROL_BYTES = 1 << 16
 """Bound on the list of modules that comes with a call."""
-
-_WHEN_IDLE = (
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "torch._inductor.compile_fx",
-    "torch._inductor.codegen.cpp",
-    "torch._inductor.codegen.cpp_wrapper_cpu",
-    "torch._inductor.cpp_builder",
-)
-"""What a compile test needs, loaded between calls so that the first call need not wait."""
 
 
 _MADV_COLLAPSE = 25
@@ -49,7 +40,7 @@ def main(control: int) -> None:
 
 
 def _serve(control: socket.socket) -> supervisor.Step | int:
-    pending = list(reversed(_WHEN_IDLE))
+    pending = list(reversed(COMPILER_MODULES))
     while True:
         while pending and not select.select([control], [], [], 0)[0]:
             _load([pending.pop()])

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from meshwright.comm import communicator
 from meshwright.comm.dtensors.gather_dtensor import whole
@@ -28,6 +27,7 @@ from meshwright.plan import Plan
 from meshwright.reference import ReferenceRun, Trainee, first_difference, record, train_reference
 from meshwright.testing.models import Sample
 from meshwright.testing.pool import Ranks, shared_pool
+from meshwright.torch_internals.trees import tree_map
 
 __all__ = ["LaidOut", "Layout", "Training", "assert_same_training", "momentum", "wrapped"]
 

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from meshwright.torch_internals.distributed import all_gather_single, reduce_scatter_single
+
 __all__ = [
     "REDUCTIONS",
     "SPELLINGS",
@@ -127,7 +129,7 @@ def all_gather(
         return call(output, tensor, group=group, async_op=async_op)
     options = c10d.AllgatherOptions()
     options.asyncOp = async_op
-    return _waited(group._allgather_base(output, tensor, options), async_op=async_op)
+    return _waited(all_gather_single(group, output, tensor, options), async_op=async_op)
 
 
 def reduce_scatter(
@@ -146,7 +148,7 @@ def reduce_scatter(
     options = c10d.ReduceScatterOptions()
     options.reduceOp = op  # pyrefly: ignore[bad-assignment]
     options.asyncOp = async_op
-    return _waited(group._reduce_scatter_base(output, tensor, options), async_op=async_op)
+    return _waited(reduce_scatter_single(group, output, tensor, options), async_op=async_op)
 
 
 def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401

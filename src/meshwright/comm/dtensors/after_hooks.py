@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.torch_internals.autograd import after_hooks_of, set_after_hooks
+
 __all__ = [
     "carry_after_hooks",
     "has_after_hooks",
@@ -31,7 +33,7 @@ _HOME = "torch.distributed.optim.apply_optimizer_in_backward"
 
 def has_after_hooks(parameter: torch.Tensor) -> bool:
     """Tell whether anything is to run when ``.grad`` of ``parameter`` is there."""
-    return bool(parameter._post_accumulate_grad_hooks) or is_stepped(parameter)
+    return bool(after_hooks_of(parameter)) or is_stepped(parameter)
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
@@ -41,7 +43,7 @@ def is_stepped(parameter: torch.Tensor) -> bool:
 
 def run_after_hooks(parameter: torch.Tensor) -> None:
     """Run what waits for ``parameter.grad``, which is there."""
-    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+    for hook in tuple((after_hooks_of(parameter) or {}).values()):
         hook(parameter)
     step_in_backward(parameter)
 
@@ -71,8 +73,8 @@ def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> 
     Handles remove hooks of both. Raises ValueError for an optimizer with state: it is that of
     ``source``.
     """
-    if source._post_accumulate_grad_hooks:
-        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+    if after_hooks_of(source):
+        set_after_hooks(target, after_hooks_of(source))
     if _OPTIMIZERS not in source.__dict__:
         return
     target.__dict__[_OPTIMIZERS] = source.__dict__[_OPTIMIZERS]

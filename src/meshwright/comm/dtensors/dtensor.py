@@ -14,14 +14,12 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.axes import Axes
 from meshwright.comm.collectives import Communicator
@@ -29,6 +27,23 @@ from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.process_groups import communicator, peers
 from meshwright.errors import CommunicationError, LayoutError
 from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
+from meshwright.torch_internals.distributed import (
+    DTensorSpec,
+    StridedShard,
+    TensorMeta,
+    concatenate_meshes,
+    dtensor_handlers,
+    flatten_mesh,
+    mesh_resources,
+    set_spec,
+    spec_of,
+)
+from meshwright.torch_internals.tensors import (
+    local_tensor_of,
+    mark_parameter,
+    number_operator,
+    set_local_tensor,
+)
 
 __all__ = [
     "AnyPlacement",
@@ -61,16 +76,14 @@ def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
     """The one number of a DTensor as Python has it: of the whole tensor, so all its ranks ask."""
     (tensor,) = args
     if all(is_replicated(placement) for placement in tensor.placements):
-        return tensor._local_tensor.item()
+        return local_tensor_of(tensor).item()
     with torch.no_grad():
         return tensor.full_tensor().item()
 
 
 # torch takes this rank's part of a sum or norm for the whole: an optimizer that asks for a norm as
 # a number would scale each rank's rows by another one. Where torch knows better, its own stays.
-cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers).setdefault(
-    torch.ops.aten._local_scalar_dense.default, _number_of
-)
+dtensor_handlers().setdefault(number_operator, _number_of)
 
 AnyPlacement = Placement | TorchPlacement
 """A placement of ours, or the same as torch says it."""
@@ -131,7 +144,7 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """
     if not isinstance(like, DTensor):
         raise TypeError(f"expected a DTensor to follow, found {type(like).__name__}")
-    known = like._local_tensor
+    known = local_tensor_of(like)
     if local.shape != known.shape or local.dtype != known.dtype:
         raise LayoutError(
             f"expected a part of shape {tuple(known.shape)} and {known.dtype}, found "
@@ -152,19 +165,19 @@ def savable(tensor: torch.Tensor) -> torch.Tensor:
 
     They look for memory of the wrapper's own where its local tensor is a view with an offset.
     """
-    if not isinstance(tensor, DTensor) or not tensor._local_tensor.storage_offset():
+    if not isinstance(tensor, DTensor) or not local_tensor_of(tensor).storage_offset():
         return tensor
-    found = _around(tensor._local_tensor, tensor).requires_grad_(tensor.requires_grad)
+    found = _around(local_tensor_of(tensor), tensor).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        found._is_param = True
+        mark_parameter(found, is_parameter=True)
     return found
 
 
 def _around(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor without an offset, whatever that of ``local`` is."""
     begins = local.new_empty(0) if local.storage_offset() else local
-    found = DTensor(begins, like._spec, requires_grad=False)
-    found._local_tensor = local
+    found = DTensor(begins, spec_of(like), requires_grad=False)
+    set_local_tensor(found, local)
     return found
 
 
@@ -174,8 +187,8 @@ def put_on_mesh(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any
     It stays the object that optimizers know; what was made of it before lies where that did.
     """
     found = cast("DTensor", tensor)
-    known = found._spec
-    found._spec = DTensorSpec(mesh, torch_placements(placements), tensor_meta=known.tensor_meta)
+    known = spec_of(found)
+    set_spec(found, DTensorSpec(mesh, torch_placements(placements), tensor_meta=known.tensor_meta))
 
 
 def at_rest(tensor: DTensor) -> AtRest:
@@ -204,7 +217,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a part that is a subclass with all-gather extensions the plain tensor with its values.
     """
-    return values_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    return values_of(local_tensor_of(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def layout_of(tensor: DTensor, name: str) -> TensorLayout:
@@ -236,14 +249,14 @@ def local_box(
     if coordinate is None:
         return None
     offset, lengths = [0] * len(shape), list(shape)
-    cuts: list[tuple[int, TorchShard | _StridedShard]]
+    cuts: list[tuple[int, TorchShard | StridedShard]]
     cuts = [(n, p) for n, p in enumerate(placements) if type(p) is TorchShard]
     for number, placement in reversed(list(enumerate(placements))):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             later = [
                 mesh.size(n)
                 for n, p in enumerate(placements)
-                if n > number and isinstance(p, TorchShard | _StridedShard)
+                if n > number and isinstance(p, TorchShard | StridedShard)
                 if p.dim == placement.dim
             ]
             if placement.split_factor != math.prod(later):
@@ -261,7 +274,7 @@ def local_box(
 
 def current_mesh() -> DeviceMesh:
     """The mesh whose ``with`` block the caller is in. Raises RuntimeError where there is none."""
-    return _mesh_resources.get_current_mesh()
+    return mesh_resources.get_current_mesh()
 
 
 def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Communicator, ...]:
@@ -312,14 +325,14 @@ def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceM
 
 def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the dims of all ``meshes``, which are slices of one mesh."""
-    return DeviceMesh._concatenate(list(meshes))
+    return concatenate_meshes(meshes)
 
 
 def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     """The dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
     if len(names) == 1:
         return mesh[names[0]]
-    return mesh[tuple(names)]._flatten("_".join(names))
+    return flatten_mesh(mesh[tuple(names)], "_".join(names))
 
 
 def is_replicated(placement: TorchPlacement) -> bool:
@@ -340,10 +353,10 @@ def cut_once_more(
     factor = 1
     for index in later:
         placement = spread[index]
-        if isinstance(placement, TorchShard | _StridedShard) and placement.dim == dim:
+        if isinstance(placement, TorchShard | StridedShard) and placement.dim == dim:
             factor *= mesh.size(index)
     if factor > 1:
-        spread[cutting] = _StridedShard(dim, split_factor=factor)
+        spread[cutting] = StridedShard(dim, split_factor=factor)
     return tuple(spread), factor > 1
 
 
@@ -364,7 +377,7 @@ def local_gradient(
     ]
     if tuple(wanted) != tuple(gradient.placements):
         gradient = gradient.redistribute(placements=wanted)
-    return gradient._local_tensor
+    return local_tensor_of(gradient)
 
 
 def torch_placements(

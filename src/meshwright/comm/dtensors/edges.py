@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.layout import Partial, Placement, Replicate
+from meshwright.torch_internals.tensors import local_tensor_of
 
 __all__ = ["Convert", "entered", "left", "placement_on", "wrapped"]
 
@@ -96,7 +97,7 @@ class _Enter(torch.autograd.Function):
         own = [our_placement(found, "input") for found in tensor.placements]
         back = [Partial()] if partial else [_gradient_of(found) for found in own]
         ctx.kept = tensor.device_mesh, back, tensor.shape  # pyrefly: ignore[missing-attribute]
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+        return local_tensor_of(tensor).view_as(local_tensor_of(tensor))
 
     @staticmethod
     @once_differentiable
@@ -130,7 +131,7 @@ class _Leave(torch.autograd.Function):
         if not isinstance(grad, DTensor):
             return grad, None, None, None, None
         found = our_placement(grad.placements[0], "gradient")
-        local = grad._local_tensor
+        local = local_tensor_of(grad)
         if found != wanted:
             local = convert(local, found, wanted, shape, True)
         return local, None, None, None, None
@@ -164,7 +165,7 @@ class _Wrap(torch.autograd.Function):
                 "redistribute the tensor before what is made of it"
             )
         # From Replicate to Shard is a slice.
-        return grad.redistribute(placements=wanted)._local_tensor, None, None, None
+        return local_tensor_of(grad.redistribute(placements=wanted)), None, None, None
 
 
 def _dtensor(

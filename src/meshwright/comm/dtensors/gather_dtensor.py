@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard, _StridedShardOffsetMode
 
 from meshwright.comm.dtensors.dtensor import (
     AnyPlacement,
@@ -27,6 +26,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
+from meshwright.torch_internals.distributed import StridedShard, StridedShardOffsetMode
 
 __all__ = [
     "Holding",
@@ -161,7 +161,7 @@ def side_by_side(dim: int, parts: int) -> TorchPlacement:
     return _SideBySide(dim, split_factor=parts)
 
 
-class _SideBySide(_StridedShard):
+class _SideBySide(StridedShard):
     """A strided cut whose parts are no box, for all that torch takes for the box of a rank."""
 
     def _local_shard_size_and_offset(
@@ -169,13 +169,13 @@ class _SideBySide(_StridedShard):
         curr_local_size: int,
         num_chunks: int,
         rank: int | torch.SymInt,
-        offset_mode: _StridedShardOffsetMode = _StridedShardOffsetMode.FIRST,
+        offset_mode: StridedShardOffsetMode = StridedShardOffsetMode.FIRST,
     ) -> tuple[int, int | list[int] | None]:
         """The size; raises NotImplementedError where torch goes on to copy a box that begins there.
 
         Those are its checkpoints, and what is broadcast from rank 0 into a state dict.
         """
-        if num_chunks > 1 and offset_mode is not _StridedShardOffsetMode.NONE:
+        if num_chunks > 1 and offset_mode is not StridedShardOffsetMode.NONE:
             raise NotImplementedError(
                 f"{self.split_factor} tensors lie side by side along dim {self.dim}, and each rank "
                 "has a part of each: not one box, as torch.distributed.checkpoint and "
@@ -203,13 +203,13 @@ def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]
     ):
         if is_replicated(placement):
             continue
-        if not isinstance(placement, TorchShard | _StridedShard):
+        if not isinstance(placement, TorchShard | StridedShard):
             raise LayoutError(
                 f"{name!r} is placed {list(rest.placements)} on {rest.mesh}: expected "
                 "whole values, not summands"
             )
         # Strided: cut before by others, in so many pieces, of each of which it holds a part.
-        pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        pieces = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         dim = placement.dim
         cuts = []
         for piece in range(pieces):

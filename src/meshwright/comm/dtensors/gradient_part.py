@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from meshwright.torch_internals.tensors import make_subclass, without_function
+
 __all__ = [
     "GradientPart",
     "gradient_part",
@@ -89,7 +91,7 @@ class GradientPart(torch.Tensor):
         del types
         if func in _WHOLE and not (func in _OF_PAIRS and _is_pair(args, kwargs or {})):
             raise _refusal(func, args)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_function():
             result = func(*args, **(kwargs or {}))
             kind = type(result)
             if (kind is torch.Tensor or kind is tuple or kind is list) and args:
@@ -114,7 +116,7 @@ class GradientPart(torch.Tensor):
 
 def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
     """This rank's elements of the gradient of parameter ``name``, as a `GradientPart`."""
-    found = torch.Tensor._make_subclass(GradientPart, gradient)
+    found = make_subclass(GradientPart, gradient)
     found._meshwright_name = name
     return found
 
@@ -144,7 +146,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` on the same memory where it is a `GradientPart`; any other as it is."""
     if type(tensor) is not GradientPart:
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_function():
         return tensor.as_subclass(torch.Tensor)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
 from meshwright.comm.graphs.untraced import apart
+from meshwright.torch_internals.autograd import backward_hooks_of
+from meshwright.torch_internals.tensors import local_tensor_of
+from meshwright.torch_internals.tracing import not_traced
 
 __all__ = [
     "add_to_gradient",
@@ -93,8 +95,8 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
             "lost. Write the values into the parameter, or leave that module out"
         )
     held = vars(parameter).get(_HELD)
-    if held is None or held.local is not parameter._local_tensor:
-        local = parameter._local_tensor
+    if held is None or held.local is not local_tensor_of(parameter):
+        local = local_tensor_of(parameter)
         requires_grad = parameter.requires_grad
         leaf = nn.Parameter(local.detach(), requires_grad=requires_grad)
         held = _Held(parameter, leaf, local)
@@ -174,7 +176,7 @@ def hand_over(parameter: nn.Parameter) -> None:
 @torch.no_grad()
 def deliver(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """Add this rank's part of a whole ``gradient`` to ``parameter.grad``; it is not copied."""
-    for hook in tuple((parameter._backward_hooks or {}).values()):
+    for hook in tuple((backward_hooks_of(parameter) or {}).values()):
         changed = hook(dtensor_like(gradient, parameter))
         gradient = gradient if changed is None else local_of(changed)
     add_to_gradient(parameter, gradient)
@@ -195,7 +197,7 @@ def add_to_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def _hook(held: _Held) -> None:
-    outside = _disable_dynamo(hand_over)
+    outside = not_traced(hand_over)
     # The garbage collector does not see what such a hook refers to: a cycle through it would stay.
     # torch converts no parameter that has weak references itself.
     vars(held.leaf)[_HELD] = held

@@ -17,6 +17,9 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.torch_internals.distributed import dtensor_handlers
+from meshwright.torch_internals.tensors import operator_names
+
 __all__ = ["are_lists_taken_apart", "take_lists_apart"]
 
 _Operator = Callable[..., Any]
@@ -29,7 +32,7 @@ def take_lists_apart() -> None:
         return
     handlers, stack = _handlers(), torch.ops.aten.stack.default
     handlers[stack] = _ListOperator(handlers.get(stack), _stacked)
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in operator_names():
         kind, _, overload = name.removeprefix("aten::").partition(".")
         if kind.startswith(_OF_LISTS) and "out" not in overload:
             operator = getattr(getattr(torch.ops.aten, kind), overload or "default")
@@ -114,4 +117,4 @@ def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN
 
 
 def _handlers() -> _Handlers:
-    return cast("_Handlers", DTensor._op_dispatcher._custom_op_handlers)
+    return dtensor_handlers()

@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.local_leaves import deliver
 from meshwright.comm.graphs.untraced import apart
+from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 
 __all__ = ["PartialGradient", "forget_unsummed"]
 
@@ -43,7 +44,7 @@ class PartialGradient:
         """Deliver the sum at the end of this backward pass; at once when none is under way."""
         communicator = self.communicator
         given = _Waiting(self._number, parameter, gradient)
-        task = torch._C._current_graph_task_id()
+        task = running_backward()
         if task == -1:
             _sum(communicator, [given])
             return
@@ -55,12 +56,12 @@ class PartialGradient:
             def end_backward() -> None:
                 _sum(communicator, communicator.unsummed.pop(task))
 
-            torch.autograd.Variable._execution_engine.queue_callback(end_backward)
+            at_end_of_backward(end_backward)
 
 
 def forget_unsummed(communicator: Communicator) -> None:
     """Drop what a backward pass that raised has left. Called when a forward pass begins."""
-    if communicator.unsummed and torch._C._current_graph_task_id() == -1:
+    if communicator.unsummed and running_backward() == -1:
         communicator.unsummed.clear()
 
 

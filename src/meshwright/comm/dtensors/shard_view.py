@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -23,6 +22,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from meshwright.comm.collectives import Communicator
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, boxes
+from meshwright.torch_internals.distributed import TensorShard as Shard
+from meshwright.torch_internals.tensors import (
+    COMPARISON,
+    make_wrapper_subclass,
+    to_copy_operator,
+    without_function,
+)
 
 __all__ = ["ShardView"]
 
@@ -69,9 +75,7 @@ class ShardView(torch.Tensor):
                 f"{name or 'a ShardView'}: expected a 1-D range within the {numel} elements of "
                 f"shape {tuple(shape)}, found shape {tuple(local.shape)} from element {start} on"
             )
-        view = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
+        view = make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         return cast("Self", view)
 
     def __init__(
@@ -219,11 +223,11 @@ class ShardView(torch.Tensor):
         """Compare elements that this rank has; anything else is for `__torch_dispatch__`."""
         del types
         options = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_function():
             if func in _COMPARISONS:
                 return _compared(func, args, options)
             # It counts what differs in the elements that were compared.
-            if func is torch.Tensor.flatten and _called_from("torch.testing._comparison"):
+            if func is torch.Tensor.flatten and _called_from(COMPARISON):
                 return args[0]._local
             return func(*args, **options)
 
@@ -306,7 +310,7 @@ class _Ranks:
 
 _MOVES = frozenset(
     {
-        aten._to_copy.default,
+        to_copy_operator,
         aten.alias.default,
         aten.clone.default,
         aten.detach.default,

@@ -22,6 +22,7 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.gradient_part import plain
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
+from meshwright.torch_internals.distributed import root_mesh
 
 __all__ = [
     "ManyInOne",
@@ -234,6 +235,6 @@ def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
 def _cover_the_same(one: _Mesh, other: _Mesh) -> bool:
     if one is other or set(one.mesh.flatten().tolist()) == set(other.mesh.flatten().tolist()):
         return True
-    roots = [getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)() for mesh in (one, other)]
+    roots = [root_mesh(mesh) for mesh in (one, other)]
     # Equal ones, since results of torch's DTensor operators may carry an equal mesh made before.
     return roots[0] == roots[1]

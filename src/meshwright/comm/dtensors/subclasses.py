@@ -7,7 +7,8 @@ a tensor with memory of its own, or a wrapper around one plain tensor of its sha
 from __future__ import annotations
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from meshwright.torch_internals.distributed import AsyncCollectiveTensor
 
 __all__ = ["PROTOCOL", "dispatches", "has_calls", "has_protocol", "holder_of", "values_of"]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.failures.board import STORE, Board
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.torch_internals.distributed import default_store
 
 __all__ = ["Notices"]
 
@@ -50,7 +51,7 @@ def _board(communicator: Communicator) -> Board:
     if "board" not in communicator.kept:
         # The store of ranks that are no processes answers nothing.
         is_fake = communicator.backend == "fake"
-        store = dist.HashStore() if is_fake else dist.distributed_c10d._get_default_store()
+        store = dist.HashStore() if is_fake else default_store()
         communicator.kept["board"] = Board(store, host=STORE)
     board: Board = communicator.kept["board"]
     return board

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
-from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
 
 from meshwright.comm.collectives import Communicator
+from meshwright.torch_internals.distributed import graph_operators
+from meshwright.torch_internals.tensors import FakeTensor
 
 __all__ = [
     "all_gather",
@@ -41,7 +41,7 @@ __all__ = [
     "traced_reduce_scatter",
 ]
 
-_OPERATORS = torch.ops._c10d_functional
+_OPERATORS = graph_operators
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

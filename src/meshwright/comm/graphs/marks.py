@@ -19,12 +19,10 @@ from typing import Protocol
 
 import torch
 
-# Imported for its effect: c10d's operators for graphs exist from then on.
-from torch.distributed import _functional_collectives as _registers_operators  # noqa: F401
-
 from meshwright.comm.graphs.untraced import untraced
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
+from meshwright.torch_internals.distributed import graph_operators
 
 __all__ = [
     "AGREE",
@@ -150,10 +148,10 @@ AGREE = torch.ops.meshwright.agree.default
 DIVIDED = torch.ops.meshwright.divided.default
 
 # What the compiler's passes emit and look for: c10d's operators that graphs may hold.
-ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
-ALL_REDUCE_COALESCED = torch.ops._c10d_functional.all_reduce_coalesced.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALL_REDUCE = graph_operators.all_reduce.default
+ALL_REDUCE_IN_PLACE = graph_operators.all_reduce_.default
+ALL_REDUCE_COALESCED = graph_operators.all_reduce_coalesced.default
+WAIT = graph_operators.wait_tensor.default
 
 
 def grad_reduce(

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from torch._C._dynamo import eval_frame
-from torch._compile import _disable_dynamo
+from meshwright.torch_internals.tracing import (
+    as_part_of_caller,
+    keep_result,
+    never_first,
+    not_traced,
+)
 
 __all__ = ["apart", "constant", "inlined", "untraced"]
 
@@ -14,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@_disable_dynamo
+@not_traced
 def untraced(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``function``. A compiled graph ends before it, and another begins behind it.
 
@@ -23,13 +27,8 @@ def untraced(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
-def constant(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, which a trace calls once and whose result it keeps.
-
-    As `torch.compiler.assume_constant_result`, which would load the compiler now.
-    """
-    function.__dict__["_dynamo_marked_constant"] = True
-    return function
+constant = keep_result
+"""A decorator: traces call the function once and keep its result."""
 
 
 def inlined(function: Callable[P, T]) -> Callable[P, T]:
@@ -38,7 +37,7 @@ def inlined(function: Callable[P, T]) -> Callable[P, T]:
     What it calls may be compiled then. For functions that mark gradients: a graph that breaks
     inside of them would have marks that belong to no forward.
     """
-    return _unframed(function, eval_frame._FrameAction.DEFAULT)
+    return as_part_of_caller(function)
 
 
 def apart(function: Callable[P, T]) -> Callable[P, T]:
@@ -47,10 +46,4 @@ def apart(function: Callable[P, T]) -> Callable[P, T]:
     For hooks that ask `torch.compiler.is_compiling` and take the way of `untraced`. Between graphs
     they are called as they are; without a compiler this costs nothing.
     """
-    return _unframed(function, eval_frame._FrameAction.SKIP)
-
-
-def _unframed(function: Callable[P, T], below: eval_frame._FrameAction) -> Callable[P, T]:
-    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
+    return never_first(function)

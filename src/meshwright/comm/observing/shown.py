@@ -17,10 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as bindings
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
-from torch.utils import _python_dispatch
+
+from meshwright.torch_internals.distributed import (
+    add_backend,
+    all_gather_single,
+    fake_backend,
+    graph_operators,
+    named_group,
+    reduce_scatter_single,
+)
+from meshwright.torch_internals.tensors import (
+    FakeTensor,
+    dispatch_depth,
+    dispatch_modes,
+    skips_dispatch_modes,
+    without_dispatch,
+)
 
 if TYPE_CHECKING:
     from meshwright.comm.pending import Launched
@@ -32,18 +45,18 @@ _OF_C10D: MappingProxyType[str, Callable[[Any, torch.Tensor, torch.Tensor], obje
     MappingProxyType(
         {
             "all_reduce": lambda group, one, two: group.allreduce([one]),
-            "all_gather": lambda group, one, two: group._allgather_base(
-                two, one, c10d.AllgatherOptions()
+            "all_gather": lambda group, one, two: all_gather_single(
+                group, two, one, c10d.AllgatherOptions()
             ),
-            "reduce_scatter": lambda group, one, two: group._reduce_scatter_base(
-                one, two, c10d.ReduceScatterOptions()
+            "reduce_scatter": lambda group, one, two: reduce_scatter_single(
+                group, one, two, c10d.ReduceScatterOptions()
             ),
             "broadcast": lambda group, one, two: group.broadcast([one]),
             "all_to_all": lambda group, one, two: group.alltoall_base(two, two.clone(), [], []),
         }
     )
 )
-_OPERATORS = torch.ops._c10d_functional
+_OPERATORS = graph_operators
 _FUNCTIONAL: MappingProxyType[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = (
     MappingProxyType(
         {
@@ -60,14 +73,14 @@ _FUNCTIONAL: MappingProxyType[str, Callable[[torch.Tensor, torch.Tensor], torch.
 
 def is_counted(kind: str, tensor: torch.Tensor) -> bool:
     """Check that a ``CommDebugMode`` counts operations of ``kind`` here, on a real ``tensor``."""
-    if torch._C._len_torch_dispatch_stack() == 0 or kind not in _OF_C10D:
+    if dispatch_depth() == 0 or kind not in _OF_C10D:
         return False
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+    if skips_dispatch_modes():
         return False
     room = sys.modules.get("torch.distributed.tensor.debug")
     if room is None or isinstance(tensor, FakeTensor):
         return False
-    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    modes = dispatch_modes()
     return any(isinstance(mode, room.CommDebugMode) for mode in modes)
 
 
@@ -89,23 +102,16 @@ def in_place_of(
 
 def unseen() -> AbstractContextManager[object]:
     """Hide what is issued within from dispatch modes."""
-    return torch._C._DisableTorchDispatch()
+    return without_dispatch()
 
 
 def _show(kind: str, *, functional: bool) -> None:
     group: Any = dist.ProcessGroup(dist.HashStore(), 0, 2)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(
-        torch.device("cpu"),
-        dist.ProcessGroup.BackendType.CUSTOM,
-        bindings.FakeProcessGroup._create_internal(0, 2),
-    )
+    kind_of_backend = dist.ProcessGroup.BackendType.CUSTOM
+    add_backend(group, torch.device("cpu"), kind_of_backend, fake_backend(0, 2))
     one, two = torch.zeros(1), torch.zeros(2)
     if not functional or kind not in _FUNCTIONAL:
         _OF_C10D[kind](group, one, two)
         return
-    bindings._register_process_group(_NAME, group)  # pyrefly: ignore[bad-argument-type]
-    try:
+    with named_group(_NAME, group):
         _OPERATORS.wait_tensor(_FUNCTIONAL[kind](one, two))
-    finally:
-        bindings._unregister_process_group(_NAME)  # pyrefly: ignore[bad-argument-type]

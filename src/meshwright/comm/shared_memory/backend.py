@@ -19,6 +19,7 @@ import torch.distributed as dist
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.group import BACKEND, GroupOptions, SharedMemoryGroup
 from meshwright.comm.shared_memory.joining import ApartError, join
+from meshwright.torch_internals.distributed import add_backend, known_backends, number_operations
 
 __all__ = ["allocate", "register"]
 
@@ -71,17 +72,16 @@ def _gloo_group(options: GroupOptions, ranks: Sequence[int]) -> dist.ProcessGrou
     )
     transport.options.global_ranks_in_group = list(ranks)
     transport.options.group_name = options.group_id  # pyrefly: ignore[bad-assignment]
-    transport._set_sequence_number_for_group()
+    number_operations(transport)
     group = dist.ProcessGroup(store, options.group_rank, options.group_size)
     kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, transport)
+    add_backend(group, torch.device("cpu"), kind, transport)
     return group
 
 
 def register() -> None:
     """Make the backend known to `torch.distributed`. Further calls do nothing."""
-    if BACKEND.upper() in dist.Backend._plugins:
+    if BACKEND.upper() in known_backends():
         return
     host = _Host()
     atexit.register(host.close)

@@ -31,6 +31,7 @@ from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.comm.shared_memory.transport import CpuTransport
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
+from meshwright.torch_internals.autograd import is_profiled
 
 __all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]
 
@@ -403,7 +404,7 @@ class SharedMemoryGroup(ProcessGroup):
         self, call: Call, body: Steps, outputs: Tensors, opts: Options, *held: torch.Tensor
     ) -> SharedWork:
         run_now = not getattr(opts, "asyncOp", True)
-        if torch.autograd._profiler_enabled():
+        if is_profiled():
             with record_function(f"meshwright:{call.kind}"):
                 return self._note(self._queue.submit(call, body, outputs, held, run_now=run_now))
         return self._note(self._queue.submit(call, body, outputs, held, run_now=run_now))

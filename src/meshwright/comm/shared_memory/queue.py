@@ -17,13 +17,13 @@ from datetime import timedelta
 from operator import attrgetter
 
 import torch
-from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from meshwright.comm.failures.outside import watched
 from meshwright.comm.shared_memory.fingerprints import Call
 from meshwright.comm.shared_memory.waits import Meeting, Steps, unusable
 from meshwright.errors import CollectiveTimeoutError
+from meshwright.torch_internals.distributed import Work
 
 __all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]
 

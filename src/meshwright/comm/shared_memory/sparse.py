@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import Work
+
+from meshwright.torch_internals.distributed import Work
 
 __all__ = ["Gathering", "sum_sparse"]
 

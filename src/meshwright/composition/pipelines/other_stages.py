@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import LayoutError
+from meshwright.torch_internals.autograd import STATE_OF_TENSORS
+from meshwright.torch_internals.tensors import without_function
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["FACTS", "HeldElsewhere", "let_go", "name_of"]
 
@@ -24,9 +26,7 @@ FACTS = frozenset(
     {
         "__hash__",
         "__len__",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_version",
+        *STATE_OF_TENSORS,
         "device",
         "dim",
         "dtype",
@@ -76,7 +76,7 @@ class HeldElsewhere:
         """Answer what needs no value. Raises LayoutError, naming the tensor, for all else."""
         if name_of(func) not in FACTS | _SETTINGS:
             _refuse([*tree_leaves((args, dict(kwargs or {})))])
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_function():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeE
 from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
+from meshwright.torch_internals.tensors import foreach_mul_, version_of
 
 __all__ = ["LoneLayout", "PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
 
@@ -159,7 +160,7 @@ class PipelinedLayout:
         """See `DataLayout`: now, since all has been summed."""
         factor, held = scale(), self.every_gradient()
         if held and factor != 1.0:
-            torch._foreach_mul_(held, factor)
+            foreach_mul_(held, factor)
 
     def every_gradient(self) -> list[torch.Tensor]:
         """This rank's parts of all gradients, copies of tied ones too."""
@@ -168,7 +169,7 @@ class PipelinedLayout:
     def versions(self) -> int:
         """Grows with what is written to this rank's gradients."""
         held = [p.grad for stage in self._stages for p in stage.parameters()]
-        return sum([local_of(gradient)._version for gradient in held if gradient is not None])
+        return sum([version_of(local_of(gradient)) for gradient in held if gradient is not None])
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from meshwright.composition.example_run import Inputs, Observation, observe
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
@@ -21,6 +20,7 @@ from meshwright.pipelining.splitting.balance import balanced
 from meshwright.pipelining.splitting.module_hooks import refuse_hooks
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
+from meshwright.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
 __all__ = ["CutModel", "chunks_of", "cut_model"]
 

@@ -20,6 +20,12 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import LayoutError
+from meshwright.torch_internals.autograd import (
+    after_hooks_of,
+    backward_hooks_of,
+    set_after_hooks,
+    set_backward_hooks,
+)
 
 __all__ = ["Rested", "StepHooks", "resting"]
 
@@ -45,26 +51,27 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
     rested: list[Rested] = []
     before: list[tuple[nn.Parameter, Hooks, Hooks]] = []
     for parameter in parameters:
-        if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+        if not backward_hooks_of(parameter) and not after_hooks_of(parameter):
             continue
-        changing = _hooks(parameter._backward_hooks)
-        following = _hooks(parameter._post_accumulate_grad_hooks)
+        changing = _hooks(backward_hooks_of(parameter))
+        following = _hooks(after_hooks_of(parameter))
         theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
         if changing or theirs:
             before.append((parameter, changing, following))
             rested.append(Rested(parameter, dict(changing), theirs))
-            parameter._backward_hooks = None
+            set_backward_hooks(parameter, None)
             # None would leave those that autograd has.
-            parameter._post_accumulate_grad_hooks = OrderedDict(
-                (n, hook) for n, hook in following.items() if n not in theirs
+            set_after_hooks(
+                parameter,
+                OrderedDict((n, hook) for n, hook in following.items() if n not in theirs),
             )
     try:
         yield rested
     finally:
         for parameter, changing, following in before:
-            parameter._backward_hooks = changing
-            following.update(_hooks(parameter._post_accumulate_grad_hooks))
-            parameter._post_accumulate_grad_hooks = following
+            set_backward_hooks(parameter, changing)
+            following.update(_hooks(after_hooks_of(parameter)))
+            set_after_hooks(parameter, following)
 
 
 class StepHooks:

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator, Recorder, observe, phase
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
@@ -29,6 +28,7 @@ from meshwright.errors import PlanError
 from meshwright.gradients import call_module, leaves_of
 from meshwright.randomness import Draws, Dropout, RandomOperators
 from meshwright.tensor_parallel.checks.equality import beyond_rounding, rounding_floor
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["WholeRun"]
 

@@ -31,6 +31,7 @@ from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
 from meshwright.comm.streams import is_at_hand
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.errors import CollectiveMismatchError
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["NOTES", "Alignment"]
 
@@ -58,9 +59,9 @@ class Alignment:
 
     def begin_forward(self) -> None:
         """A forward pass begins: have the weights changed since the one before?"""
-        version = sum([parameter._version for parameter in self._parameters])
+        version = sum([version_of(parameter) for parameter in self._parameters])
         if self._distributed:  # a write to a DTensor is one to the memory below it
-            version += sum([local_of(parameter)._version for parameter in self._distributed])
+            version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
         steps = self._steps.take()
         if version != self._version:
             self._version = version

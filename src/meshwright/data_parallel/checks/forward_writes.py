@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from meshwright.comm import Communicator
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["ForwardWrites", "refuse_max_norm"]
 
@@ -41,11 +42,11 @@ class ForwardWrites:
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Note the parameters before the pass."""
-        self._before = [(name, parameter, parameter._version) for name, parameter in parameters]
+        self._before = [(name, parameter, version_of(parameter)) for name, parameter in parameters]
 
     def end(self) -> None:
         """Warn of parameters that were written since `begin`."""
-        written = [name for name, parameter, at in self._before if parameter._version != at]
+        written = [name for name, parameter, at in self._before if version_of(parameter) != at]
         self.is_due = False
         self._before.clear()
         if written:

@@ -22,6 +22,8 @@ from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.errors import CollectiveMismatchError
+from meshwright.torch_internals.modules import non_persistent_buffers_of
+from meshwright.torch_internals.tensors import foreach_copy_
 
 __all__ = [
     "Start",
@@ -166,10 +168,10 @@ def _broadcast_slab(
         offset += tensor.nbytes
     targets = [tensor.detach() for tensor in slab]
     if communicator.rank == source or communicator.backend == "fake":  # which changes nothing
-        torch._foreach_copy_(views, targets)
+        foreach_copy_(views, targets)
     communicator.broadcast(buffer, source=source, label=label).wait()
     if communicator.rank != source:
-        torch._foreach_copy_(targets, views)
+        foreach_copy_(targets, views)
 
 
 def synchronise(
@@ -253,7 +255,7 @@ def starting_buffers(
         if not module._buffers or is_of_one_rank(module, ignored):
             continue
         for name, tensor in module._buffers.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
+            if tensor is not None and name not in non_persistent_buffers_of(module):
                 digest = digest_of(tensor)
                 if digest is not None:
                     found.append(StartingBuffer(module, name, Start(digest, digest), axes))

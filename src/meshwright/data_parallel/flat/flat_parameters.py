@@ -42,6 +42,7 @@ from meshwright.comm.dtensors.sharded_axes import (
 )
 from meshwright.data_parallel.replicas.in_place import is_dense
 from meshwright.gradients import look_at_optimizers
+from meshwright.torch_internals.tensors import foreach_copy_, set_local_tensor
 
 __all__ = ["FlatParameter", "flat_parameters"]
 
@@ -68,7 +69,7 @@ class _Member:
         mine = self.part_of(line)
         mine.copy_(local)
         if is_dtensor(parameter):
-            cast("Any", parameter)._local_tensor = mine
+            set_local_tensor(cast("Any", parameter), mine)
         else:
             parameter.data = mine
         self.address = local_of(parameter).data_ptr()
@@ -215,7 +216,7 @@ class FlatParameter(ManyInOne):
                 sources.append(member.given(gradient))
             member.parameter.grad = member.gradient
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
         return line
 
     def _check(self) -> None:

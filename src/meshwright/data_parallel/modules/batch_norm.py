@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn import SyncBatchNorm
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.functional import all_gather
+from meshwright.torch_internals.modules import AnyBatchNorm, check_input_dim
 
 __all__ = [
     "LocalStatistics",
@@ -31,9 +32,9 @@ each rank: replicas may be made anew, and lie inside of each other."""
 _WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 
 
-def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(module: nn.Module) -> dict[str, AnyBatchNorm]:
     """The BatchNorm modules inside ``module``, by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    return {name: part for name, part in module.named_modules() if isinstance(part, AnyBatchNorm)}
 
 
 def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> None:
@@ -104,12 +105,12 @@ class LocalStatistics:
         )
 
 
-def _uses_batch(part: _BatchNorm) -> bool:
+def _uses_batch(part: AnyBatchNorm) -> bool:
     # Past nn.Module's lookup of buffers, as frozen modules are asked in each pass.
     return part.training or part._buffers.get("running_mean") is None
 
 
-def _is_unasked(part: _BatchNorm) -> bool:
+def _is_unasked(part: AnyBatchNorm) -> bool:
     """Tell whether nobody has said whose statistics ``part`` uses."""
     if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False
@@ -117,11 +118,11 @@ def _is_unasked(part: _BatchNorm) -> bool:
 
 
 def _forward(
-    module: _BatchNorm, communicator: Communicator, label: str, x: torch.Tensor
+    module: AnyBatchNorm, communicator: Communicator, label: str, x: torch.Tensor
 ) -> torch.Tensor:
     if not module.training:
         return type(module).forward(module, x)
-    module._check_input_dim(x)
+    check_input_dim(module, x)
     wide = x if x.dtype.itemsize >= 4 else x.float()
     dims = [0, *range(2, x.ndim)]
     channels = x.shape[1]
@@ -150,7 +151,7 @@ def _spread(vector: torch.Tensor, ndim: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _track(
-    module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor
+    module: AnyBatchNorm, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor
 ) -> None:
     """Move the running statistics, by the variance without bias, as one process does."""
     if module.running_mean is None or module.running_var is None:

@@ -16,7 +16,8 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _functional_call
+
+from meshwright.torch_internals.tensors import lending_code
 
 __all__ = ["ModuleBuffers", "ModuleParameters", "lent_now"]
 
@@ -154,7 +155,7 @@ def lent_now() -> Mapping[str, torch.Tensor] | None:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code is _functional_call.__code__:
+        if frame.f_code is lending_code:
             return frame.f_locals["parameters_and_buffers"]
     return None
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.torch_internals.trees import tree_leaves, tree_map
 
 __all__ = ["map_tensors", "tensors_in"]
 

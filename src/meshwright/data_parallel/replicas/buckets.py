@@ -32,6 +32,7 @@ from meshwright.data_parallel.replicas.slots import (
 )
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
+from meshwright.torch_internals.tensors import foreach_copy_, foreach_mul_
 
 __all__ = ["Bucket", "slot_of"]
 
@@ -274,12 +275,12 @@ class Bucket:
                 batch_views.append(view)
                 batch.append(gradient)
         if batch:
-            torch._foreach_copy_(batch_views, batch)
+            foreach_copy_(batch_views, batch)
             scaled.extend(batch_views)
         if scale == 1.0 or not scaled:
             return
         if True in self._single:
-            torch._foreach_mul_(scaled, scale)
+            foreach_mul_(scaled, scale)
         else:
             self.gradients.mul_(scale)
 
@@ -294,7 +295,7 @@ class Bucket:
             elif self.arrived[slot] == ARRIVED:
                 raise lost_gradient(self.layout.slots[slot])
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
 
     def _count_riders(self) -> None:
         first = len(self.parameters)

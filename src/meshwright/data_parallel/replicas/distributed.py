@@ -21,6 +21,7 @@ from meshwright.data_parallel.replicas.options import IGNORED_NAMES, ReplicateKe
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.autograd import is_profiled
 
 __all__ = ["DistributedDataParallel", "one_device"]
 
@@ -90,7 +91,7 @@ class DistributedDataParallel(SteppedOver):
         """The module's forward pass; inputs are moved to ``device_ids``."""
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
-        if torch.autograd._profiler_enabled():
+        if is_profiled():
             with record_function("DistributedDataParallel.forward"):
                 return self._run(args, kwargs)
         return self._run(args, kwargs)

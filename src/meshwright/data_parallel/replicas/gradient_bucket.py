@@ -17,6 +17,7 @@ import torch
 
 from meshwright.comm import Communicator, communicator
 from meshwright.data_parallel.replicas.buckets import Bucket
+from meshwright.torch_internals.tensors import Future
 
 __all__ = [
     "BucketPart",
@@ -200,7 +201,7 @@ class RegisteredHook:
         """Call the hook. Raises TypeError when it returns anything but a future."""
         future = self.hook(self.state, bucket)
         # c10d's works give the class below torch.futures.Future.
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, Future):
             raise TypeError(
                 "callback must return a torch.futures.Future object, but got "
                 f"{type(future).__name__} from the communication hook {_name(self.hook)}: wrap a "

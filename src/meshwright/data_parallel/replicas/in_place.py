@@ -21,6 +21,7 @@ from meshwright.data_parallel.replicas.slots import (
 )
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
+from meshwright.torch_internals.tensors import storage_id, storage_users
 
 __all__ = ["InPlaceGradient", "KeptMemory", "is_dense"]
 
@@ -59,7 +60,7 @@ class KeptMemory:
 def _is_ours_alone(storage: torch.UntypedStorage) -> bool:
     """Check that no tensor and no other name uses ``storage``."""
     # References: the attribute, the name here, the argument of the call.
-    return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= 3
+    return storage_users(storage_id(storage)) == 1 and sys.getrefcount(storage) <= 3
 
 
 class InPlaceGradient:

@@ -44,6 +44,7 @@ from meshwright.data_parallel.replicas.slots import ARRIVED, BucketLayout, came_
 from meshwright.data_parallel.replicas.sparse_gradient import SparseGradient
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
 from meshwright.errors import NonFiniteError
+from meshwright.torch_internals.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.replicas.traced import Marking
@@ -259,7 +260,7 @@ class GradientReducer:
         if self.phase is ReductionPhase.BACKWARD or not self.is_synchronising:
             return
         self._open()
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        at_end_of_backward(self.finish)
 
     def _open(self) -> None:
         self.phase = ReductionPhase.BACKWARD

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_steps
@@ -33,6 +32,8 @@ from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.data_parallel.replicas.traced import Marking, Route
 from meshwright.errors import CollectiveMismatchError
 from meshwright.gradients import mark_mean
+from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
+from meshwright.torch_internals.trees import tree_map
 
 __all__ = ["Replica", "move_inputs"]
 
@@ -129,7 +130,7 @@ class Replica:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Get ready for a forward pass of the module; returns inputs on the module's device."""
         # A forward pass inside a backward pass recomputes activations: it begins nothing.
-        if torch._C._current_graph_task_id() != -1:
+        if running_backward() != -1:
             return None
         if not self.is_driven:
             self.begin()
@@ -257,7 +258,7 @@ class Replica:
 
         Without this a rank that uses none of the parameters would never join the reductions.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if running_backward() != -1:
             return
         self._has_equal_buffers = False
         if self.is_driven or not torch.is_grad_enabled():
@@ -282,7 +283,7 @@ class Replica:
             self.reducer.begin_backward()
             if self._stepped and self.reducer.is_synchronising and not self._is_stepping:
                 self._is_stepping = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._step)
+                at_end_of_backward(self._step)
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.layout import FlatLayout
+from meshwright.torch_internals.autograd import after_hooks_of
 
 __all__ = [
     "ARRIVED",
@@ -180,7 +181,7 @@ def came_empty(parameter: torch.Tensor) -> int:
 
     Autograd runs hooks also where a function of the graph has returned None.
     """
-    hooks = parameter._post_accumulate_grad_hooks or {}
+    hooks = after_hooks_of(parameter) or {}
     first = next(iter(hooks.values()), None)
     is_ours = getattr(first, "__module__", "").startswith("meshwright.data_parallel.")
     return CAME_EMPTY if is_ours else ARRIVED

@@ -39,6 +39,7 @@ from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
 from meshwright.data_parallel.replicas.in_place import KeptMemory
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
+from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 
 __all__ = ["GradientMarking", "Marking", "Route", "TracedForward"]
 
@@ -270,7 +271,7 @@ class Marking:
 
     def stays(self) -> None:
         """A gradient has come that hooks do not reduce: a graph has, or it is to stay here."""
-        if self.is_open and torch._C._current_graph_task_id() != self._running:
+        if self.is_open and running_backward() != self._running:
             self.is_open = False
 
     def take_kept(self, index: int) -> torch.Tensor | None:
@@ -299,7 +300,7 @@ class Marking:
         A rank that still compiles is waited for. Raises CollectiveMismatchError on every rank,
         RuntimeError when a hook of a parameter has come after the graph.
         """
-        self._running = torch._C._current_graph_task_id()
+        self._running = running_backward()
         self._refuse_hooks()
         self._passes[plan] = count = self._passes[plan] + 1
         is_verified = count.bit_count() == 1 and not self._reducer.is_synchronising
@@ -322,7 +323,7 @@ class Marking:
             error = alignment.refuse(self._communicator)
             if error is not None:
                 raise error
-        at_end = torch.autograd.Variable._execution_engine.queue_callback
+        at_end = at_end_of_backward
         match max(row[1] for row in rows):
             case _Rest.LATER:
                 at_end(partial(self._reduce_rest, ()))

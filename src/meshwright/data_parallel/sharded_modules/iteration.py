@@ -34,6 +34,7 @@ from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.parameter_group import sum_parts
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.data_parallel.shards.unit import ParameterGroup, Phase, Unit
+from meshwright.torch_internals.autograd import at_end_of_backward, is_executed, keeps_graph
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
@@ -277,13 +278,13 @@ class Iteration:
             if self._events is not None:
                 self._events.happens(Event(OF_INPUTS if self.is_of_inputs else OF_PARAMETERS))
             self.is_in_backward = True
-            self.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+            self.keeps_graph = keeps_graph()
             # Only `create_graph=True` leaves gradients enabled within a backward pass.
             self.makes_graph = torch.is_grad_enabled()
             if self.makes_graph:
                 self._check_kept()
             self.take_waiting()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            at_end_of_backward(self.end_backward)
 
     def _reaches_parameters(self) -> bool:
         """Tell whether the backward pass that runs now gives any parameter a gradient."""
@@ -471,7 +472,7 @@ def _widest(units: Sequence[Unit]) -> Communicator | None:
 def _gets_gradient(leaf: torch.Tensor) -> bool:
     """Tell whether the backward pass that runs now accumulates a gradient of ``leaf``."""
     try:
-        return torch._C._will_engine_execute_node(accumulator_of(leaf))
+        return is_executed(accumulator_of(leaf))
     except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
         return False
 

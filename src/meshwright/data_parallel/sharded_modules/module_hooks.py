@@ -13,7 +13,6 @@ The root is the first module of a tree to run forward. Its `Iteration` knows all
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +31,8 @@ from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree, PlacesIn
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.unit import Phase, Unit
+from meshwright.torch_internals.autograd import function_transforms, running_backward
+from meshwright.torch_internals.tracing import is_backward_compiled
 
 __all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
 
@@ -198,7 +199,7 @@ class Driver:
             return self._cast_inputs(args, kwargs)
         self.refuse_transforms(module)
         iteration = self.iteration or self.start(module)
-        is_recompute = torch._C._current_graph_task_id() != -1
+        is_recompute = running_backward() != -1
         following: Driver | None = None
         if not is_recompute and not self._to_run:
             if self.is_root:
@@ -222,7 +223,7 @@ class Driver:
 
     def refuse_transforms(self, module: nn.Module) -> None:
         """Raise RuntimeError inside of a transform of `torch.func`."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if function_transforms() is not None:
             raise RuntimeError(
                 f"{self.name or type(module).__name__} is sharded and was called inside of a "
                 "transform of torch.func (vmap, grad, ...), which hides when its backward comes. "
@@ -242,7 +243,7 @@ class Driver:
         if self.unit is not None:
             output = self._without_parameters(output, self.unit)
         iteration = self.iteration or self.start(module)
-        if torch._C._current_graph_task_id() != -1:
+        if running_backward() != -1:
             return output
         is_training = torch.is_grad_enabled()
         if is_training:
@@ -354,8 +355,7 @@ class Driver:
         if torch.compiler.is_compiling():
             untraced(self._output_gradient, gradient)
             return
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if compiled is not None and compiled.in_compiled_autograd_region:
+        if is_backward_compiled():
             raise RuntimeError(
                 f"the backward pass of {self.name!r} is compiled, which sharded modules do not "
                 "support: hooks gather and free its parameters meanwhile. Call backward outside of "

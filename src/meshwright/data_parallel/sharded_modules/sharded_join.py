@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import (
-    _global_optimizer_pre_hooks,
     register_optimizer_step_pre_hook,
 )
 
@@ -32,6 +31,7 @@ from meshwright.data_parallel.replicas.join import Attendance, Notice
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
+from meshwright.torch_internals.modules import step_hooks_of_all
 
 __all__ = ["JoinsUnevenInputs", "join_sharded", "joins"]
 
@@ -232,7 +232,7 @@ class JoinsUnevenInputs(nn.Module):
 
 def joins(optimizer: torch.optim.Optimizer) -> bool:
     """Check that ``optimizer`` steps a root that is inside of a `join_sharded` block."""
-    owners = (getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in step_hooks_of_all.values())
     return any(isinstance(owner, _Joined) and owner.holds(optimizer) for owner in owners)
 
 

@@ -28,6 +28,7 @@ from meshwright.comm.memory.reusable_storage import Line, line_of
 from meshwright.data_parallel.shards.gradient_lines import GradientLine
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
 __all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer"]
 
@@ -236,7 +237,7 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True when the shard was, or may have been, written since `gather`; see `distrust`."""
-        return not self._alias and self._gathered_version != self.shard._version
+        return not self._alias and self._gathered_version != version_of(self.shard)
 
     def distrust(self) -> None:
         """The shard may be written from now on in ways that leave no trace.
@@ -260,7 +261,7 @@ class FlatBuffer:
                 place.copy_(mine)
                 self._pending.append(ranks.all_gather(self.full, place, label=label))
             return
-        self._gathered_version = self.shard._version
+        self._gathered_version = version_of(self.shard)
         shard = self.axes.shard
         if shard is None or shard.size == 1:
             self.full.copy_(self.shard)
@@ -291,7 +292,7 @@ class FlatBuffer:
         self._pending.clear()
         copies, self._after = self._after, None
         if copies is not None:
-            torch._foreach_copy_(*copies)
+            foreach_copy_(*copies)
             self._staging.free()
 
     @torch.no_grad()

@@ -42,6 +42,13 @@ from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
 from meshwright.layout import ChunkedLayout
+from meshwright.torch_internals.autograd import backward_hooks_of
+from meshwright.torch_internals.tensors import (
+    foreach_add_,
+    local_tensor_of,
+    set_local_tensor,
+    version_of,
+)
 
 __all__ = ["HOME", "ExposedTensors"]
 
@@ -86,7 +93,7 @@ class _Entry:
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
         shown: Any = savable(exposed)
-        shown._local_tensor = local  # of its class, with its attributes
+        set_local_tensor(shown, local)  # of its class, with its attributes
         shown.__dict__.update(before.__dict__)
         carry_hooks(before, shown, slot.name)
         self.exposed: Any = shown
@@ -118,8 +125,8 @@ class _Entry:
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
-            self.slot.extension.part = self.exposed._local_tensor
-        self.local = self.exposed._local_tensor
+            self.slot.extension.part = local_tensor_of(self.exposed)
+        self.local = local_tensor_of(self.exposed)
         self.storage = self.exposed.untyped_storage()
         self.guard()
 
@@ -222,7 +229,7 @@ class ExposedTensors:
         for group in unit.groups:
             for entry in self.entries(group):
                 exposed, shown = entry.exposed, entry.shown
-                is_same = exposed._local_tensor is entry.local
+                is_same = local_tensor_of(exposed) is entry.local
                 if is_same and exposed.untyped_storage() is not entry.storage:
                     raise data_assigned(entry.slot.name, group.axes.communicators)
                 for cells, name in entry.cells:
@@ -287,8 +294,8 @@ class ExposedTensors:
     def version(self, unit: Unit) -> int:
         """See `Exposure`. Fused writes to DTensors are not counted."""
         return sum(
-            [e.exposed._version for group in unit.groups for e in self.entries(group)]
-        ) + sum([group.buffer.shard._version for group in unit.groups])
+            [version_of(e.exposed) for group in unit.groups for e in self.entries(group)]
+        ) + sum([version_of(group.buffer.shard) for group in unit.groups])
 
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """See `Exposure`."""
@@ -402,7 +409,7 @@ class ExposedTensors:
                 targets.append(local_of(exposed.grad))
                 sources.append(local_of(gradient))
         if targets:
-            torch._foreach_add_(targets, sources)
+            foreach_add_(targets, sources)
 
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
         """A DTensor for each parameter of ``group``, with its part of ``reduced``.
@@ -461,7 +468,7 @@ class ExposedTensors:
                     cells[name] = parameter
                 entry.exposed = entry.shown = parameter
                 # The parameter stays the object that optimizers know; its memory is the shard's.
-                parameter._local_tensor = group.buffer.around(index)
+                set_local_tensor(parameter, group.buffer.around(index))
                 entry.note_memory()
         unit.has_changed()
 
@@ -509,7 +516,7 @@ def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
 
 
 def _run_hooks_of_flat(flat: nn.Parameter, group: ParameterGroup) -> None:
-    if flat._backward_hooks:
+    if backward_hooks_of(flat):
         raise RuntimeError(
             f"the flat parameter of {group.slots[0].name!r} and {len(group.slots) - 1} more has a "
             "hook on its gradient, which no shape and no parameter belongs to: put the hook on the "

@@ -17,6 +17,14 @@ from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.memory.reusable_storage import line_of
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.torch_internals.tensors import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_zero_,
+    join_in_chunks,
+    storage_id,
+    storage_users,
+)
 
 __all__ = ["GradientLine", "KeptLine"]
 
@@ -65,7 +73,7 @@ class KeptLine:
     def _is_unused(self, line: torch.Tensor) -> bool:
         """Check that the memory is used by the line and the guests alone, and those by nobody."""
         # One use each by the line, the storage that is asked for here, and each guest's local part.
-        used = torch._C._storage_Use_Count(line.untyped_storage()._cdata)
+        used = storage_users(storage_id(line.untyped_storage()))
         if used != 2 + len(self.guests):
             return False
         for guest, parameter in self.guests:
@@ -142,18 +150,18 @@ class GradientLine:
             return
         self._memory.restore()
         if self._gaps:
-            torch._foreach_zero_(self._gaps)
+            foreach_zero_(self._gaps)
         present = [gradient for gradient in gradients if gradient is not None]
         if len(present) == len(gradients):
             if self._is_even:
-                torch._chunk_cat(present, 0, self._rows.shape[0], out=self._rows)
+                join_in_chunks(present, 0, self._rows.shape[0], out=self._rows)
                 return
             if self._is_whole:
-                torch._foreach_copy_(self._targets, present)
+                foreach_copy_(self._targets, present)
                 return
         targets, sources = self._pairs(gradients)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
 
     def release(self) -> None:
         """Forget the gradients."""
@@ -201,7 +209,7 @@ class GradientLine:
             self._line.copy_(source)
         targets, sources = self._pairs(gradients, zeroes=False)
         if targets:
-            torch._foreach_add_(targets, sources)
+            foreach_add_(targets, sources)
 
     def _pairs(
         self, gradients: Sequence[torch.Tensor | None], *, zeroes: bool = True

@@ -32,6 +32,7 @@ from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.gradients import NonFiniteValues
 from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.torch_internals.tensors import foreach_copy_
 
 __all__ = ["ParameterGroup", "ReduceHook", "Summand", "UnitSettings", "sum_parts", "summands_of"]
 
@@ -57,7 +58,7 @@ def sum_parts(summands: Iterable[Summand]) -> None:
         line = torch.cat([part.reshape(-1) for part in parts]).to(axis.device)
         axis.all_reduce(line, label="partial gradients").wait()
         sums = line.split([part.numel() for part in parts])
-        torch._foreach_copy_(
+        foreach_copy_(
             parts, [each.view(part.shape) for each, part in zip(sums, parts, strict=True)]
         )
 

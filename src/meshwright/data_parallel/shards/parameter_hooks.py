@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.comm.dtensors.after_hooks import carry_after_hooks, has_after_hooks
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.errors import InternalError
+from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_hooks
 
 __all__ = [
     "accumulator_of",
@@ -28,13 +29,13 @@ __all__ = [
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Check that anything waits for the gradient of ``parameter``."""
-    return bool(parameter._backward_hooks) or has_after_hooks(parameter)
+    return bool(backward_hooks_of(parameter)) or has_after_hooks(parameter)
 
 
 def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
     """Give ``target``, which takes the place of ``source``, its hooks; handles remove both."""
-    if source._backward_hooks:
-        target._backward_hooks = source._backward_hooks
+    if backward_hooks_of(source):
+        set_backward_hooks(target, backward_hooks_of(source))
     carry_after_hooks(source, target, name)
 
 
@@ -81,7 +82,7 @@ def refuse_past_hooks(
 
 def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
     """Give ``gradient`` to the hooks of ``parameter``; what they return is written to it."""
-    for hook in tuple((parameter._backward_hooks or {}).values()):
+    for hook in tuple((backward_hooks_of(parameter) or {}).values()):
         try:
             changed = hook(gradient)
             if changed is not None:

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import _unsafe_preserve_version_counter
 
 from meshwright.comm import Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
@@ -31,6 +29,15 @@ from meshwright.data_parallel.shards.buffer import CustomCollective, FlatBuffer
 from meshwright.errors import InternalError
 from meshwright.layout import ChunkedLayout
 from meshwright.mesh import DeviceMesh
+from meshwright.torch_internals.autograd import keeps_versions
+from meshwright.torch_internals.tensors import (
+    FakeTensor,
+    local_tensor_of,
+    make_subclass,
+    mark_parameter,
+    storage_id,
+    version_of,
+)
 
 __all__ = ["ExtendedBuffer", "Extension", "check_class", "extension_of", "whole_parameter"]
 
@@ -41,7 +48,7 @@ def check_class(name: str, parameter: torch.Tensor, *, why: str = "") -> None:
     """Raise TypeError for a subclass that sharding would drop; ``why`` refuses extensions too."""
     inner: Any = parameter
     if is_dtensor(parameter):
-        inner = inner._local_tensor
+        inner = local_tensor_of(inner)
         why = why or "is this rank's part of a DTensor"
     if type(inner) in PLAIN or not (dispatches(inner) or has_protocol(inner)):
         return
@@ -74,7 +81,7 @@ def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
     cls = type(like)
     if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
         return nn.Parameter(view, requires_grad=like.requires_grad)
-    made: Any = torch.Tensor._make_subclass(cls, view.detach(), like.requires_grad)
+    made: Any = make_subclass(cls, view.detach(), like.requires_grad)
     made.__dict__.update(like.__dict__)
     return made
 
@@ -122,7 +129,8 @@ class Extension:
         made: Any = self._like
         if self._holder is None:
             made = part.detach().as_subclass(self._class)
-            made.__dict__.update({**self._attributes, "_is_param": False})
+            made.__dict__.update(self._attributes)
+            mark_parameter(made, is_parameter=False)
         elif not self._is_cut:
             chunks = torch.chunk(made.detach(), parts)
             made = chunks[index] if index < len(chunks) else chunks[0].narrow(0, 0, 0)
@@ -182,11 +190,11 @@ class _Gathered:
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Memory of ``tensors`` comes and goes too."""
-        known = {storage._cdata for storage, _ in self._storages}
+        known = {storage_id(storage) for storage, _ in self._storages}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                known.add(storage._cdata)
+            if storage_id(storage) not in known:
+                known.add(storage_id(storage))
                 self._storages.append((storage, storage.nbytes()))
 
     def restore(self) -> None:
@@ -233,7 +241,7 @@ class ExtendedBuffer(FlatBuffer):
         layout = self.layout
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("extensions are gathered chunk by chunk")
-        self._gathered_version = self.shard._version
+        self._gathered_version = version_of(self.shard)
         self._metadata.clear()
         is_first = not self._gathered
         for index, extension in enumerate(self._extensions):
@@ -282,7 +290,7 @@ class ExtendedBuffer(FlatBuffer):
             outputs, compute = tuple(gathered.outputs), self.types.compute
             if gathered.full is not None:
                 kept = (gathered.full, *outputs)
-                with _unsafe_preserve_version_counter(kept):
+                with keeps_versions(kept):
                     part.fsdp_post_all_gather(outputs, known, compute, out=gathered.full)
                 continue
             whole, inner = part.fsdp_post_all_gather(outputs, known, compute)

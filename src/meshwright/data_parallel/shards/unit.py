@@ -27,6 +27,7 @@ from meshwright.data_parallel.shards.parameter_group import ParameterGroup, Redu
 from meshwright.data_parallel.shards.replaced_parameters import written
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
 from meshwright.errors import InternalError
+from meshwright.torch_internals.tensors import has_storage, version_of
 
 __all__ = [
     "Exposure",
@@ -199,7 +200,7 @@ class Unit:
         self.shows_all = self.exposure.show_full(self)
         for group in self.groups:
             for slot in group.slots:
-                slot.version = slot.leaf._version
+                slot.version = version_of(slot.leaf)
                 slot.trains = slot.full.requires_grad
         self.find_trainable()
 
@@ -237,8 +238,8 @@ class Unit:
         lost = ""
         for group in self.groups:
             for slot in group.slots:
-                if slot.leaf._version != slot.version:
-                    slot.version = slot.leaf._version
+                if version_of(slot.leaf) != slot.version:
+                    slot.version = version_of(slot.leaf)
                     lost = lost or (slot.name if group.buffer.is_copy else "")
             for slot, view in group.moved():
                 slot.leaf.data = view
@@ -342,7 +343,7 @@ class Unit:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Check that ``tensor`` lies in the memory of the whole parameters."""
-        if not torch._C._has_storage(tensor) or tensor.layout is not torch.strided:
+        if not has_storage(tensor) or tensor.layout is not torch.strided:
             return False
         address = tensor.data_ptr()
         return any(group.buffer.lends(address) for group in self.groups)

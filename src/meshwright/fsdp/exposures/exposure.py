@@ -31,6 +31,7 @@ from meshwright.fsdp.exposures.pieces import (
     write_back,
 )
 from meshwright.fsdp.exposures.waiting_gradients import WaitingGradients
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = [
     "FLAT",
@@ -263,7 +264,7 @@ class FlatExposure:
 
     def version(self, unit: Unit) -> int:
         """See `Exposed`."""
-        return self._only_group(unit).buffer.shard._version
+        return version_of(self._only_group(unit).buffer.shard)
 
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]

@@ -23,6 +23,7 @@ from meshwright.fsdp.exposures.pieces import (
     write_back,
 )
 from meshwright.fsdp.exposures.waiting_gradients import WaitingGradients
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["TAKEN", "OriginalExposure"]
 
@@ -125,7 +126,7 @@ class OriginalExposure:
     def version(self, unit: Unit) -> int:
         """See `Exposed`."""
         # The originals have counters of their own: the shard's does not see what they are given.
-        return sum(slot.original._version for slot in unit.slots)
+        return sum(version_of(slot.original) for slot in unit.slots)
 
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]

@@ -19,6 +19,7 @@ from meshwright.data_parallel.shards.unit import ParameterGroup, Slot
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
 from meshwright.layout import FlatLayout, Piece
+from meshwright.torch_internals.autograd import backward_hooks_of
 
 __all__ = [
     "change_piece_by_hooks",
@@ -78,7 +79,7 @@ def change_piece_by_hooks(
 
     Raises RuntimeError then: a hook that takes a norm, say, would go wrong without a word.
     """
-    if not parameter._backward_hooks:
+    if not backward_hooks_of(parameter):
         return
     if group.axes.shard is not None:
         raise RuntimeError(

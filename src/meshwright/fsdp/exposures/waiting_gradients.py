@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.gradient_part import plain, waiting_gradient
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["WaitingGradients"]
 
@@ -65,7 +66,7 @@ def _show(name: str, holder: nn.Parameter, gradient: torch.Tensor, dtype: torch.
     holder.grad = shell = waiting_gradient(holder, name)
     shell.data = gradient.to(dtype)
     return _Shown(
-        holder=holder, shell=shell, gradient=gradient, before=before, version=shell._version
+        holder=holder, shell=shell, gradient=gradient, before=before, version=version_of(shell)
     )
 
 
@@ -76,9 +77,9 @@ def _take(shown: _Shown) -> bool:
     is_dropped = found is None
     if found is not None and found is not shell:
         shell.copy_(found)
-    if shell.dtype != shown.gradient.dtype and shell._version != shown.version:
+    if shell.dtype != shown.gradient.dtype and version_of(shell) != shown.version:
         shown.gradient.copy_(plain(shell))
-    if before is not None and shell._version != shown.version and not shell.any():
+    if before is not None and version_of(shell) != shown.version and not shell.any():
         before.zero_()  # so was all that this stands for
     # Its memory may be given back: who still holds it must not read that.
     shell.data = shell.data.new_empty(0)

@@ -18,7 +18,7 @@ the process; to give optimizers whole shapes always, which no optimizer computes
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +32,7 @@ from meshwright.fsdp.states.optimizer_exchange import MADE, OWN
 from meshwright.fsdp.states.optimizer_state import spread_state, state_to_load
 from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper
+from meshwright.torch_internals.modules import forget_step_hooks
 
 __all__ = ["CheckpointNames", "prepare_optimizers"]
 
@@ -225,8 +226,7 @@ def _state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.
     twin = object.__new__(kind)
     # A scheduler's ``step`` on the object is bound to the original.
     vars(twin).update({key: own for key, own in vars(optimizer).items() if key != "step"})
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
+    forget_step_hooks(twin)
     twin.state = defaultdict(dict)
     twin.param_groups = [
         {**group, "params": [_zeros(p) for p in group["params"]]}

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import (
+
+from meshwright.errors import PipeliningShapeError
+from meshwright.pipelining.messages.constants import CONSTANTS, named, refusal, room_for
+from meshwright.torch_internals.trees import (
     TreeSpec,
     tree_flatten,
     tree_leaves,
@@ -24,9 +27,6 @@ from torch.utils._pytree import (
     treespec_dumps,
     treespec_loads,
 )
-
-from meshwright.errors import PipeliningShapeError
-from meshwright.pipelining.messages.constants import CONSTANTS, named, refusal, room_for
 
 __all__ = [
     "Signature",

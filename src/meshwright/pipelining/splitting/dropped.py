@@ -18,19 +18,19 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.comm.dtensors.subclasses import has_calls
 from meshwright.pipelining.splitting.module_hooks import key_in_trace
+from meshwright.torch_internals.autograd import function_class, saved_tensor_hooks
+from meshwright.torch_internals.tracing import GRAPH_OPERATORS
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["HOOKING", "refuse_subclasses", "saved_tensor_hooks", "watched_forward"]
 
 HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Methods that leave something on a tensor for its backward."""
 _TORCH = str(Path(torch.__file__).parent)
-_KEPT = ("torch._library", "torch._higher_order_ops")
-"""Where functions come from that a graph has as operators."""
 _INSTEAD = (
     "Leave it out, let the model be a chain of modules that do it inside (its forward calls one "
     "after the other and nothing else), or give modules of your own to PipelineStage"
@@ -63,11 +63,6 @@ def refuse_subclasses(model: nn.Module) -> None:
                 "a traced stage is a graph of operators on plain tensors, which would drop what "
                 f"{name!r}, a {type(tensor).__name__}, does in calls of its own. {_INSTEAD}"
             )
-
-
-def saved_tensor_hooks() -> object:
-    """Return what is done with tensors that autograd saves now; None where it is nothing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _recomputes() -> bool:
@@ -136,9 +131,9 @@ class _Watch(TorchFunctionMode):
                 continue
             seen.add(node)
             if isinstance(node, BackwardCFunction):
-                function = getattr(type(node), "_forward_cls", type(node))
+                function = function_class(node)
                 is_noted = function is CheckpointFunction
-                if not is_noted and not function.__module__.startswith(_KEPT):
+                if not is_noted and not function.__module__.startswith(GRAPH_OPERATORS):
                     self.found[
                         f"the backward of {function.__module__}.{function.__qualname__}, an "
                         "autograd.Function (torch.library.custom_op with register_autograd makes "

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
+from meshwright.torch_internals.trees import tree_flatten, tree_map_only, tree_unflatten
 
 __all__ = ["Costs", "cuttable", "flops", "measured", "memory", "parameters", "traffic"]
 

@@ -7,10 +7,11 @@ a model. Hooks of torch's own, such as those of ``weight_norm``, compute what is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 from torch import nn
 from torch.nn.modules import module as of_all_modules
+
+from meshwright.torch_internals.modules import HOOKS, STATE_HOOKS
 
 __all__ = [
     "CALLED",
@@ -22,23 +23,9 @@ __all__ = [
     "refuse_hooks",
 ]
 
-CALLED: Mapping[str, str] = MappingProxyType(
-    {
-        "_forward_pre_hooks": "forward pre-hook",
-        "_forward_hooks": "forward hook",
-        "_backward_pre_hooks": "backward pre-hook",
-        "_backward_hooks": "backward hook",
-    }
-)
+CALLED: Mapping[str, str] = HOOKS
 """What runs when a module is called, by the attribute that holds it."""
-OF_STATE: Mapping[str, str] = MappingProxyType(
-    {
-        "_state_dict_pre_hooks": "state_dict pre-hook",
-        "_state_dict_hooks": "state_dict hook",
-        "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
-        "_load_state_dict_post_hooks": "load_state_dict post-hook",
-    }
-)
+OF_STATE: Mapping[str, str] = STATE_HOOKS
 """What runs when its state is asked for or given."""
 _KEPT = ("torch.", "meshwright.pipelining.")
 """Where hooks come from that a graph has, or that only mark it."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.pipelining.splitting.split_points import is_marker
+from meshwright.torch_internals.tensors import OpOverload, schema_of
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["Placement", "assigns", "attribute", "source_of"]
 
@@ -107,9 +108,9 @@ class Placement:
             return frozenset((node,))
         if node.target is operator.getitem:
             return self._of(node.all_input_nodes[:1])
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return self._of(node.all_input_nodes) | {node}
-        schema = node.target._schema
+        schema = schema_of(node.target)
         if not any(result.alias_info for result in schema.returns):
             return frozenset((node,))
         return self._of(list(_aliased(node, is_write=False))) or frozenset((node,))
@@ -199,8 +200,8 @@ def _is_pure(module: nn.Module, node: fx.Node) -> bool:
     """Check that a node's result follows from its arguments, and nothing else changes."""
     if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
+    if isinstance(node.target, OpOverload):
+        schema = schema_of(node.target)
         is_random = torch.Tag.nondeterministic_seeded in node.target.tags
         has_result = bool(schema.returns) or schema.name.startswith("aten::_assert")
         return has_result and not is_random and not any(_written(module, node))
@@ -214,7 +215,7 @@ def _is_pure(module: nn.Module, node: fx.Node) -> bool:
 
 def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
     """The arguments that a node changes in place."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         if node.target is not torch.ops.aten.detach_.default:
             yield from _aliased(node, is_write=True)
         return
@@ -232,7 +233,7 @@ def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
 
 def _aliased(node: fx.Node, *, is_write: bool) -> Iterator[fx.Node]:
     """The arguments of an operator that its results share, or that it writes to."""
-    schema = getattr(node.target, "_schema")  # noqa: B009
+    schema = schema_of(node.target)
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
         if alias is None or (is_write and not alias.is_write):

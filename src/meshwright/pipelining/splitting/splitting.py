@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec, tree_leaves
 
 from meshwright.pipelining.edges import Source, StageEdges
 from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
 from meshwright.pipelining.splitting.split_points import is_marker
 from meshwright.pipelining.splitting.stage_module import Nesting, StageModule, follow_mode, nested
 from meshwright.pipelining.stepping.ties import Tie, copy_parameter
+from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
+from meshwright.torch_internals.tensors import any_schema_of
+from meshwright.torch_internals.trees import TreeSpec, tree_leaves
 
 __all__ = ["Argument", "Cut", "Expected", "Traced", "cut", "expected"]
 
@@ -144,7 +146,7 @@ class _Cutter:
         if is_marker(node):
             return True
         place = self.placement
-        schema = getattr(node.target, "_schema", None)
+        schema = any_schema_of(node.target)
         if schema is None or schema.returns or node in place.writes:
             return False
         return any(place.stage.get(a, stage.index) != stage.index for a in node.all_input_nodes)
@@ -359,7 +361,7 @@ def _replace(module: nn.Module, name: str) -> None:
 
 def _refuse_hooks(tie: Tie, parameter: nn.Parameter) -> None:
     """Raise ValueError for hooks of a parameter that is about to be copied."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if backward_hooks_of(parameter) or after_hooks_of(parameter):
         raise ValueError(
             f"parameter {tie.names[0][1]!r} has hooks for its gradient, and stages "
             f"{[stage for stage, _ in tie.names]} use it: each has a part of the gradient, which "

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from meshwright.torch_internals.modules import non_persistent_buffers_of
+from meshwright.torch_internals.tensors import OpOverload, schema_of
+from meshwright.torch_internals.trees import TreeSpec, tree_unflatten
 
 __all__ = ["Nesting", "StageModule", "follow_mode", "nested"]
 
@@ -85,7 +87,7 @@ class StageModule(fx.GraphModule):
         """Keep buffers out of the state."""
         for name in self.meta.get("transient", ()):
             path, _, leaf = name.rpartition(".")
-            self.get_submodule(path)._non_persistent_buffers_set.add(leaf)
+            non_persistent_buffers_of(self.get_submodule(path)).add(leaf)
 
     def train(self, mode: bool = True) -> Self:
         """Switch to training or back.
@@ -117,15 +119,15 @@ def follow_mode(node: fx.Node, *, is_training: bool) -> tuple[str, Any, Any] | N
     None where none does, or where the model has fixed it. The node gets that argument by keyword.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not is_training:
+    if not isinstance(target, OpOverload) or not is_training:
         return None
-    operator = target._schema.name
+    operator = schema_of(target).name
     if operator == "aten::add_" and _is_counter(node.args[0]):
         return _by_keyword(node, "other", 0)
     name = _MODE_ARGUMENTS.get(operator)
     if name is None:
         return None
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in schema_of(target).arguments]
     if operator in _NEEDS_STATISTICS and _argument(node, names, "running_mean") is None:
         return None
     value = _argument(node, names, name)
@@ -146,7 +148,7 @@ def _argument(node: fx.Node, names: list[str], name: str) -> Any:  # noqa: ANN40
 def _by_keyword(node: fx.Node, name: str, neutral: object) -> tuple[str, Any, Any]:
     """Give ``name`` and what follows it to ``node`` by keyword."""
     target = node.target
-    names = [argument.name for argument in getattr(target, "_schema").arguments]  # noqa: B009
+    names = [argument.name for argument in schema_of(target).arguments]
     position = names.index(name)
     moved = dict(zip(names[position:], node.args[position:], strict=False))
     node.args = node.args[:position]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from meshwright.errors import PipeliningShapeError
 from meshwright.pipelining.edges import StageEdges
@@ -15,6 +14,7 @@ from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Value
 from meshwright.pipelining.splitting.splitting import Argument, Expected
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.stepping.ties import Tie
+from meshwright.torch_internals.trees import tree_flatten
 
 __all__ = ["TracedStage", "mismatches"]
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.torch_internals.modules import compiled_call_of, forward_pre_hooks_of
+
 __all__ = ["CallCheck"]
 
 
@@ -44,7 +46,7 @@ def _check(
     of modules that are called in ways of their own: with hooks before them, or by a class.
     """
     is_own = type(module).__call__ is not nn.Module.__call__
-    if is_own or module._forward_pre_hooks or module._compiled_call_impl is not None:
+    if is_own or forward_pre_hooks_of(module) or compiled_call_of(module) is not None:
         return
     try:
         signature = inspect.signature(module.forward)

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.pipelining.stepping.weight_rules import reads_hooked, set_needs, weight_gradients
+from meshwright.torch_internals.autograd import run_engine
 
 __all__ = [
     "Junction",
@@ -31,7 +32,6 @@ __all__ = [
     "stage_backward_weight",
 ]
 
-_ENGINE = torch.autograd.Variable._execution_engine
 _SOON = 1 << 18
 """Bytes of gradients from which they do not wait for others."""
 Node = Any  # torch has no public type with the attributes of a node
@@ -95,7 +95,7 @@ def run_backward(
             seeds.append(gradient)
         else:
             if roots:
-                _ENGINE.run_backward(
+                run_engine(
                     tuple(roots),
                     tuple(seeds),
                     False,

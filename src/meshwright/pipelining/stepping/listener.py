@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch.profiler import record_function
 
 from meshwright.comm import Clock, Mark, hears_actions, tell_ran
 from meshwright.pipelining.stepping.program import Entry
 from meshwright.schedule.actions import COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD
+from meshwright.torch_internals.autograd import is_profiled
 
 __all__ = ["Listener"]
 
@@ -32,9 +32,9 @@ class Listener:
     @classmethod
     def attached(cls, clock: Clock) -> Listener | None:
         """A listener when somebody listens; None, in general."""
-        is_profiled = torch.autograd._profiler_enabled()
-        if is_profiled or hears_actions():
-            return cls(clock, is_profiled=is_profiled)
+        has_profiler = is_profiled()
+        if has_profiler or hears_actions():
+            return cls(clock, is_profiled=has_profiler)
         return None
 
     @contextlib.contextmanager

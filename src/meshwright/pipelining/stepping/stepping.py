@@ -32,6 +32,7 @@ from meshwright.schedule.actions import (
 )
 from meshwright.schedule.checks import check, check_lowered
 from meshwright.schedule.lowering import forward_part, lower
+from meshwright.torch_internals.modules import compiled_call_of, is_forward_compiled
 
 __all__ = ["PipelineSchedule", "check_arguments", "is_compiled"]
 
@@ -63,8 +64,8 @@ def is_compiled(module: nn.Module) -> bool:
     """Check that ``module`` or a part of it was compiled, without an import of torch's class."""
     return any(
         type(part).__name__ == "OptimizedModule"
-        or part._compiled_call_impl is not None
-        or hasattr(part.forward, "_torchdynamo_orig_callable")
+        or compiled_call_of(part) is not None
+        or is_forward_compiled(part)
         for part in module.modules()
     )
 

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.comm.dtensors.dtensor import dtensor_like, is_dtensor, local_of
 from meshwright.errors import LayoutError, PipeliningShapeError
 from meshwright.pipelining.messages.metadata import digest
 from meshwright.pipelining.stepping.residency import Several
+from meshwright.torch_internals.tensors import is_traceable_wrapper_subclass
 
 __all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted", "own_copies"]
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from meshwright.torch_internals.autograd import input_metadata_of, saved
+
 __all__ = ["reads_hooked", "set_needs", "weight_gradients"]
 
 Gradients = Sequence[torch.Tensor | None]
@@ -70,7 +72,7 @@ def _fitted(value: torch.Tensor | None, edge: tuple[Node, int]) -> torch.Tensor 
     """``value`` in the shape and dtype that the receiving node expects, as autograd itself does."""
     if value is None or edge[0] is None:
         return None
-    expected = edge[0]._input_metadata[edge[1]]
+    expected = input_metadata_of(edge[0])[edge[1]]
     if value.shape != expected.shape:
         value = value.sum_to_size(expected.shape)
     return value.to(expected.dtype)
@@ -82,17 +84,17 @@ def _addmm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
     found = []
     for edge in edges:
         if edge == 0:
-            found.append(_times(gradient, node._saved_beta))
+            found.append(_times(gradient, saved(node, "beta")))
         else:
-            right = _right(gradient, node._saved_mat1, node._saved_mat2_sym_strides)
-            found.append(_times(right, node._saved_alpha))
+            right = _right(gradient, saved(node, "mat1"), saved(node, "mat2_sym_strides"))
+            found.append(_times(right, saved(node, "alpha")))
     return found
 
 
 def _mm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
     if tuple(edges) != (1,) or gradient.is_complex():
         return None
-    return [_right(gradient, node._saved_self, node._saved_mat2_sym_strides)]
+    return [_right(gradient, saved(node, "self"), saved(node, "mat2_sym_strides"))]
 
 
 def _right(gradient: torch.Tensor, left: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -111,12 +113,12 @@ def _layer_norm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Fou
         return None
     found = torch.ops.aten.native_layer_norm_backward(
         gradient,
-        node._saved_input,
-        node._saved_normalized_shape,
-        node._saved_result1,
-        node._saved_result2,
-        node._saved_weight,
-        node._saved_bias,
+        saved(node, "input"),
+        saved(node, "normalized_shape"),
+        saved(node, "result1"),
+        saved(node, "result2"),
+        saved(node, "weight"),
+        saved(node, "bias"),
         [False, 1 in edges, 2 in edges],
     )
     return [found[edge] for edge in edges]
@@ -125,13 +127,13 @@ def _layer_norm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Fou
 def _multiply(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
     if gradient.is_complex():
         return None
-    return [gradient * (node._saved_self if edge else node._saved_other) for edge in edges]
+    return [gradient * (saved(node, "self") if edge else saved(node, "other")) for edge in edges]
 
 
 def _add(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
     if gradient.is_complex():
         return None
-    return [_times(gradient, node._saved_alpha if edge else 1) for edge in edges]
+    return [_times(gradient, saved(node, "alpha") if edge else 1) for edge in edges]
 
 
 def _convolution(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
@@ -139,15 +141,15 @@ def _convolution(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Fo
         return None
     found = torch.ops.aten.convolution_backward(
         gradient,
-        node._saved_input,
-        node._saved_weight,
-        node._saved_bias_sym_sizes_opt,
-        node._saved_stride,
-        node._saved_padding,
-        node._saved_dilation,
-        node._saved_transposed,
-        node._saved_output_padding,
-        node._saved_groups,
+        saved(node, "input"),
+        saved(node, "weight"),
+        saved(node, "bias_sym_sizes_opt"),
+        saved(node, "stride"),
+        saved(node, "padding"),
+        saved(node, "dilation"),
+        saved(node, "transposed"),
+        saved(node, "output_padding"),
+        saved(node, "groups"),
         [False, 1 in edges, 2 in edges],
     )
     return [found[edge] for edge in edges]

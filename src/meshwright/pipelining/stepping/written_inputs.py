@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
+
+from meshwright.torch_internals.tensors import any_schema_of, is_view
+from meshwright.torch_internals.trees import tree_map_only
 
 __all__ = ["advice", "copies", "writes_in_place"]
 
@@ -27,7 +29,7 @@ def writes_in_place(module: nn.Module) -> bool:
 
 def _is_mutable(node: fx.Node) -> bool:
     """Check that ``node`` writes to a value; to a buffer it may."""
-    schema = getattr(node.target, "_schema", None)
+    schema = any_schema_of(node.target)
     if node.op != "call_function" or not getattr(schema, "is_mutable", False) or not node.args:
         return False
     written = node.args[0]
@@ -40,7 +42,7 @@ def copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.requires_grad or tensor._is_view() else tensor
+    return tensor.clone() if tensor.requires_grad or is_view(tensor) else tensor
 
 
 def advice(error: Exception) -> str:

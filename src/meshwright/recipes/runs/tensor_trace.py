@@ -6,6 +6,7 @@
 """
 
 from __future__ import annotations
+from meshwright.torch_internals.autograd import running_backward
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from meshwright.torch_internals.trees import tree_leaves
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.untraced import apart, untraced
@@ -140,7 +141,7 @@ class TensorTrace:
 
     def _is_traced(self, stage: int) -> bool:
         """Check that a step's own forward pass runs: no evaluation, no recomputation."""
-        return stage in self._passes and torch._C._current_graph_task_id() == -1
+        return stage in self._passes and running_backward() == -1
 
     def _put_samples(
         self, kind: str, name: str, place: tuple[int, int], value: Tensor, now: _Pass

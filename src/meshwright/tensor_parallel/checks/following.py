@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import AnyPlacement, known_at_rest
 from meshwright.layout import Partial, Placement, Replicate, Shard
+from meshwright.torch_internals.modules import forward_hooks_of, forward_pre_hooks_of
+from meshwright.torch_internals.tensors import function_depth, function_modes
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["check_mark", "follow_first_forward", "mark"]
 
@@ -148,18 +150,18 @@ def follow_first_forward(module: nn.Module, check: Callable[[nn.Module], None]) 
         if torch.compiler.is_compiling():
             return
         check(module)
-        _remove(module._forward_pre_hooks, begin)
+        _remove(forward_pre_hooks_of(module), begin)
         before.update(_spread_buffers(module))
         mode.__enter__()
 
     def end(module: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
             return
-        if mode in torch.overrides._get_current_function_mode_stack():
+        if mode in function_modes():
             mode.__exit__(None, None, None)
         if sys.exc_info()[0] is not None:
             return  # torch is going through the hooks, which cannot change then
-        _remove(module._forward_hooks, end)
+        _remove(forward_hooks_of(module), end)
         if not _spread_buffers(module) <= before:
             # What the forward has made of a parameter meets plain tensors in the next one.
             follow_first_forward(module, check)
@@ -201,9 +203,9 @@ def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, na
 def _is_following() -> bool:
     if torch.compiler.is_compiling():
         return False
-    if not torch._C._len_torch_function_stack():
+    if not function_depth():
         return False
-    stack = torch.overrides._get_current_function_mode_stack()
+    stack = function_modes()
     return any(isinstance(mode, _Following) for mode in stack)
 
 

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
@@ -41,6 +40,8 @@ from meshwright.tensor_parallel.checks.equality import (
     verify_gradients,
     verify_plain,
 )
+from meshwright.torch_internals.modules import forward_pre_hooks_of
+from meshwright.torch_internals.trees import tree_flatten
 
 __all__ = ["Passes"]
 
@@ -78,7 +79,7 @@ class Passes:
         """
         if self.axis.size == 1:
             return
-        known = [hook for hook in root._forward_pre_hooks.values() if isinstance(hook, _Begin)]
+        known = [hook for hook in forward_pre_hooks_of(root).values() if isinstance(hook, _Begin)]
         begin = known[0] if known else _Begin(self, root)
         begin.expect(plain, is_layer=is_layer)
         if not known:

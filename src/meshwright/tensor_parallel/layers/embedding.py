@@ -16,6 +16,7 @@ from meshwright.comm.dtensors.local_leaves import local_leaf
 from meshwright.layout import Partial, Replicate, Shard, chunk
 from meshwright.tensor_parallel.layers.linear import Settings
 from meshwright.tensor_parallel.layouts import Arrival, Site, untraced
+from meshwright.torch_internals.tensors import assert_soon
 
 __all__ = ["ColumnEmbedding", "RowEmbedding", "check_embedding"]
 
@@ -94,7 +95,7 @@ class RowEmbedding(nn.Embedding):
 
     def _check_ids(self, ids: torch.Tensor, site: Site) -> None:
         if ids.device.type != "cpu":
-            torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
+            assert_soon(((ids >= 0) & (ids < self.num_embeddings)).all())
             return
         if not ids.numel():
             return

@@ -45,6 +45,7 @@ from meshwright.tensor_parallel.functions import (
     start_sum_part,
 )
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
+from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["ColumnLinear", "RowLinear", "Settings", "by_columns", "by_rows"]
 
@@ -85,14 +86,14 @@ class _Saved:
         weight: Any = module.weight  # which data parallelism may keep, see `_leaves`
         if not is_dtensor(weight) or weight.is_inference():  # which has no version, nor a backward
             return _Saved(name, None, 0)
-        return _Saved(name, weight, weight._version)
+        return _Saved(name, weight, version_of(weight))
 
     def check(self) -> None:
         """Raise RuntimeError where the weight has been written to since."""
-        if self.weight is not None and self.weight._version != self.version:
+        if self.weight is not None and version_of(self.weight) != self.version:
             raise RuntimeError(
                 f"{self.name}.weight has been modified by an inplace operation between forward and "
-                f"backward (version {self.weight._version}, expected {self.version}): step the "
+                f"backward (version {version_of(self.weight)}, expected {self.version}): step the "
                 "optimizer after the backward, or run the forward again"
             )
 

@@ -1,0 +1,21 @@
+"""The only room that uses what torch keeps private: a new torch breaks the library here or nowhere.
+
+It imports torch alone, so that every room which uses torch may use it. Whatever a torch lacks is
+named when the file that needs it is loaded. `distributed` is for `comm` alone, as
+`torch.distributed` is; `compile` loads the compiler, for `compiler` and the splitting of models.
+
+Bottom-up:
+
+    required     a private name of torch, or an error that says what is missing
+    trees        nested values as torch takes them apart
+    tensors      memory, versions, subclasses and modes of tensors; operators on lists of them
+    autograd     the backward pass under way, hooks of tensors, what nodes have saved
+    modules      hooks and buffers of modules, and of optimizers
+    tracing      functions that compilers leave alone, and the compiler where it is loaded
+    distributed  process groups, backends, meshes and DTensors
+    compile      the parts of the compiler: loading it loads dynamo and inductor
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,95 @@
+"""Autograd: the backward pass under way, hooks of tensors, and what nodes have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from meshwright.torch_internals.required import required
+
+__all__ = [
+    "STATE_OF_TENSORS",
+    "after_hooks_of",
+    "at_end_of_backward",
+    "backward_hooks_of",
+    "function_class",
+    "function_transforms",
+    "input_metadata_of",
+    "is_executed",
+    "is_profiled",
+    "keeps_graph",
+    "keeps_versions",
+    "run_engine",
+    "running_backward",
+    "saved",
+    "saved_tensor_hooks",
+    "set_after_hooks",
+    "set_backward_hooks",
+]
+
+running_backward = required(
+    "torch._C._current_graph_task_id", "knows whether a backward pass is under way"
+)
+"""The number of the backward pass that runs in this thread; -1 outside of one."""
+keeps_graph = required(
+    "torch._C._autograd._get_current_graph_task_keep_graph", "knows what to free in a backward"
+)
+"""True where the backward pass under way keeps its graph."""
+is_executed = required(
+    "torch._C._will_engine_execute_node", "knows which gradients a backward computes"
+)
+"""True where the backward pass under way goes through a node."""
+_ENGINE = "torch.autograd.Variable._execution_engine"
+at_end_of_backward = required(f"{_ENGINE}.queue_callback", "ends its part of a backward")
+"""Call a function of no arguments when the backward pass under way has ended."""
+run_engine = required(f"{_ENGINE}.run_backward", "runs the halves of a backward")
+"""Run a backward pass. The arguments are those of torch's engine."""
+keeps_versions = required(
+    "torch.autograd._unsafe_preserve_version_counter", "fills gathered parameters anew"
+)
+"""A block in which writes to a tensor are not counted."""
+is_profiled = required("torch.autograd._profiler_enabled", "adds ranges to profiles")
+function_transforms = required(
+    "torch._C._functorch.peek_interpreter_stack", "refuses transforms of functions by name"
+)
+"""The innermost transform of `torch.func` that runs; None outside of them."""
+_saved_tensor_hooks = required(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "refuses hooks of saved tensors"
+)
+
+STATE_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")
+"""Attributes that autograd reads of any tensor."""
+backward_hooks_of = attrgetter("_backward_hooks")
+"""The hooks that ``register_hook`` has put on a tensor: a dict, or None."""
+after_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of ``register_post_accumulate_grad_hook``: a dict, or None."""
+input_metadata_of = attrgetter("_input_metadata")
+"""The shape and dtype of each gradient that a node receives."""
+
+
+def set_backward_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401
+    """Give a tensor the hooks that another one, or it, had; None takes them away."""
+    tensor._backward_hooks = hooks
+
+
+def set_after_hooks(tensor: torch.Tensor, hooks: Any) -> None:  # noqa: ANN401
+    """Give a tensor the hooks that run behind its gradient."""
+    tensor._post_accumulate_grad_hooks = hooks
+
+
+def saved_tensor_hooks() -> object:
+    """Return what is done with tensors that autograd saves now; None where it is nothing."""
+    return _saved_tensor_hooks(True)
+
+
+def saved(node: Any, name: str) -> Any:  # noqa: ANN401 - nodes have no public type
+    """Read what a node has saved for its backward as ``name``."""
+    return getattr(node, f"_saved_{name}")
+
+
+def function_class(node: object) -> Callable[..., Any]:
+    """Find the `torch.autograd.Function` that a node of Python runs."""
+    return getattr(type(node), "_forward_cls", type(node))

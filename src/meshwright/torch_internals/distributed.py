@@ -1,0 +1,153 @@
+"""Process groups, backends, meshes and DTensors as torch keeps them. For the room `comm` alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._C import _distributed_c10d as bindings
+from torch._C._distributed_c10d import Work
+
+# Imported for its effect, too: c10d's operators for graphs exist from then on.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor.placement_types import (
+    _StridedShardOffsetMode as StridedShardOffsetMode,
+)
+
+from meshwright.torch_internals.required import required
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
+    "StridedShard",
+    "StridedShardOffsetMode",
+    "TensorMeta",
+    "TensorShard",
+    "Work",
+    "add_backend",
+    "all_gather_single",
+    "backend_of",
+    "concatenate_meshes",
+    "default_group",
+    "default_store",
+    "device_types_of",
+    "dtensor_handlers",
+    "fake_backend",
+    "flatten_mesh",
+    "graph_operators",
+    "known_backends",
+    "living_groups",
+    "mesh_resources",
+    "named_group",
+    "number_operations",
+    "reduce_scatter_single",
+    "root_mesh",
+    "set_spec",
+    "set_timeout",
+    "spec_of",
+    "timeout_of",
+]
+
+_C10D = "torch.distributed.distributed_c10d"
+default_store = required(f"{_C10D}._get_default_store", "reports failures on the store of a run")
+default_group = required(f"{_C10D}._get_default_group", "finds the group of all ranks")
+graph_operators = required("torch.ops._c10d_functional", "communicates inside of graphs")
+"""c10d's operators that graphs may hold."""
+mesh_resources = _mesh_resources
+
+all_gather_single = required(
+    "torch.distributed.ProcessGroup._allgather_base", "gathers into one tensor"
+)
+"""Gather equal shares: group, output, tensor, options. The work is returned."""
+reduce_scatter_single = required(
+    "torch.distributed.ProcessGroup._reduce_scatter_base", "reduces one tensor to shares"
+)
+"""Reduce to equal shares: group, output, tensor, options. The work is returned."""
+spec_of = attrgetter("_spec")
+device_types_of = attrgetter("_device_types")
+"""The devices that a process group has a backend for."""
+timeout_of = attrgetter("_timeout")
+"""The timeout that options of a backend hold."""
+
+
+def living_groups() -> Container[Any]:
+    """Look up c10d's groups that were not destroyed; what is found stays up to date."""
+    return required(f"{_C10D}._world", "sees groups that were destroyed").pg_map
+
+
+def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
+    """Say that a DTensor lies otherwise, on the same part of this rank."""
+    tensor._spec = spec
+
+
+def dtensor_handlers() -> dict[Any, Any]:
+    """Look up the functions that stand in for operators on DTensors, to be written to as well."""
+    return cast("dict[Any, Any]", DTensor._op_dispatcher._custom_op_handlers)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Join slices of one mesh into one mesh with the dims of all."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Make one dim of all dims of ``mesh``. Collective."""
+    return mesh._flatten(name)
+
+
+def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - also a stand-in for a mesh
+    """Find the mesh that ``mesh`` was sliced from; itself where it was not."""
+    return getattr(mesh, "_get_root_mesh", lambda: mesh)()
+
+
+def backend_of(group: Any, device: torch.device) -> Any:  # noqa: ANN401
+    """Find the backend by which a process group moves tensors of ``device``."""
+    return group._get_backend(device)
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:  # noqa: ANN401
+    """Change the timeout of a backend."""
+    backend._set_default_timeout(timeout)
+
+
+def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> None:  # noqa: ANN401
+    """Make ``backend`` the one of ``group`` for ``device``, and its default."""
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+
+
+def number_operations(backend: Any) -> None:  # noqa: ANN401
+    """Number the operations of ``backend`` from the same number on all ranks. Collective."""
+    backend._set_sequence_number_for_group()
+
+
+def fake_backend(rank: int, size: int) -> Any:  # noqa: ANN401
+    """Make a backend that sends nothing."""
+    return bindings.FakeProcessGroup._create_internal(rank, size)
+
+
+@contextlib.contextmanager
+def named_group(name: str, group: Any) -> Iterator[None]:  # noqa: ANN401
+    """Show ``group`` to operators of graphs, under ``name``, within the block."""
+    bindings._register_process_group(name, group)  # pyrefly: ignore[bad-argument-type]
+    try:
+        yield
+    finally:
+        bindings._unregister_process_group(name)  # pyrefly: ignore[bad-argument-type]
+
+
+def known_backends() -> dict[str, Any]:
+    """Look up the backends that were registered from outside of torch, by upper-case names."""
+    return torch.distributed.Backend._plugins

@@ -1,0 +1,146 @@
+"""Tensors as torch keeps them: memory, versions, subclasses, modes, and operators on lists of them.
+
+What is looked up here is torch's own function or a getter written in C: calls cost what they cost
+without this file.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from meshwright.torch_internals.required import required
+
+__all__ = [
+    "COMPARISON",
+    "FakeTensor",
+    "Future",
+    "OpOverload",
+    "TorchDispatchMode",
+    "any_schema_of",
+    "assert_soon",
+    "dispatch_depth",
+    "dispatch_modes",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_zero_",
+    "function_depth",
+    "function_modes",
+    "has_storage",
+    "is_traceable_wrapper_subclass",
+    "is_view",
+    "join_in_chunks",
+    "lending_code",
+    "local_tensor_of",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "mark_parameter",
+    "memory_of",
+    "number_operator",
+    "operator_names",
+    "schema_of",
+    "set_local_tensor",
+    "skips_dispatch_modes",
+    "storage_id",
+    "storage_users",
+    "to_copy_operator",
+    "version_of",
+    "without_dispatch",
+    "without_function",
+    "writes_to",
+]
+
+foreach_copy_ = required("torch._foreach_copy_", "copies many tensors in one call")
+foreach_add_ = required("torch._foreach_add_", "adds to many tensors in one call")
+foreach_mul_ = required("torch._foreach_mul_", "scales many tensors in one call")
+foreach_zero_ = required("torch._foreach_zero_", "clears many tensors in one call")
+foreach_norm = required("torch._foreach_norm", "takes the norms of many tensors in one call")
+join_in_chunks = required("torch._chunk_cat", "packs gradients rank by rank")
+"""Cut each tensor into chunks along a dim, and put the first of all side by side, and so on."""
+assert_soon = required("torch._assert_async", "checks a value where the device gets to it")
+"""Raise where a boolean tensor is false: at once on the CPU, without a host stop elsewhere."""
+
+storage_users = required("torch._C._storage_Use_Count", "sees who else holds memory")
+"""Count what holds a storage, which is named by its `storage_id`."""
+storage_id = attrgetter("_cdata")
+has_storage = required("torch._C._has_storage", "sees tensors without memory")
+local_tensor_of = attrgetter("_local_tensor")
+"""This rank's part of a DTensor, without autograd."""
+version_of = attrgetter("_version")
+"""The count of writes in place to the memory of a tensor."""
+
+make_subclass = required("torch.Tensor._make_subclass", "makes tensors of a class of its own")
+make_wrapper_subclass = required(
+    "torch.Tensor._make_wrapper_subclass", "makes tensors of a class of its own"
+)
+without_function = required(
+    "torch._C.DisableTorchFunctionSubclass", "computes with what a subclass holds"
+)
+"""A block in which ``__torch_function__`` of subclasses is not asked."""
+without_dispatch = required("torch._C._DisableTorchDispatch", "sends what no mode should see")
+"""A block in which dispatch modes and ``__torch_dispatch__`` are not asked."""
+dispatch_depth = required("torch._C._len_torch_dispatch_stack", "sees dispatch modes")
+dispatch_modes = required(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "sees dispatch modes"
+)
+function_depth = required("torch._C._len_torch_function_stack", "sees function modes")
+function_modes = required("torch.overrides._get_current_function_mode_stack", "sees function modes")
+Future = required("torch._C.Future", "takes futures from communication hooks")
+
+operator_names = required("torch._C._dispatch_get_all_op_names", "finds operators on lists")
+schema_of = attrgetter("_schema")
+"""The names and types of an operator's arguments and results."""
+number_operator = required("torch.ops.aten._local_scalar_dense.default", "reads single numbers")
+to_copy_operator = required("torch.ops.aten._to_copy.default", "converts its views of shards")
+
+lending_code = required(
+    "torch.nn.utils.stateless._functional_call", "sees what a functional call lends"
+).__code__
+"""The code of `torch.func.functional_call`, whose frame says that tensors are lent for a call."""
+
+COMPARISON = "torch.testing._comparison"
+"""The file of torch that `torch.testing.assert_close` compares in."""
+_PYTHON = required("torch._C.DispatchKey.Python", "sees dispatch modes")
+_excludes = required("torch._C._dispatch_tls_is_dispatch_key_excluded", "sees dispatch modes")
+
+
+def skips_dispatch_modes() -> bool:
+    """True inside of a block in which dispatch modes are not asked."""
+    return bool(_excludes(_PYTHON))
+
+
+def any_schema_of(target: object) -> Any:  # noqa: ANN401 - None, or torch's own
+    """Find the schema of an operator; None for what is none."""
+    return getattr(target, "_schema", None)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Find this rank's part of a DTensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def writes_to(value: object) -> int:
+    """Count the writes in place to a tensor; 0 for anything else."""
+    return getattr(value, "_version", 0)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """True for a tensor that autograd knows as a view of another one."""
+    return tensor._is_view()
+
+
+def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:  # noqa: ANN401
+    """Give a DTensor another part of this rank, of the same shape."""
+    tensor._local_tensor = local
+
+
+def mark_parameter(tensor: Any, is_parameter: bool) -> None:  # noqa: ANN401
+    """Make a tensor subclass pass for a parameter, or for none."""
+    tensor._is_param = is_parameter

@@ -1,0 +1,77 @@
+"""Functions that compilers leave alone, and the compiler where a program has loaded it.
+
+Loading this file does not load the compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from meshwright.torch_internals.required import required
+
+__all__ = [
+    "COMPILER_MODULES",
+    "GRAPH_BREAKS",
+    "GRAPH_OPERATORS",
+    "as_part_of_caller",
+    "is_backward_compiled",
+    "keep_result",
+    "never_first",
+    "not_traced",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+not_traced = required("torch._compile._disable_dynamo", "keeps communication out of graphs")
+"""A decorator: a graph ends before a call of the function, and another begins behind it."""
+_action = required("torch._C._dynamo.eval_frame._FrameAction", "keeps its hooks out of graphs")
+_strategy = required(
+    "torch._C._dynamo.eval_frame._FrameExecStrategy", "keeps its hooks out of graphs"
+)
+_set_strategy = required(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy", "keeps its hooks out of graphs"
+)
+
+COMPILER_MODULES = (
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.cpp_builder",
+)
+"""What the first call of a compiled function loads: it may be loaded before."""
+GRAPH_BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
+"""The logger of graph breaks, what ``TORCH_LOGS=graph_breaks`` shows."""
+GRAPH_OPERATORS = ("torch._library", "torch._higher_order_ops")
+"""Where functions come from that a graph has as operators."""
+
+
+def keep_result(function: Callable[P, T]) -> Callable[P, T]:
+    """Call ``function`` once in a trace, which keeps its result.
+
+    As `torch.compiler.assume_constant_result`, which would load the compiler now.
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def as_part_of_caller(function: Callable[P, T]) -> Callable[P, T]:
+    """Begin no graph with ``function``: it is traced as a part of its caller, or not at all."""
+    _set_strategy(function.__code__, _strategy(_action.SKIP, _action.DEFAULT))
+    return function
+
+
+def never_first(function: Callable[P, T]) -> Callable[P, T]:
+    """Begin no graph with ``function``, nor with what it calls."""
+    _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+    return function
+
+
+def is_backward_compiled() -> bool:
+    """True in a backward pass that compiled autograd runs or traces."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(compiled.in_compiled_autograd_region)

@@ -1,0 +1,25 @@
+"""Nested values as torch takes them apart: lists, tuples, dicts, and what users have registered."""
+
+from __future__ import annotations
+
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+__all__ = [
+    "TreeSpec",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+]
