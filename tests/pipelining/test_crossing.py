@@ -17,10 +17,10 @@ from meshwright.pipelining import (
     PipelineStage,
     PipeliningShapeError,
     SplitPoint,
-    agreed,
     get_schedule_class,
     pipeline,
 )
+from meshwright.pipelining.messages import known_signatures
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
 
@@ -202,7 +202,7 @@ def test_other_constants_are_refused_by_name(ranks: Ranks) -> None:
 def body_bounded() -> None:
     """More kinds of batches than are kept in mind, some of which come again."""
     world = communicator()
-    agreed.KEPT = 3
+    known_signatures.KEPT = 3
     layers: list[nn.Module] = [Telling(seed) for seed in range(2 * world.size)]
     ones = copy.deepcopy(layers)
     schedule, mine = made("ZBVZeroBubble", layers, 4, loss_fn=squares, scale_grads=False)

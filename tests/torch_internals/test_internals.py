@@ -1,0 +1,321 @@
+"""Each private name of torch that the library uses is there, and does what it is used for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
+
+import meshwright
+from meshwright.torch_internals import autograd, modules, tensors, tracing, trees
+from meshwright.torch_internals.required import required
+
+ROOM = Path(meshwright.__file__).parent / "torch_internals"
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """(file, dotted name) of whatever the room asks torch for by `required`."""
+    for path in sorted(ROOM.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "required":
+                yield path.name, eval(compile(ast.Expression(node.args[0]), "", "eval"), constants)
+
+
+_FUNCTIONAL = "torch.ops._c10d_functional"  # torch takes any name below torch.ops for a library
+NAMES = [pytest.param(name, id=f"{file}:{name}") for file, name in names() if name != _FUNCTIONAL]
+
+
+def test_the_names_are_found() -> None:
+    assert len(NAMES) > 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_torch_that_lacks_a_name_is_told_which(name: str) -> None:
+    required(name, "works")
+    owner, _, last = name.rpartition(".")
+    with pytest.raises(ImportError, match=rf"has no {owner}\.{last}_, by which Meshwright works"):
+        required(f"{owner}.{last}_", "works")
+
+
+def test_a_missing_parent_is_named_too() -> None:
+    with pytest.raises(ImportError, match=r"torch \S+ has no torch\._nothing\.at_all, by which"):
+        required("torch._nothing.at_all", "works")
+
+
+def in_backward(look: Callable[[], object]) -> object:
+    """Return what ``look`` finds while the gradient of a product is computed."""
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: found.append(look()))
+    y.sum().backward()
+    return found[0]
+
+
+def test_a_backward_under_way_has_a_number() -> None:
+    assert autograd.running_backward() == -1
+    assert in_backward(autograd.running_backward) != -1
+
+
+def test_a_backward_tells_whether_it_keeps_its_graph() -> None:
+    assert in_backward(autograd.keeps_graph) is False
+
+
+def test_a_backward_tells_which_nodes_it_goes_through() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    assert y.grad_fn is not None
+    accumulator = y.grad_fn.next_functions[0][0]
+    found = []
+    y.register_hook(lambda gradient: found.append(autograd.is_executed(accumulator)))
+    y.sum().backward()
+    torch.autograd.grad((y * 1).sum(), y)
+    assert found == [True, False]
+
+
+def test_what_is_put_at_the_end_of_a_backward_runs_there() -> None:
+    order = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    y = x * 2
+    y.register_hook(lambda _: autograd.at_end_of_backward(lambda: order.append("end")))
+    y.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def test_the_engine_runs_a_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 3).sum()
+    (found,) = autograd.run_engine((y,), (torch.ones(()),), False, False, (x,), True)
+    torch.testing.assert_close(found, torch.full((2,), 3.0))
+    assert x.grad is None
+
+
+def test_writes_in_the_block_are_not_counted() -> None:
+    x = torch.ones(2)
+    before = tensors.version_of(x)
+    with autograd.keeps_versions(x):
+        x.add_(1)
+    assert tensors.version_of(x) == before
+    x.add_(1)
+    assert tensors.version_of(x) == tensors.writes_to(x) == before + 1
+    assert tensors.writes_to("text") == 0
+
+
+def test_a_profiler_is_seen() -> None:
+    assert not autograd.is_profiled()
+    with torch.profiler.profile():
+        assert autograd.is_profiled()
+
+
+def test_a_transform_of_functions_is_seen() -> None:
+    seen = []
+    assert autograd.function_transforms() is None
+    torch.func.vmap(lambda x: (seen.append(autograd.function_transforms()), x)[1])(torch.ones(2))
+    assert seen[0] is not None
+
+
+def test_hooks_of_tensors_are_read_and_given() -> None:
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert not autograd.backward_hooks_of(x)
+    assert not autograd.after_hooks_of(x)
+    x.register_hook(lambda gradient: gradient * 2)
+
+    def add(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        leaf.grad += 1
+
+    x.register_post_accumulate_grad_hook(add)
+    autograd.set_backward_hooks(y, autograd.backward_hooks_of(x))
+    autograd.set_after_hooks(y, autograd.after_hooks_of(x))
+    y.sum().backward()
+    torch.testing.assert_close(y.grad, torch.full((2,), 3.0))
+    assert set(autograd.STATE_OF_TENSORS) <= set(dir(x))
+
+
+def test_hooks_of_saved_tensors_are_seen() -> None:
+    assert autograd.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert autograd.saved_tensor_hooks() is not None
+
+
+def test_what_nodes_have_saved_is_read() -> None:
+    x = torch.ones(2, requires_grad=True)
+    product = x * torch.full((2,), 3.0)
+    node: Any = product.grad_fn
+    torch.testing.assert_close(autograd.saved(node, "other"), torch.full((2,), 3.0))
+    assert autograd.input_metadata_of(node)[0].shape == [2]
+    recomputed: Any = CheckpointFunction.apply(lambda t: t * 2, True, x)
+    assert autograd.function_class(recomputed.grad_fn) is CheckpointFunction
+
+
+def test_users_of_memory_are_counted() -> None:
+    x = torch.ones(2)
+    before = tensors.storage_users(tensors.storage_id(x.untyped_storage()))
+    view = x[:1]
+    assert tensors.storage_users(tensors.storage_id(x.untyped_storage())) == before + 1
+    assert tensors.is_view(view)
+    assert not tensors.is_view(x)
+
+
+def test_tensors_without_memory_are_seen() -> None:
+    assert tensors.has_storage(torch.ones(1))
+    assert not tensors.has_storage(torch.eye(2).to_sparse())
+
+
+def test_modes_are_seen() -> None:
+    class Mode(tensors.TorchDispatchMode):
+        pass
+
+    assert tensors.dispatch_depth() == tensors.function_depth() == 0
+    with Mode() as mode:
+        assert tensors.dispatch_depth() == 1
+        assert tensors.dispatch_modes() == [mode]
+        with tensors.without_dispatch():
+            assert tensors.skips_dispatch_modes()
+        assert not tensors.skips_dispatch_modes()
+    with torch.overrides.BaseTorchFunctionMode() as other:
+        assert tensors.function_modes() == [other]
+
+
+def test_subclasses_are_made_and_passed_over() -> None:
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise AssertionError("asked")
+
+    made = tensors.make_subclass(Own, torch.ones(2))
+    with tensors.without_function():
+        assert made.sum() == 2
+    with pytest.raises(AssertionError, match="asked"):
+        made.sum()
+    tensors.mark_parameter(made, is_parameter=True)
+    assert tensors.memory_of(made) is made
+
+
+def test_operators_on_lists_do_what_they_say() -> None:
+    targets = [torch.zeros(2), torch.zeros(3)]
+    tensors.foreach_copy_(targets, [torch.ones(2), torch.ones(3)])
+    tensors.foreach_add_(targets, targets)
+    tensors.foreach_mul_(targets, 2.0)
+    assert [float(norm) for norm in tensors.foreach_norm(targets, float("inf"))] == [4.0, 4.0]
+    tensors.foreach_zero_(targets)
+    assert not any(map(torch.any, targets))
+    chunks = tensors.join_in_chunks([torch.arange(4.0), torch.arange(2.0)], 0, 2)
+    torch.testing.assert_close(chunks, torch.tensor([[0.0, 1.0, 0.0], [2.0, 3.0, 1.0]]))
+    with pytest.raises(RuntimeError):
+        tensors.assert_soon(torch.tensor(False))
+
+
+def test_schemas_of_operators_are_read() -> None:
+    schema = tensors.schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.is_mutable
+    assert tensors.any_schema_of(print) is None
+    assert tensors.any_schema_of(tensors.to_copy_operator).name == "aten::_to_copy"
+    assert "aten::_foreach_add.List" in tensors.operator_names()
+    assert tensors.schema_of(tensors.number_operator).name == "aten::_local_scalar_dense"
+
+
+def test_a_functional_call_is_seen_by_its_code() -> None:
+    import sys
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            frame, codes = sys._getframe(), []
+            while frame is not None:
+                codes.append(frame.f_code)
+                frame = frame.f_back
+            assert (tensors.lending_code in codes) is is_lent
+            return super().forward(x)
+
+    module, is_lent = Looks(2, 2), False
+    module(torch.ones(2))
+    is_lent = True
+    torch.func.functional_call(module, dict(module.named_parameters()), (torch.ones(2),))
+
+
+def test_hooks_and_calls_of_modules_are_read() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_forward_pre_hook(lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    module.register_buffer("passing", torch.ones(1), persistent=False)
+    assert len(modules.forward_pre_hooks_of(module)) == len(modules.forward_hooks_of(module)) == 1
+    assert modules.non_persistent_buffers_of(module) == {"passing"}
+    assert isinstance(module, modules.AnyBatchNorm)
+    assert all(hasattr(module, name) for name in (*modules.HOOKS, *modules.STATE_HOOKS))
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        modules.check_input_dim(module, torch.ones(1, 1, 1, 1))
+    assert modules.compiled_call_of(module) is None
+    modules.set_compiled_call(module, lambda *_: "compiled")
+    assert module(torch.ones(2, 2)) == "compiled"
+    assert modules.call_of(module)(torch.ones(2, 2)).shape == (2, 2)
+    assert not modules.is_forward_compiled(module)
+
+
+def test_hooks_of_steps_are_forgotten() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step()
+    modules.forget_step_hooks(optimizer)
+    optimizer.step()
+    assert seen == ["before", "after"]
+    handle = register_optimizer_step_pre_hook(print)
+    assert print in modules.step_hooks_of_all.values()
+    handle.remove()
+
+
+def test_trees_go_apart_and_together() -> None:
+    leaves, spec = trees.tree_flatten({"a": [1, (2, 3)]})
+    assert leaves == trees.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
+    again = trees.treespec_loads(trees.treespec_dumps(spec))
+    assert again == spec
+    assert trees.tree_unflatten(trees.tree_map(str, leaves), again) == {"a": ["1", ("2", "3")]}
+
+
+def test_no_backward_is_compiled_without_the_compiler() -> None:
+    assert not tracing.is_backward_compiled()
+    for name in tracing.COMPILER_MODULES:
+        assert name.startswith("torch._")
+
+
+def test_functions_are_kept_out_of_graphs() -> None:
+    seen: list[bool] = []
+
+    @tracing.not_traced
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x
+
+    @tracing.keep_result
+    def constant() -> int:
+        return 3
+
+    @tracing.as_part_of_caller
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return x * constant()
+
+    @tracing.never_first
+    def never(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(lambda x: inside(apart(x)) + 1, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 4.0))
+    assert seen == [False]
+    torch.testing.assert_close(never(torch.ones(2)), torch.full((2,), 2.0))
