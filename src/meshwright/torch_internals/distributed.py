@@ -15,12 +15,9 @@ from torch._C._distributed_c10d import Work
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.distributed.tensor.placement_types import (
-    _StridedShardOffsetMode as StridedShardOffsetMode,
-)
 
 from meshwright.torch_internals.required import required
 
@@ -32,12 +29,12 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "StridedShard",
-    "StridedShardOffsetMode",
     "TensorMeta",
     "TensorShard",
     "Work",
     "add_backend",
-    "all_gather_single",
+    "all_gather_single_of",
+    "asks_for_size_alone",
     "backend_of",
     "concatenate_meshes",
     "default_group",
@@ -52,7 +49,7 @@ __all__ = [
     "mesh_resources",
     "named_group",
     "number_operations",
-    "reduce_scatter_single",
+    "reduce_scatter_single_of",
     "root_mesh",
     "set_spec",
     "set_timeout",
@@ -66,15 +63,12 @@ default_group = required(f"{_C10D}._get_default_group", "finds the group of all 
 graph_operators = required("torch.ops._c10d_functional", "communicates inside of graphs")
 """c10d's operators that graphs may hold."""
 mesh_resources = _mesh_resources
+_OFFSETS: Any = getattr(placement_types, "_StridedShardOffsetMode", None)
 
-all_gather_single = required(
-    "torch.distributed.ProcessGroup._allgather_base", "gathers into one tensor"
-)
-"""Gather equal shares: group, output, tensor, options. The work is returned."""
-reduce_scatter_single = required(
-    "torch.distributed.ProcessGroup._reduce_scatter_base", "reduces one tensor to shares"
-)
-"""Reduce to equal shares: group, output, tensor, options. The work is returned."""
+all_gather_single_of = attrgetter("_allgather_base")
+"""The method of a group that gathers equal shares: output, tensor, options; it returns the work."""
+reduce_scatter_single_of = attrgetter("_reduce_scatter_base")
+"""The method that reduces to equal shares: output, tensor, options; it returns the work."""
 spec_of = attrgetter("_spec")
 device_types_of = attrgetter("_device_types")
 """The devices that a process group has a backend for."""
@@ -110,6 +104,18 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - also a stand-in for a mesh
     """Find the mesh that ``mesh`` was sliced from; itself where it was not."""
     return getattr(mesh, "_get_root_mesh", lambda: mesh)()
+
+
+def asks_for_size_alone(*mode: object, **modes: object) -> bool:
+    """True where torch asks a strided placement for the size of a part, and not for its offsets.
+
+    ``mode`` and ``modes`` are what it says of offsets: until torch 2.12 that it wants the first
+    one alone, which it passes over then, from 2.13 on one of three modes.
+    """
+    asked = [*mode, *modes.values()]
+    if _OFFSETS is None:
+        return asked[:1] != [False]
+    return asked[:1] == [_OFFSETS.NONE]
 
 
 def backend_of(group: Any, device: torch.device) -> Any:  # noqa: ANN401

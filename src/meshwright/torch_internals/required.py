@@ -24,7 +24,8 @@ def required(name: str, use: str) -> Any:  # noqa: ANN401 - whatever torch has t
             except ImportError:
                 raise ImportError(
                     f"torch {torch.__version__} has no {name}, by which Meshwright {use}: it works "
-                    "with torch 2.11 to 2.13. Install one of these, or a newer Meshwright"
+                    "with torch 2.11 and newer as far as they were known when it was written. "
+                    "Install another torch, or a newer Meshwright"
                 ) from None
         found = getattr(found, part)
     return found

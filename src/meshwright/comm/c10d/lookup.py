@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from meshwright.torch_internals.distributed import all_gather_single, reduce_scatter_single
+from meshwright.torch_internals.distributed import all_gather_single_of, reduce_scatter_single_of
 
 __all__ = [
     "REDUCTIONS",
@@ -129,7 +129,7 @@ def all_gather(
         return call(output, tensor, group=group, async_op=async_op)
     options = c10d.AllgatherOptions()
     options.asyncOp = async_op
-    return _waited(all_gather_single(group, output, tensor, options), async_op=async_op)
+    return _waited(all_gather_single_of(group)(output, tensor, options), async_op=async_op)
 
 
 def reduce_scatter(
@@ -148,7 +148,7 @@ def reduce_scatter(
     options = c10d.ReduceScatterOptions()
     options.reduceOp = op  # pyrefly: ignore[bad-assignment]
     options.asyncOp = async_op
-    return _waited(reduce_scatter_single(group, output, tensor, options), async_op=async_op)
+    return _waited(reduce_scatter_single_of(group)(output, tensor, options), async_op=async_op)
 
 
 def transfer(given: Transfer, world_peer: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401

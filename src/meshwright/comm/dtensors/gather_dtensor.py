@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
-from meshwright.torch_internals.distributed import StridedShard, StridedShardOffsetMode
+from meshwright.torch_internals.distributed import StridedShard, asks_for_size_alone
 
 __all__ = [
     "Holding",
@@ -169,19 +170,22 @@ class _SideBySide(StridedShard):
         curr_local_size: int,
         num_chunks: int,
         rank: int | torch.SymInt,
-        offset_mode: StridedShardOffsetMode = StridedShardOffsetMode.FIRST,
+        *mode: Any,
+        **modes: Any,
     ) -> tuple[int, int | list[int] | None]:
         """The size; raises NotImplementedError where torch goes on to copy a box that begins there.
 
         Those are its checkpoints, and what is broadcast from rank 0 into a state dict.
         """
-        if num_chunks > 1 and offset_mode is not StridedShardOffsetMode.NONE:
+        if num_chunks > 1 and not asks_for_size_alone(*mode, **modes):
             raise NotImplementedError(
                 f"{self.split_factor} tensors lie side by side along dim {self.dim}, and each rank "
                 "has a part of each: not one box, as torch.distributed.checkpoint and "
                 "broadcast_from_rank0 expect it. Use full_state_dict=True, or a Trainable's state"
             )
-        return super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank, offset_mode)
+        return super()._local_shard_size_and_offset(
+            curr_local_size, num_chunks, rank, *mode, **modes
+        )
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:

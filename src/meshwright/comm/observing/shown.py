@@ -21,11 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwright.torch_internals.distributed import (
     add_backend,
-    all_gather_single,
+    all_gather_single_of,
     fake_backend,
     graph_operators,
     named_group,
-    reduce_scatter_single,
+    reduce_scatter_single_of,
 )
 from meshwright.torch_internals.tensors import (
     FakeTensor,
@@ -45,11 +45,11 @@ _OF_C10D: MappingProxyType[str, Callable[[Any, torch.Tensor, torch.Tensor], obje
     MappingProxyType(
         {
             "all_reduce": lambda group, one, two: group.allreduce([one]),
-            "all_gather": lambda group, one, two: all_gather_single(
-                group, two, one, c10d.AllgatherOptions()
+            "all_gather": lambda group, one, two: all_gather_single_of(group)(
+                two, one, c10d.AllgatherOptions()
             ),
-            "reduce_scatter": lambda group, one, two: reduce_scatter_single(
-                group, one, two, c10d.ReduceScatterOptions()
+            "reduce_scatter": lambda group, one, two: reduce_scatter_single_of(group)(
+                one, two, c10d.ReduceScatterOptions()
             ),
             "broadcast": lambda group, one, two: group.broadcast([one]),
             "all_to_all": lambda group, one, two: group.alltoall_base(two, two.clone(), [], []),

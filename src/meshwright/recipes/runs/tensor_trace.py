@@ -6,7 +6,6 @@
 """
 
 from __future__ import annotations
-from meshwright.torch_internals.autograd import running_backward
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +15,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from meshwright.torch_internals.trees import tree_leaves
 
 from meshwright.comm import Communicator
-from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.comm.dtensors.gather_dtensor import Holding, held
+from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.composition import StepResult, Trainable
 from meshwright.layout import Box
 from meshwright.plan import match_names
 from meshwright.recipes.runs.digest import digest
 from meshwright.recipes.runs.metrics import MetricsFile
 from meshwright.report import Header, TensorRow, trace_file
+from meshwright.torch_internals.autograd import running_backward
+from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["TensorTrace", "open_trace", "traced_modules"]
 
