@@ -119,7 +119,7 @@ def test_writes_in_the_block_are_not_counted() -> None:
 
 def test_a_profiler_is_seen() -> None:
     assert not autograd.is_profiled()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         assert autograd.is_profiled()
 
 

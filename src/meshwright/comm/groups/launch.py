@@ -13,6 +13,8 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -37,8 +39,9 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
 
     The ranks find each other through the environment variables of torchrun, and run with one
     compute thread and `LOCAL_NETWORK` unless the caller's environment says otherwise. SIGINT and
-    SIGTERM are passed on, and the ranks have ``grace`` seconds to save and leave. Returns 0, or 128
-    plus the number of the signal that ended the run.
+    SIGTERM are passed on, and the ranks have ``grace`` seconds to save and leave (30 with torch
+    2.11, whose launcher knows no other time). Returns 0, or 128 plus the number of the signal that
+    ended the run.
 
     Raises `LaunchError` naming the rank that failed first, its exit status and its error.
     """
@@ -54,8 +57,8 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             monitor_interval=0.1,
-            shutdown_timeout=max(1, int(grace)),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **_time_to_leave(grace),
         )
         try:
             with _quiet_agent():
@@ -65,6 +68,12 @@ def launch(command: Sequence[str], ranks: int, *, grace: float = 60.0) -> int:
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
     return 0
+
+
+def _time_to_leave(grace: float) -> dict[str, Any]:
+    """The setting of torch's launcher for ``grace`` seconds, where it has one."""
+    is_known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
+    return {"shutdown_timeout": max(1, int(grace))} if is_known else {}
 
 
 def record_failure(error: BaseException) -> None:
