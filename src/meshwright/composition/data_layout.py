@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from torch import nn
@@ -119,7 +118,7 @@ class ShardedLayout:
         self._buffers = EqualBuffers(module, data)
         keep_batch_norm_local(module)  # or the plan has changed what it computes
         for unit in units:
-            unit.settings = replace(unit.settings, is_watched=True)
+            unit.change(is_watched=True)
 
     @property
     def found_non_finite(self) -> Sequence[str]:
@@ -130,12 +129,12 @@ class ShardedLayout:
         """See `DataLayout`."""
         for unit in self._units:
             if unit.settings.synchronise is not is_wanted:
-                unit.settings = replace(unit.settings, synchronise=is_wanted)
+                unit.change(synchronise=is_wanted)
 
     def scale_by(self, scale: Callable[[], float]) -> None:
         """See `DataLayout`."""
         for unit in self._units:
-            unit.settings = replace(unit.settings, scale=scale)
+            unit.change(scale=scale)
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`."""

@@ -20,7 +20,6 @@ from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
-from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
 
@@ -125,7 +124,7 @@ class ShardedResidency:
             iteration.begin_driven(what, training=training)
         self._begun = what
         for driver in iteration.drivers:
-            driver.is_driven = True
+            driver.be_driven(True)
 
     def prepare(self, module: nn.Module, driver: Driver) -> None:
         """Set the root up before its first step."""
@@ -175,8 +174,8 @@ class ShardedResidency:
         found = self._find(module, name)
         if found is not None:
             group, index = found
-            slot = group.slots[index]
-            whole, slot.version = slot.leaf, version_of(slot.leaf)
+            whole = group.slots[index].leaf
+            group.note_written(index)
             group.buffer.fill([whole if n == index else None for n in range(len(group.slots))])
 
     def _find(self, module: nn.Module, name: str) -> tuple[ParameterGroup, int] | None:
@@ -208,7 +207,7 @@ class ShardedResidency:
         """Set hooks to work again."""
         if self._root.iteration is not None:
             for driver in self._root.iteration.drivers:
-                driver.is_driven = False
+                driver.be_driven(False)
 
     @property
     def _iteration(self) -> Iteration:
@@ -233,5 +232,5 @@ def sharded_residency(
         for part in module.modules():
             inner = driver_of(part)
             if inner is not None:
-                inner.residency = found
+                inner.keep_residency(found)
     return found

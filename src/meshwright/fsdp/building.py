@@ -188,7 +188,6 @@ def build_unit(
     groups = [_group(members, plan) for members in cut]
     for group in groups:
         group.note_starts([wholes.get(slot) for slot in group.slots])
-        group.marks_use = not plan.use_orig_params
     precision = plan.precision
     kept = precision.param_dtype if precision.keep_low_precision_grads else None
     owner = root
@@ -224,4 +223,5 @@ def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:
     )
     types = BufferTypes.of(master, plan.precision.param_dtype, plan.precision.reduce_dtype)
     home = torch.device("cpu") if plan.offloads and plan.device.type != "cpu" else None
-    return ParameterGroup(slots, layout, axes, types, plan.device, home)
+    marks_use = not plan.use_orig_params
+    return ParameterGroup(slots, layout, axes, types, plan.device, home, marks_use=marks_use)

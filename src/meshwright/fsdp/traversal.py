@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,15 +82,19 @@ class UnitDriver(Driver):
         for part in module.modules():
             driver = driver_of(part)
             if isinstance(driver, UnitDriver):
-                if driver.is_root:
-                    driver.name = ""
-                if driver.is_root and driver.keeps_as_root and driver.unit is not None:
-                    settings = driver.unit.settings
-                    driver.unit.settings = replace(settings, keep_full_after_forward=False)
-                driver.iteration, driver.is_root, driver._alike = None, False, alike
+                driver.leave_root(alike)
         iteration = super().start(module)
-        iteration.sends_use_counts = self._sends_use_counts
+        if not self._sends_use_counts:
+            iteration.leave_use_counts_out()
         return iteration
+
+    def leave_root(self, alike: Mapping[str, str]) -> None:
+        """Belong to no root, whatever has run before; ``alike`` are names that ranks may share."""
+        if self.is_root:
+            self.name = ""
+        if self.is_root and self.keeps_as_root and self.unit is not None:
+            self.unit.change(keep_full_after_forward=False)
+        self.iteration, self.is_root, self._alike = None, False, alike
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

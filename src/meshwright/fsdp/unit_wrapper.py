@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -149,7 +148,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         self._backward_prefetch = value and own_member(BackwardPrefetch, value)
         if self._unit is not None:
             when = PREFETCHES[self._backward_prefetch]
-            self._unit.settings = replace(self._unit.settings, backward_prefetch=when)
+            self._unit.change(backward_prefetch=when)
 
     @property
     def forward_prefetch(self) -> bool:
@@ -160,7 +159,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def forward_prefetch(self, value: bool) -> None:
         self._forward_prefetch = value
         if self._unit is not None:
-            self._unit.settings = replace(self._unit.settings, forward_prefetch=value)
+            self._unit.change(forward_prefetch=value)
 
     @property
     def params(self) -> list[nn.Parameter]:

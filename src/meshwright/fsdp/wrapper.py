@@ -149,7 +149,8 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
-        self._driver.stops_on_non_finite = stop_on_non_finite
+        if stop_on_non_finite:
+            self._driver.stop_on_non_finite()
 
     # ---------------------------------------------------------------------- construction
 
@@ -262,18 +263,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         The first backward after it reduces the sum. Only for the root.
         """
         self._only_root("`no_sync()` on inner FSDP instances is not supported.", RuntimeError)
-        units = fsdp_units(self)
-        before = [unit.settings for unit in units]
-        for unit in units:
-            keeps = unit.settings.keep_full_after_forward
-            unit.settings = replace(
-                unit.settings, synchronise=False, keep_full_after_backward=keeps
-            )
-        try:
+        with contextlib.ExitStack() as settings:
+            for unit in fsdp_units(self):
+                keeps = unit.settings.keep_full_after_forward
+                settings.enter_context(
+                    unit.changed(synchronise=False, keep_full_after_backward=keeps)
+                )
             yield
-        finally:
-            for unit, settings in zip(units, before, strict=True):
-                unit.settings = settings
 
     def pipeline_residency(self) -> ShardedResidency:
         """The units that a pipeline's schedule drives: all wrappers of the root."""
@@ -332,7 +328,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             unit = wrapper._unit
             if unit is not None and not takes_bucket:
                 reduce = _engine_hook(unit, state, hook)
-                unit.settings = replace(unit.settings, reduce_hook=reduce)
+                unit.change(reduce_hook=reduce)
 
     @staticmethod
     @contextlib.contextmanager

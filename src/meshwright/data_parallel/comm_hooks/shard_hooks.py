@@ -46,7 +46,7 @@ def register_bucket_hook(units: Sequence[Unit], state: object, hook: object) -> 
         )
     index = 0
     for unit in units:
-        unit.settings = replace(unit.settings, reduce_hook=_UnitHook(registered, unit, index))
+        unit.change(reduce_hook=_UnitHook(registered, unit, index))
         index += len(unit.groups)
 
 

@@ -89,7 +89,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
         for group in () if driver.unit is None else driver.unit.groups:
             replicate = group.axes.replicate
             for index, slot in enumerate(group.slots):
-                start, slot.start, part = slot.start, None, group.buffer.own(index)
+                start, part = slot.take_start(), group.buffer.own(index)
                 (module, attribute), name = slot.places[0], slot.name
                 if module in names:
                     name = driver.clean(f"{names[module]}.{attribute}".lstrip("."))
@@ -100,8 +100,7 @@ def compare_values(drivers: Sequence[Driver], names: Mapping[nn.Module, str]) ->
                 if replicate is not None and (now := digest_of(part)) is not None:
                     copying.add(replicate)
                     by_axis[replicate].append((name, (now, now, now)))
-        buffers, driver.buffers = driver.buffers, ()
-        for buffer in buffers:
+        for buffer in driver.take_buffers():
             name = driver.clean(f"{names.get(buffer.module, '')}.{buffer.name}".lstrip("."))
             name = driver.alike(name)
             for axis in buffer.axes:

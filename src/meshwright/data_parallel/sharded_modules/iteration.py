@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
@@ -83,9 +84,8 @@ class Iteration:
         """Over which the units send."""
         self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
         self.announce: Callable[[], None] | None = None
-        """Called before gradients are set, which may be a collective."""
+        """See `announce_to`."""
         self.announce_clip: Callable[[float, float], None] | None = None
-        """Called with the largest norm and its kind before gradients are clipped."""
         self._numbers = {driver: number for number, driver in enumerate(drivers)}
         self._expected: list[Driver] = []
         self._order: list[Driver] = []
@@ -93,7 +93,7 @@ class Iteration:
         self._stops = any(driver.stops_on_non_finite for driver in drivers)
         if self._stops:
             for unit in units:
-                unit.settings = replace(unit.settings, is_watched=True)
+                unit.change(is_watched=True)
         self._non_finite: NonFinite | None = None
         """What the last backward pass has found that all ranks are to stop at."""
         self._versions: list[int] = []
@@ -115,6 +115,28 @@ class Iteration:
             self._check = _order_check(communicator, self.drivers, options)
             root = self.drivers[0].name
             self._events = EventCheck(communicator, root, self._states.describe, self.axes)
+
+    def look_at(self, module: nn.Module, tree: ModuleTree) -> None:
+        """Watch the modules of the root ``module``, and what BatchNorm there does."""
+        self.tree, self.statistics = tree, LocalStatistics(module, self.axes)
+
+    def announce_to(
+        self,
+        delivery: Callable[[], None] | None,
+        clip: Callable[[float, float], None] | None,
+    ) -> None:
+        """Call ``delivery`` before gradients are set, which may be a collective, and ``clip`` with
+        the largest norm and its kind before they are clipped.
+        """
+        self.announce, self.announce_clip = delivery, clip
+
+    def leave_use_counts_out(self) -> None:
+        """Take every parameter for used by some rank, and ask none."""
+        self.sends_use_counts = False
+
+    def keep_sums(self) -> None:
+        """Remember that gradients of the pass of now are not reduced all the way."""
+        self.keeps_sums = True
 
     # --------------------------------------------------------------------------- forward
 

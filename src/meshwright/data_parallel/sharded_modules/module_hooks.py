@@ -14,7 +14,7 @@ The root is the first module of a tree to run forward. Its `Iteration` knows all
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch import nn
 from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.data_parallel.checks.order import OrderOptions
 from meshwright.data_parallel.checks.starting_state import StartingBuffer
-from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.modules.nested import map_tensors, tensors_in
 from meshwright.data_parallel.sharded_modules.agreement import compare_values
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
@@ -77,6 +76,8 @@ class Driver:
         parts: Iterable[nn.Module] = (),
         ignored: PlacesIn = (),
         buffers: Sequence[StartingBuffer] = (),
+        keeps_as_root: bool = False,
+        stops_on_non_finite: bool = False,
     ) -> None:
         """``ignored`` is where modules hold parameters that were left out on purpose.
 
@@ -92,7 +93,7 @@ class Driver:
         self.iteration: Iteration | None = None
         """What the units of one root share; None before the first forward."""
         self.is_root = False
-        self.keeps_as_root = False
+        self.keeps_as_root = keeps_as_root
         """Whether a root keeps its parameters between forward and backward by default."""
         self.forward_ahead: list[Driver] | None = None
         """Whose units to gather ahead in the forward, instead of the one that came next before."""
@@ -100,7 +101,7 @@ class Driver:
         """The same for the backward."""
         self.is_last_backward = True
         """Whether backward passes deliver gradients; that of the root counts."""
-        self.stops_on_non_finite = False
+        self.stops_on_non_finite = stops_on_non_finite
         """True where ranks stop at gradients that are not finite, of all units if of one."""
         self.most_in_flight: int | None = None
         """How many reductions its unit allows at a time; the largest counts for the root."""
@@ -123,7 +124,63 @@ class Driver:
         self._changes = 0
         """How often parameters had changed, see `Unit.changes`, at the last forward."""
 
+    # -------------------------------------------------------------------------- settings
+
+    def expect_last_backward(self, is_last: bool) -> None:
+        """Take the next backward passes of the root for the last ones of a step, or not."""
+        root = self if self.iteration is None else self.iteration.drivers[0]
+        root._expect_last(is_last)
+
+    def _expect_last(self, is_last: bool) -> None:
+        self.is_last_backward = is_last
+
+    def stop_on_non_finite(self) -> None:
+        """Stop all ranks at gradients that are not finite, of the whole root."""
+        self.stops_on_non_finite = True
+
+    def free_as_root(self) -> None:
+        """Free the parameters of a root after its forward as those of any other module."""
+        self.keeps_as_root = False
+
+    def gather_ahead(
+        self, *, forward: list[Driver] | None = None, backward: list[Driver] | None = None
+    ) -> None:
+        """Gather the units of these drivers ahead; None leaves what was set before."""
+        self.forward_ahead = self.forward_ahead if forward is None else forward
+        self.backward_ahead = self.backward_ahead if backward is None else backward
+
+    def bound_in_flight(self, most: int) -> None:
+        """Allow ``most`` reductions of its unit at a time."""
+        self.most_in_flight = most
+        if self.iteration is not None:
+            self.iteration.limit_in_flight()
+
+    def be_driven(self, is_driven: bool) -> None:
+        """Leave gathers and reductions to a schedule, or do them again."""
+        self.is_driven = is_driven
+
+    def keep_residency(self, residency: object) -> None:
+        """Remember what lets a schedule drive this unit."""
+        self.residency = residency
+
     # ---------------------------------------------------------------------------- set-up
+
+    def part_with(self, unit: Unit | None) -> None:
+        """Go on with ``unit``, which has fewer parameters; with none where it is None."""
+        self.unit = unit
+
+    def take_buffers(self) -> Sequence[StartingBuffer]:
+        """Hand over the buffers that are to be compared, once."""
+        buffers, self.buffers = self.buffers, ()
+        return buffers
+
+    def join_root(self, iteration: Iteration) -> None:
+        """Belong to the root of ``iteration`` from now on."""
+        self.iteration = iteration
+
+    def be_called(self, name: str) -> None:
+        """Take ``name`` where it has none yet."""
+        self.name = self.name or name
 
     def start(self, module: nn.Module) -> Iteration:
         """The iteration this belongs to; becomes a root when it belongs to none."""
@@ -146,28 +203,27 @@ class Driver:
                     f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
                     "running forward through the root module first"
                 )
-            driver.name = driver.name or name
+            driver.be_called(name)
             drivers[driver] = None
-        self.name = self.name or type(module).__name__
+        self.be_called(type(module).__name__)
         for driver in drivers:
             driver.adopt_names(names)
             if driver.unit is not None:
                 driver.unit.exposure.refresh(driver.unit)
         with torch.inference_mode(False):
             iteration = Iteration(list(drivers), self.order)
-        ignored = [place for driver in drivers for place in driver.ignored]
-        iteration.tree = ModuleTree(module, frozenset(ignored), _unit_of, self.clean)
-        iteration.statistics = LocalStatistics(module, iteration.axes)
+        ignored = frozenset(place for driver in drivers for place in driver.ignored)
+        iteration.look_at(module, ModuleTree(module, ignored, _unit_of, self.clean))
         _check_meta(drivers)
         for driver in drivers:
             driver.check_materialised()
         compare_values(list(drivers), names)
         for driver in drivers:
-            driver.iteration = iteration
+            driver.join_root(iteration)
         self.is_root = True
         iteration.limit_in_flight()
         if self.keeps_as_root and self.unit is not None:
-            self.unit.settings = replace(self.unit.settings, keep_full_after_forward=True)
+            self.unit.change(keep_full_after_forward=True)
         return iteration
 
     def clean(self, name: str) -> str:
@@ -434,7 +490,7 @@ class Driver:
         self.has_run = False
         settings = unit.settings
         if not settings.synchronise or not settings.all_reduce:
-            iteration.keeps_sums = True
+            iteration.keep_sums()
         if not settings.synchronise or iteration.is_of_inputs:
             unit.keep_gradients()
         elif unit.trainable_groups and (is_due or unit.has_gradient):

@@ -181,10 +181,10 @@ class FullyShard:
             parts=modules if len(modules) > 1 else (),
             ignored=places_in(inside, options.ignored),
             buffers=buffers,
+            keeps_as_root=reshard_after_forward is None,
+            stops_on_non_finite=stop_on_non_finite,
         )
         remember(driver)
-        driver.keeps_as_root = reshard_after_forward is None
-        driver.stops_on_non_finite = stop_on_non_finite
         for part in modules:
             _install(part, driver, options)
         on_one_mesh(modules)

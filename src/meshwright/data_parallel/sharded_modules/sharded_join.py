@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,31 +94,29 @@ class _Joined:
         """Say what comes next before each collective and each step, as long as there are inputs."""
         before = [(unit.settings.divide_factor, unit.settings.block) for unit in self._units]
         handle = register_optimizer_step_pre_hook(self._before_step)
-        self.iteration.announce = self._before_delivery
-        self.iteration.announce_clip = self._before_clip
+        self.iteration.announce_to(self._before_delivery, self._before_clip)
         for unit in self._units:
             # A rank that is done holds no part of what was whole in a forward of the others.
             unit.forget_block()
-            unit.settings = replace(unit.settings, block=None)
-            unit.announce = self._before_move
+            unit.change(block=None)
+            unit.announce_to(self._before_move)
         try:
             yield
         finally:
             handle.remove()
-            self.iteration.announce = self.iteration.announce_clip = None
+            self.iteration.announce_to(None, None)
             for unit, (factor, block) in zip(self._units, before, strict=True):
-                unit.announce = None
-                unit.settings = replace(unit.settings, divide_factor=factor, block=block)
+                unit.announce_to(None)
+                unit.change(divide_factor=factor, block=block)
 
     def shadow(self) -> None:
         """Take part without inputs until no rank has any."""
-        settings = [unit.settings for unit in self._units]
-        for unit in self._units:
-            unit.reshard()
-        while (found := self._attendance.leave()) is not None:
-            self._follow(*found)
-        for unit, before in zip(self._units, settings, strict=True):
-            unit.settings = before
+        with contextlib.ExitStack() as settings:
+            for unit in self._units:
+                settings.enter_context(unit.changed())
+                unit.reshard()
+            while (found := self._attendance.leave()) is not None:
+                self._follow(*found)
 
     # --------------------------------------------------------------------- ranks that train
 
@@ -172,11 +169,11 @@ class _Joined:
             unit.reshard()
         elif notice is Notice.REDUCE:
             unit.finish_reduce()
-            unit.settings = replace(unit.settings, all_reduce=False)
+            unit.change(all_reduce=False)
             self._divide(unit)
             unit.reduce()
         else:
-            unit.settings = replace(unit.settings, all_reduce=True)
+            unit.change(all_reduce=True)
             unit.reduce_further()
 
     def _deliver(self) -> None:
@@ -206,7 +203,7 @@ class _Joined:
     def _divide(self, unit: Unit) -> None:
         if not self._divides_by_all:
             active = len(self._attendance.active)
-            unit.settings = replace(unit.settings, divide_factor=float(active))
+            unit.change(divide_factor=float(active))
 
 
 class JoinsUnevenInputs(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -95,7 +94,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
             yield
         finally:
             for unit, synchronise in before.items():
-                unit.settings = replace(unit.settings, synchronise=synchronise)
+                unit.change(synchronise=synchronise)
 
     def pipeline_residency(self) -> ShardedResidency:
         """Return what lets a pipeline's schedule drive this module's unit and those below."""
@@ -111,9 +110,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         One that is not leaves its reductions under way, and its gradients, the sums of all since,
         come to ``.grad`` at the end of the next one that is. Call the optimizer after that one.
         """
-        driver = _driver(self)
-        root = driver if driver.iteration is None else driver.iteration.drivers[0]
-        root.is_last_backward = is_last_backward
+        _driver(self).expect_last_backward(is_last_backward)
 
     # --------------------------------------------------------------------------- freeing
 
@@ -125,7 +122,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
                 f"{type(reshard_after_forward).__name__}. A group size goes to fully_shard"
             )
         for driver in _drivers(self, recurse=recurse):
-            driver.keeps_as_root = False
+            driver.free_as_root()
         self._set(recurse, keep_full_after_forward=not reshard_after_forward, block=None)
 
     def set_reshard_after_backward(
@@ -144,11 +141,11 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead, when this module's forward pass begins."""
-        _driver(self).forward_ahead = _prefetched(modules)
+        _driver(self).gather_ahead(forward=_prefetched(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead, when this module's backward pass begins."""
-        _driver(self).backward_ahead = _prefetched(modules)
+        _driver(self).gather_ahead(backward=_prefetched(modules))
 
     # ------------------------------------------------------------------------- reduction
 
@@ -217,9 +214,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for driver in _drivers(self, recurse=recurse):
-            driver.most_in_flight = max_input_buffers
-            if driver.iteration is not None:
-                driver.iteration.limit_in_flight()
+            driver.bound_in_flight(max_input_buffers)
 
     # ------------------ accepted and recorded in `fully_shard.state(module).without_effect`
 
@@ -255,7 +250,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
 
     def _set(self, recurse: bool, **changes: Any) -> None:
         for unit in _units(self, recurse=recurse):
-            unit.settings = replace(unit.settings, **changes)
+            unit.change(**changes)
 
     def _record(self, recurse: bool, name: str, value: object) -> None:
         for driver in _drivers(self, recurse=recurse):

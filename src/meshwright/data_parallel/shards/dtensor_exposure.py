@@ -66,7 +66,6 @@ class _Entry:
         "exposed",
         "local",
         "shape",
-        "shown",
         "slot",
         "start",
         "stop",
@@ -101,14 +100,11 @@ class _Entry:
         self.trains = self.exposed.requires_grad
         """Whether both required grad when they were compared last."""
         self.cells: list[tuple[dict[str, Any], str]] = []
-        self.shown: nn.Parameter | None = None
-        """What the unit has put into all cells last; None before it has."""
         self.find_cells()
 
     def find_cells(self) -> None:
         """Find the tables of modules, and the names in them, that hold the parameter."""
         self.cells = [(module._parameters, name) for module, name in self.slot.places]
-        self.shown = None
 
     @torch.no_grad()
     def follow_place(self) -> None:
@@ -125,10 +121,29 @@ class _Entry:
     def note_memory(self) -> None:
         """Remember the memory that ``exposed`` has now, to notice when it is given another."""
         if self.slot.extension is not None:
-            self.slot.extension.part = local_tensor_of(self.exposed)
+            self.slot.extension.hold(local_tensor_of(self.exposed))
         self.local = local_tensor_of(self.exposed)
         self.storage = self.exposed.untyped_storage()
         self.guard()
+
+    def expose(self, parameter: Any, local: torch.Tensor) -> None:  # noqa: ANN401
+        """Be ``parameter`` in all modules, on the memory ``local``.
+
+        It stays the object that optimizers know; its memory is the shard's.
+        """
+        for cells, name in self.cells:
+            cells[name] = parameter
+        self.exposed = parameter
+        set_local_tensor(parameter, local)
+        self.note_memory()
+
+    def note_training(self) -> None:
+        """Remember whether it trains, which whole and exposed parameter agree on now."""
+        self.trains = self.slot.full.requires_grad
+
+    def unguard(self) -> None:
+        """Let torch swap the tensor of the parameter, until `guard`."""
+        self.direct: object | None = None
 
     def guard(self) -> None:
         """Refuse gradients past the hooks, where it trains."""
@@ -153,6 +168,8 @@ class ExposedTensors:
 
     def __init__(self) -> None:
         self._entries: dict[ParameterGroup, list[_Entry]] = {}
+        self._in_cells: dict[_Entry, nn.Parameter] = {}
+        """What was put into all cells of an entry last."""
         self._flat: dict[ParameterGroup, nn.Parameter] = {}
         self._delivered: set[ParameterGroup] = set()
         """Of which flat gradients have been set that nobody is known to have zeroed."""
@@ -217,18 +234,19 @@ class ExposedTensors:
         for entries in self._entries.values():
             for entry in entries:
                 entry.find_cells()
+                self._in_cells.pop(entry, None)
 
     def let_go(self, unit: Unit) -> None:
         """Allow torch to swap the tensors of the parameters, until `take_over`."""
         for group in unit.groups:
             for entry in self.entries(group):
-                entry.direct = None
+                entry.unguard()
 
     def refresh(self, unit: Unit) -> None:
         """See `Exposure`: parameters given anew, and other memory for those that are there."""
         for group in unit.groups:
             for entry in self.entries(group):
-                exposed, shown = entry.exposed, entry.shown
+                exposed, shown = entry.exposed, self._in_cells.get(entry)
                 is_same = local_tensor_of(exposed) is entry.local
                 if is_same and exposed.untyped_storage() is not entry.storage:
                     raise data_assigned(entry.slot.name, group.axes.communicators)
@@ -242,30 +260,31 @@ class ExposedTensors:
         """Put the DTensors into the modules, trainable as the whole parameters were until now."""
         for group in unit.groups:
             for entry in self.entries(group):
-                exposed, shown = entry.exposed, entry.shown
+                exposed, shown = entry.exposed, self._in_cells.get(entry)
                 if entry.slot.full.requires_grad is not entry.trains:
                     entry.follow_training()
                 for cells, name in entry.cells:
                     if shown is None or cells.get(name) is shown or _is_ours(entry, cells, name):
                         cells[name] = exposed
-                entry.shown = exposed
+                self._in_cells[entry] = exposed
 
     def show_full(self, unit: Unit) -> bool:
         """Put the whole parameters into the modules, trainable as the DTensors are now."""
         is_all = True
         for group in unit.groups:
             for entry in self.entries(group):
-                full, shown = entry.slot.full, entry.shown
+                full, shown = entry.slot.full, self._in_cells.get(entry)
                 if full.requires_grad is not entry.exposed.requires_grad:
                     full.requires_grad_(entry.exposed.requires_grad)
                     entry.guard()
-                entry.trains = full.requires_grad
+                if full.requires_grad is not entry.trains:
+                    entry.note_training()
                 for cells, name in entry.cells:
                     if cells.get(name) is shown or _is_ours(entry, cells, name):
                         cells[name] = full
                     elif shown is entry.exposed:
                         is_all = False
-                entry.shown = full
+                self._in_cells[entry] = full
         return is_all
 
     def follow_training(self, unit: Unit) -> None:
@@ -427,7 +446,7 @@ class ExposedTensors:
             for e in entries
         ]
         if is_kept:
-            kept.guests = [(dt, e.exposed) for dt, e in zip(made, entries, strict=True)]
+            kept.remember([(dt, e.exposed) for dt, e in zip(made, entries, strict=True)])
         return made
 
     def _follow(self, unit: Unit) -> None:
@@ -440,7 +459,7 @@ class ExposedTensors:
             for entry in self.entries(group):
                 for cells, name in entry.cells:
                     if _is_ours(entry, cells, name):
-                        cells[name] = entry.shown
+                        cells[name] = self._in_cells.get(entry)
 
     @torch.no_grad()
     def take_over(self, unit: Unit) -> None:
@@ -463,13 +482,9 @@ class ExposedTensors:
                 if parameter is not entry.exposed:
                     parameter.__dict__[HOME] = entry.exposed.__dict__.get(HOME)
                     entry.slot.full.requires_grad_(parameter.requires_grad)
-                    entry.trains = parameter.requires_grad
-                for cells, name in entry.cells:
-                    cells[name] = parameter
-                entry.exposed = entry.shown = parameter
-                # The parameter stays the object that optimizers know; its memory is the shard's.
-                set_local_tensor(parameter, group.buffer.around(index))
-                entry.note_memory()
+                    entry.note_training()
+                entry.expose(parameter, group.buffer.around(index))
+                self._in_cells[entry] = parameter
         unit.has_changed()
 
     def _renew(self, group: ParameterGroup, held: Sequence[Any]) -> None:

@@ -60,6 +60,10 @@ class KeptLine:
         """Check that ``tensor`` has the memory of the line that is kept now."""
         return self._line is not None and tensor.data_ptr() == self._line.data_ptr()
 
+    def remember(self, guests: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Use ``guests``, tensors on the line, again as long as the line is."""
+        self.guests = guests
+
     def forget(self) -> None:
         """Keep nothing."""
         self._line = None

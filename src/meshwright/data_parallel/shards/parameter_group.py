@@ -30,9 +30,10 @@ from meshwright.data_parallel.shards.buffer import (
 from meshwright.data_parallel.shards.gradient_lines import GradientLine, KeptLine
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
+from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 from meshwright.layout import ChunkedLayout, FlatLayout
-from meshwright.torch_internals.tensors import foreach_copy_
+from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
 __all__ = ["ParameterGroup", "ReduceHook", "Summand", "UnitSettings", "sum_parts", "summands_of"]
 
@@ -64,6 +65,7 @@ def sum_parts(summands: Iterable[Summand]) -> None:
 
 
 _REQUIRES_GRAD = attrgetter("full.requires_grad")
+_LEAF = attrgetter("leaf")
 
 ReduceHook = Callable[[torch.Tensor, torch.Tensor], None]
 """``hook(whole, out)``: reduces the whole line of gradients and writes this rank's part to ``out``
@@ -120,6 +122,7 @@ class ParameterGroup:
         home: torch.device | None = None,
         *,
         pin_memory: bool = True,
+        marks_use: bool = False,
     ) -> None:
         self.slots = tuple(slots)
         self.axes = axes
@@ -142,13 +145,14 @@ class ParameterGroup:
         ]
         """By their index, parameters whose gradients are parts of sums over other axes."""
         for index, slot in enumerate(slots):
-            if slot.local is not None:
-                self.buffer.local(index).copy_(slot.local)
-                slot.local = None
+            if (local := slot.take_local()) is not None:
+                self.buffer.local(index).copy_(local)
+        self._versions = [0] * len(slots)
+        """Those of the leaves when they were gathered."""
         self._show_views()
         self.used = [False] * len(slots)
         """Which parameters have had a gradient on this rank since the last reduction."""
-        self.marks_use = False
+        self.marks_use = marks_use
         """True where a sum has to tell if any rank had a gradient, see `is_unused`."""
         self.non_finite = NonFiniteValues()
         """This rank's own gradients that were not finite, in the last reductions watched."""
@@ -198,12 +202,12 @@ class ParameterGroup:
         for index, whole in enumerate(wholes):
             own = None if whole is None else digest_of(self.buffer.own(index))
             if whole is not None and own is not None:
-                self.slots[index].start = Start(whole, own)
+                self.slots[index].note_start(Start(whole, own))
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
         """``parts`` take the place of those of now: forget starts of what is not just converted."""
         for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
-            start, slot.start = slot.start, None
+            start = slot.take_start()
             if start is None:
                 continue
             before, after = self.buffer.own(index).view(-1), part.reshape(-1)
@@ -211,7 +215,7 @@ class ParameterGroup:
             if own is None or now is None or not has_values_of(after, before):
                 continue
             if torch.equal(own, start.own.to(own.device)):
-                slot.start = Start(start.whole, now)
+                slot.note_start(Start(start.whole, now))
 
     def _carry_gradients(self, before: FlatBuffer) -> None:
         """Keep what waits for a reduction, in the dtype and on the device of now."""
@@ -239,7 +243,20 @@ class ParameterGroup:
             for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
                 if slot.full is not whole:
                     whole.requires_grad_(slot.full.requires_grad)
-                    slot.full = slot.leaf = whole
+                    slot.become(whole, whole)
+        self._versions = [*map(version_of, map(_LEAF, self.slots))]
+
+    def take_written(self) -> str:
+        """Name a parameter that was written since it was gathered, and forget that."""
+        before, self._versions = self._versions, [*map(version_of, map(_LEAF, self.slots))]
+        if before == self._versions:
+            return ""
+        pairs = zip(self.slots, before, self._versions, strict=True)
+        return next(slot.name for slot, then, now in pairs if then != now)
+
+    def note_written(self, index: int) -> None:
+        """Take what was written to a whole parameter for known: it is in the shards."""
+        self._versions[index] = version_of(self.slots[index].leaf)
 
     def _empty_shard(
         self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
@@ -258,15 +275,16 @@ class ParameterGroup:
         for slot, view in zip(self.slots, self.buffer.views, strict=True):
             outer = slot.outer
             if outer is None:
-                slot.full = slot.leaf = whole_parameter(view, slot.original)
+                whole = whole_parameter(view, slot.original)
+                slot.become(whole, whole)
             else:
                 # What reads it beside layers that tensor parallelism has cut gets the DTensor: a
                 # plain part would be taken for the whole.
-                whole = dtensor_at_rest(
+                dtensor = dtensor_at_rest(
                     view, outer.mesh, outer.placements, outer.shape, outer.stride
                 )
-                slot.full = nn.Parameter(whole, requires_grad=slot.original.requires_grad)
-                slot.leaf = take_over(slot.full) if slot.computes.is_local else slot.full
+                full = nn.Parameter(dtensor, requires_grad=slot.original.requires_grad)
+                slot.become(full, take_over(full) if slot.computes.is_local else full)
             if slot.extension is None and not is_dtensor(slot.leaf):
                 self._in_line.append((slot, view))
                 self._wholes.append(slot.leaf)
@@ -297,6 +315,18 @@ class ParameterGroup:
         return any(slot.leaf.grad is not None for slot in self.slots) or any(
             slot.full.grad is not None for slot in self.slots if slot.full is not slot.leaf
         )
+
+    def take_mean(self) -> torch.Tensor:
+        """Hand over the mean, with which ``.grad`` is set: the shards are about to change.
+
+        A tensor of its own on the same memory: who still uses that is counted.
+        """
+        if self.mean is None:
+            raise InternalError(f"no mean of {self.slots[0].name!r} is finished")
+        mean, self.mean = self.mean.detach(), None
+        self.used = [False] * len(self.slots)
+        self.buffer.distrust()
+        return mean
 
     def accumulate(self) -> None:
         """Move the gradients that autograd has left on the parameters to the buffer."""

@@ -73,14 +73,13 @@ def build_unit(
     ]
     local = {key: each for part in modules for key, each in local_parameters(part).items()}
     for slot in slots:
-        slot.computes = local.get(id(slot.original), slot.computes)
+        slot.compute_as(local.get(id(slot.original), slot.computes))
     _move_buffers(modules, options)
     slots, moved = settle(modules, slots)
     _check_parameters(slots)
     for slot in slots:
-        slot.place = place(slot.name, slot.original, options.target, options.placement_of)
-        slot.outer = slot.place.outer
-        slot.extension = _extension(slot, slot.place, options)
+        at = place(slot.name, slot.original, options.target, options.placement_of)
+        slot.settle(at, _extension(slot, at, options))
     if synchronises:
         _synchronise(modules, slots, options)
     wholes = {} if synchronises else {slot: digest_of(slot.original) for slot in slots}
@@ -120,7 +119,7 @@ def on_one_mesh(modules: Iterable[nn.Module]) -> None:
         if slot.outer is None and len(known) == 1:
             (mesh,) = known
             others = [Replicate()] * (mesh.ndim - at.mesh.ndim)
-            slot.place = replace(at, mesh=mesh, placements=(*at.placements, *others))
+            slot.move(replace(at, mesh=mesh, placements=(*at.placements, *others)))
     for unit in units:
         if isinstance(unit.exposure, ExposedTensors):
             unit.exposure.follow_places()

@@ -34,7 +34,7 @@ def remember(driver: Driver) -> None:
         # The parameter may live on in another module; its unit must not keep it alive.
         home = (weakref.ref(driver), weakref.ref(slot))
         slot.original.__dict__[HOME] = home
-        slot.original = slot.full
+        slot.replace_original(slot.full)
         if isinstance(unit.exposure, ExposedTensors):
             unit.exposure.shown(slot).__dict__[HOME] = home
 
@@ -64,9 +64,7 @@ def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Sl
                 f"{slot.name!r} is tied to {theirs.name!r}, and only one of them computes on a "
                 "local tensor: give both modules styles of meshwright.tensor_parallel, or neither"
             )
-        theirs.names += [name for name, _ in new]
-        theirs.places += [where for _, where in new]
-        theirs.is_spread = True
+        theirs.share([name for name, _ in new], [where for _, where in new])
         _show_again(driver.unit)
     inside = {part for module in modules for part in module.modules()}
     drivers = dict.fromkeys(driver for part in inside if (driver := driver_of(part)) is not None)
@@ -109,7 +107,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
     if local is None:
         raise InternalError(f"{slot.name!r} is in no group of unit {unit.name!r}")
     shape = local_of(slot.full).shape
-    driver.unit = unit.with_groups(groups) if groups else None
+    driver.part_with(unit.with_groups(groups) if groups else None)
     moved = Slot(
         names=slot.names,
         places=slot.places,
@@ -119,12 +117,12 @@ def _release(driver: Driver, slot: Slot) -> Slot:
         given=slot.given,
         start=slot.start,
         extension=slot.extension,
+        local=local.clone(),
         original=whole_parameter(
             torch.zeros((), dtype=local.dtype, device=local.device).expand(shape), slot.full
         ),
     )
     moved.original.__dict__.pop(HOME, None)
-    moved.local = local.clone()
     carry_hooks(unit.exposure.shown(slot), moved.original, slot.name)
     return moved
 
@@ -144,7 +142,7 @@ def _without(group: ParameterGroup, index: int) -> ParameterGroup:
     )
     slots = [group.slots[number] for number in kept]
     for number, slot in zip(kept, slots, strict=True):
-        slot.local = group.buffer.local(number).clone()
+        slot.give_local(group.buffer.local(number).clone())
     device, home, pins = group.buffer.device, group.home, group.pin_memory
     return ParameterGroup(slots, narrower, group.axes, group.types, device, home, pin_memory=pins)
 

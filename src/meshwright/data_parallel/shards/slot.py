@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -45,11 +45,6 @@ class Slot:
     """True where modules of other units use it too."""
     given: weakref.ref[nn.Parameter] | None = None
     """The parameter object that the user had, as long as somebody holds it."""
-    version: int = 0
-    """That of ``leaf`` when modules were shown it."""
-    trains: bool = True
-    """True where ``full`` required grad then."""
-
     extension: Extension | None = None
     """The way of its gather, for a tensor subclass that has one of its own."""
     start: Start | None = None
@@ -59,6 +54,64 @@ class Slot:
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
+
+    def settle(self, place: Place, extension: Extension | None) -> None:
+        """Be cut as ``place`` says, and be gathered by ``extension`` where there is one."""
+        self.place, self.outer, self.extension = place, place.outer, extension
+
+    def move(self, place: Place) -> None:
+        """Lie at ``place`` from now on, where this rank has the part that it had."""
+        self.place = place
+
+    def compute_as(self, computes: LocalParameter) -> None:
+        """Compute in the form ``computes``."""
+        self.computes = computes
+
+    def take_part(self, outer: AtRest, computes: LocalParameter, part: nn.Parameter) -> None:
+        """Be ``part``, this rank's of the DTensor ``outer``, in every module that holds it."""
+        self.outer, self.computes, self.original = outer, computes, part
+        self.show(part)
+
+    def become(self, full: nn.Parameter, leaf: nn.Parameter) -> None:
+        """Be ``full`` while it is gathered, and compute as ``leaf``."""
+        self.full, self.leaf = full, leaf
+
+    def replace_original(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Stand for another parameter of the user's from now on; returns the one of before."""
+        before, self.original = self.original, parameter
+        return before
+
+    def share(self, names: Iterable[str], places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Have other names and places too, in modules of other units."""
+        self.names += names
+        self.places += places
+        self.is_spread = True
+
+    def rename(self, modules: Mapping[nn.Module, str]) -> None:
+        """Be called by the full names of its ``modules``, as far as they are known."""
+        self.names = [
+            f"{modules[module]}.{attribute}" if modules[module] else attribute
+            for module, attribute in self.places
+            if module in modules
+        ] or self.names
+
+    def give_local(self, local: torch.Tensor) -> None:
+        """Bring ``local`` to the next group, which has this rank's chunk from there."""
+        self.local = local
+
+    def take_local(self) -> torch.Tensor | None:
+        """Hand over the chunk that was brought, once."""
+        local, self.local = self.local, None
+        return local
+
+    def note_start(self, start: Start) -> None:
+        """Remember the digests of when it was sharded."""
+        self.start = start
+
+    def take_start(self) -> Start | None:
+        """Hand the digests over, once."""
+        start, self.start = self.start, None
+        return start
 
     def show(self, parameter: nn.Parameter | torch.Tensor) -> None:
         """Put ``parameter`` into every module that holds this one."""

@@ -122,6 +122,10 @@ class Extension:
         self._arguments = (mesh, whole.shape, whole.stride(), module, policy)
         self._is_cut = False
 
+    def hold(self, part: object) -> None:
+        """Gather from ``part`` from now on, as modules hold it at rest."""
+        self.part = part
+
     @torch.no_grad()
     def around(self, part: torch.Tensor, parts: int, index: int) -> torch.Tensor:
         """A tensor of the subclass on the memory of ``part``, which is number ``index``."""
@@ -187,6 +191,10 @@ class _Gathered:
         ]
         self.full: nn.Parameter | None = None
         self._storages = [(line.untyped_storage(), line.nbytes) for line in self.lines]
+
+    def become(self, full: nn.Parameter) -> None:
+        """Be ``full`` in every gather after the first."""
+        self.full = full
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Memory of ``tensors`` comes and goes too."""
@@ -299,7 +307,7 @@ class ExtendedBuffer(FlatBuffer):
                 # Rows of padding come last.
                 whole = torch.as_strided(whole, shape, _strides(shape), 0)
             gathered.own(inner)
-            gathered.full = nn.Parameter(whole, requires_grad=False)
+            gathered.become(nn.Parameter(whole, requires_grad=False))
 
     @property
     def wholes(self) -> list[nn.Parameter]:

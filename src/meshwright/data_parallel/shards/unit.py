@@ -13,11 +13,13 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ from meshwright.data_parallel.shards.parameter_group import ParameterGroup, Redu
 from meshwright.data_parallel.shards.replaced_parameters import written
 from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
 from meshwright.errors import InternalError
-from meshwright.torch_internals.tensors import has_storage, version_of
+from meshwright.torch_internals.tensors import has_storage
 
 __all__ = [
     "Exposure",
@@ -135,7 +137,7 @@ class Unit:
         self.is_reducing = False
         """Whether a reduction has been started and not finished."""
         self.announce: Callable[[Unit, str], None] | None = None
-        """Called with "unshard", "reduce" or "reduce_further" before its collectives."""
+        """See `announce_to`."""
         self.changes = 0
         """How often parameters have been converted, loaded or given anew."""
         self.shows_all = True
@@ -155,6 +157,24 @@ class Unit:
         """The phase of the parameters."""
         return self._phase
 
+    def change(self, **settings: Any) -> None:
+        """Change some of the settings, which are those of `UnitSettings`."""
+        self.settings = replace(self.settings, **settings)
+
+    @contextlib.contextmanager
+    def changed(self, **settings: Any) -> Iterator[None]:
+        """Change some settings; those of before hold again behind the block, all of them."""
+        before = self.settings
+        self.change(**settings)
+        try:
+            yield
+        finally:
+            self.settings = before
+
+    def announce_to(self, announce: Callable[[Unit, str], None] | None) -> None:
+        """Call ``announce`` before collectives: "unshard", "reduce", "reduce_further"."""
+        self.announce = announce
+
     def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
         """A unit like this one, with other parameters."""
         return Unit(self.name, groups, self.exposure, self.settings)
@@ -163,11 +183,7 @@ class Unit:
         """Be called ``name``, and call parameters by the full names of their ``modules``."""
         self.name = name
         for slot in self.slots:
-            slot.names = [
-                f"{modules[module]}.{attribute}" if modules[module] else attribute
-                for module, attribute in slot.places
-                if module in modules
-            ] or slot.names
+            slot.rename(modules)
 
     @property
     def slots(self) -> list[Slot]:
@@ -198,10 +214,6 @@ class Unit:
             group.finish_gather()
         self._become(Phase.FULL)
         self.shows_all = self.exposure.show_full(self)
-        for group in self.groups:
-            for slot in group.slots:
-                slot.version = version_of(slot.leaf)
-                slot.trains = slot.full.requires_grad
         self.find_trainable()
 
     def reshard_for_backward(self) -> bool:
@@ -237,10 +249,8 @@ class Unit:
         """Name a whole parameter that was written, or given other memory, and forget that."""
         lost = ""
         for group in self.groups:
-            for slot in group.slots:
-                if version_of(slot.leaf) != slot.version:
-                    slot.version = version_of(slot.leaf)
-                    lost = lost or (slot.name if group.buffer.is_copy else "")
+            written = group.take_written()
+            lost = lost or (written if group.buffer.is_copy else "")
             for slot, view in group.moved():
                 slot.leaf.data = view
                 lost = lost or slot.name
@@ -335,11 +345,7 @@ class Unit:
         """Set ``.grad``; ``used`` tells for each trainable group what any rank had gradients of."""
         for group in self.trainable_groups:
             if group.mean is not None:
-                # A tensor of its own on the same memory: the group counts who still uses that.
-                mean, group.mean = group.mean.detach(), None
-                self.exposure.set_gradients(self, group, mean, used[group])
-                group.used = [False] * len(group.slots)
-                group.buffer.distrust()
+                self.exposure.set_gradients(self, group, group.take_mean(), used[group])
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Check that ``tensor`` lies in the memory of the whole parameters."""

@@ -43,6 +43,8 @@ class OriginalExposure:
         """Each parameter, and its place in the shard."""
         self._seen = -1
         self._lists_full = False
+        self._trained: dict[Slot, bool] = {}
+        """Whether each whole parameter required grad when modules were shown it last."""
         self._refusals = Refusals()
         self._waiting = WaitingGradients()
 
@@ -70,6 +72,7 @@ class OriginalExposure:
             full, original = slot.full, slot.original
             if full.requires_grad is not original.requires_grad:
                 full.requires_grad_(original.requires_grad)
+            self._trained[slot] = full.requires_grad
             for module, name in slot.places:
                 found = module._parameters.get(name)
                 if found is original:
@@ -88,9 +91,10 @@ class OriginalExposure:
         """See `Exposed`."""
         for slot in unit.slots:
             full, original = slot.full, slot.original
-            if full.requires_grad is not slot.trains:  # who changed it saw the whole one
+            if full.requires_grad is not self._trained.get(slot, True):
+                # Who changed it saw the whole one.
                 original.requires_grad_(full.requires_grad)
-                slot.trains = full.requires_grad
+                self._trained[slot] = full.requires_grad
             for module, name in slot.places:
                 found = module._parameters.get(name)
                 if found is full:
@@ -184,7 +188,7 @@ class OriginalExposure:
             parts[index] = part_of(shaped, slots[index].original, slots[index].name)
         if is_kept:
             mine = zip(parts, slots, strict=True)
-            kept.guests = [(p, slot.original) for p, slot in mine if p is not None]
+            kept.remember([(p, slot.original) for p, slot in mine if p is not None])
         return parts
 
     def refresh(self, unit: Unit) -> None:
@@ -219,7 +223,7 @@ class OriginalExposure:
                 new = found
         if new is None:
             return
-        before, slot.original = slot.original, new
+        before = slot.replace_original(new)
         before.data = before.data.clone()  # whoever holds it keeps it
         setattr(new, TAKEN, getattr(before, TAKEN))
         group = next(group for group in unit.groups if slot in group.slots)

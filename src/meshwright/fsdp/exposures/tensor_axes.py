@@ -58,12 +58,8 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
         )
     for axis in groups.axes.communicators:
         check_axes(slot.name, outer, axis)
-    slot.outer = outer
-    slot.computes = local[id(slot.original)]
-    slot.original = nn.Parameter(
-        local_of(slot.original).detach(), requires_grad=slot.original.requires_grad
-    )
-    slot.show(slot.original)
+    part = nn.Parameter(local_of(slot.original).detach(), requires_grad=slot.original.requires_grad)
+    slot.take_part(outer, local[id(slot.original)], part)
 
 
 def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:
