@@ -73,6 +73,8 @@ def test_every_public_name_exists_and_is_described(name: str) -> None:
     assert set(module.__all__) <= set(dir(module))
     for public in module.__all__:
         value = getattr(module, public)
+        if not (getattr(value, "__module__", "") or "torch").startswith("meshwright"):
+            continue  # torch's own: described by torch, or by the line under its name
         if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
 

@@ -75,7 +75,7 @@ class ReplicatedLayout:
 
     def reduce_next(self, is_wanted: bool) -> None:
         """See `DataLayout`."""
-        self._replica.reducer.is_wanted = is_wanted
+        self._replica.reducer.want(is_wanted)
 
     def scale_by(self, scale: Callable[[], float]) -> None:
         """See `DataLayout`."""

@@ -238,6 +238,11 @@ class _Lent:
         if self.local.is_local:
             run_after_hooks(parameter)
 
+    def renew_leaf(self) -> nn.Parameter:
+        """Compute on the leaf that modules have now."""
+        self.leaf = take_over(self.parameter)
+        return self.leaf
+
     @constant
     def _has_hooks(self) -> bool:
         return bool(backward_hooks_of(self.parameter))
@@ -302,8 +307,7 @@ class ReducedLeaves:
         if changed:
             found = list(self.parameters)
             for index in changed:
-                lent = self._lent[index]
-                lent.leaf = found[index] = take_over(lent.parameter)
+                found[index] = self._lent[index].renew_leaf()
                 self._hooked.pop(index, None)
             self.parameters = tuple(found)
         return changed

@@ -51,8 +51,8 @@ class ReplicaResidency:
         if not self._has_begun:
             replica.begin()
         self._has_begun = True
-        replica.reducer.is_synchronising = False
-        replica.is_driven = True
+        replica.reducer.synchronise(False)
+        replica.be_driven(True)
 
     def unshard(self) -> None:
         """The parameters are there."""
@@ -91,7 +91,7 @@ class ReplicaResidency:
 
     def drop(self) -> None:
         """Set the module's hooks to work again."""
-        self._replica().is_driven = False
+        self._replica().be_driven(False)
 
 
 class ShardedResidency:

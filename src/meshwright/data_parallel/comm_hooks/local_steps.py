@@ -54,12 +54,16 @@ class PostLocalSGDState:
         self.iter = 0
         """Backward passes so far."""
 
+    def count_pass(self) -> None:
+        """Count a backward pass."""
+        self.iter += 1
+
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future:  # noqa: N802
     """The mean over the process group, and from ``start_localSGD_iter`` on over the subgroup."""
     is_global = state.iter < state.start_localSGD_iter
     if is_global and bucket.is_last():
-        state.iter += 1
+        state.count_pass()
     buffer = bucket.buffer()
     if not is_global and not state.post_local_gradient_allreduce:
         return Deferred(lambda: buffer)

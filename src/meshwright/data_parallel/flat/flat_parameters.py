@@ -84,6 +84,11 @@ class _Member:
             return line.as_strided(local.shape, local.stride(), self.start).detach()
         return line[self.start : self.start + local.numel()].view(local.shape).detach()
 
+    def gather_in(self, line: torch.Tensor) -> None:
+        """Have the gradient in ``line`` from now on."""
+        self.local_gradient = self.part_of(line)
+        self.gradient = self.wrapped(self.local_gradient)
+
     def wrapped(self, part: torch.Tensor) -> torch.Tensor:
         """``part`` of any dtype as what the parameter is."""
         like = known_at_rest(self.parameter)
@@ -180,6 +185,12 @@ class FlatParameter(ManyInOne):
         mine = [id(member.parameter) for member in self.members if member.is_in_place]
         return mine == [id(parameter) for parameter in parameters]
 
+    def stand_for(self, members: Sequence[_Member]) -> None:
+        """Be the memory of ``members``, one after another."""
+        self.members = tuple(members)
+        self.singles = tuple(member.parameter for member in members)
+        self._gradient = None
+
     def _alone(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The gradient of the one member there is, where it lies as its parameter does."""
         if len(found) > 1 or found[0] is None:
@@ -201,8 +212,7 @@ class FlatParameter(ManyInOne):
         if line is None:
             line = self._gradient = torch.zeros_like(self.data)
             for member in self.members:
-                member.local_gradient = member.part_of(line)
-                member.gradient = member.wrapped(member.local_gradient)
+                member.gather_in(line)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for member, gradient in zip(self.members, found, strict=True):
@@ -307,9 +317,7 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
         members.append(_Member(name, parameter, line, start))
         start += size
     flat = FlatParameter(line)
-    flat.members = tuple(members)
-    flat.singles = tuple(parameter for _, parameter in named)
-    flat._gradient = None
+    flat.stand_for(members)
     spread_over(flat, axes, is_line=True)
     for _, parameter in named:
         vars(parameter)[_PLACE] = _Place(flat)

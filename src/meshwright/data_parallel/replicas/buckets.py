@@ -115,8 +115,6 @@ class Bucket:
         ]
         self._zeros_for_unused = zeros_for_unused
         self.arrived = bytearray(len(self.parameters))
-        self.missing = len(self.parameters)
-        """Parameters without a gradient so far in this backward pass."""
         self._taken = bytearray(len(self.parameters))
         self._absent: list[int] = []
         self._pending: Pending | None = None
@@ -131,7 +129,6 @@ class Bucket:
         """Forget which gradients have arrived."""
         self.arrived = bytearray(len(self.parameters))
         self._taken = bytearray(len(self.parameters))
-        self.missing = len(self.parameters)
 
     def takes(self, slot: int) -> bool:
         """Check that `take` should copy this gradient: it is large, and frees its own memory."""

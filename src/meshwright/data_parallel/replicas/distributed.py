@@ -207,7 +207,7 @@ class DistributedDataParallel(SteppedOver):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, is_required: bool) -> None:
-        self._set_up().reducer.is_wanted = is_required
+        self._set_up().reducer.want(is_required)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -83,7 +83,6 @@ class InPlaceGradient:
         self.is_absent = False
         """Whether this rank had no gradient in this backward pass."""
         self.arrived = bytearray(1)
-        self.missing = 1
         self._tensor: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._memory = KeptMemory(layout.numel, layout.dtype, allocate)
@@ -98,7 +97,6 @@ class InPlaceGradient:
     def reset(self) -> None:
         """Forget the gradient of the last backward pass."""
         self.arrived = bytearray(1)
-        self.missing = 1
         self._tensor = None
         self._began_without = self._taken = False
 

@@ -123,8 +123,8 @@ class UnevenInputs:
         self._divides_by_all = divide_by_initial_world_size
 
     def __enter__(self) -> None:
-        self._replica.reducer.on_reduction = self._before_reduction
-        self._replica.on_buffers = self._before_buffers
+        self._replica.reducer.ask_before_reductions(self._before_reduction)
+        self._replica.ask_for_buffers(self._before_buffers)
 
     def __exit__(
         self,
@@ -132,8 +132,8 @@ class UnevenInputs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._replica.reducer.on_reduction = None
-        self._replica.on_buffers = None
+        self._replica.reducer.ask_before_reductions(None)
+        self._replica.ask_for_buffers(None)
         if kind is not None:
             return
         attendance = self._attendance

@@ -84,7 +84,7 @@ class _Casts:
         wanted = {id(p) for _, p in self._held.named if p.is_floating_point()}
         local = local_parameters(module)
         for swap in self._swaps.values():
-            swap.places = []
+            swap.follow([], local)
         for part in module.modules():
             places = [
                 (owner, name, parameter)
@@ -97,7 +97,7 @@ class _Casts:
                 part.register_forward_pre_hook(swap.before, prepend=True, with_kwargs=True)
                 part.register_forward_hook(swap.after, always_call=True)
             if places:
-                self._swaps[part].places, self._swaps[part].local = places, local
+                self._swaps[part].follow(places, local)
 
 
 class _Swap:
@@ -108,6 +108,10 @@ class _Swap:
         self.local: Mapping[int, LocalParameter] = {}
         self._dtype = dtype
         self._running: list[list[Place]] = []
+
+    def follow(self, places: list[Place], local: Mapping[int, LocalParameter]) -> None:
+        """Replace the parameters at ``places`` from now on; ``local`` are those that compute."""
+        self.places, self.local = places, local
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

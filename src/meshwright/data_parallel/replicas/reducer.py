@@ -255,6 +255,22 @@ class GradientReducer:
         kinds.extend(parameter.device for parameter in self._parameters[:1])
         return kinds
 
+    def want(self, is_wanted: bool) -> None:
+        """Reduce the gradients of forward passes from now on, or leave them on this rank."""
+        self.is_wanted = is_wanted
+
+    def synchronise(self, is_due: bool) -> None:
+        """Let the hooks of the pass of now reduce gradients, or not."""
+        self.is_synchronising = is_due
+
+    def ask_before_reductions(self, ask: Callable[[], float | None] | None) -> None:
+        """Call ``ask`` before the first reduction of each pass; it may return another factor."""
+        self.on_reduction = ask
+
+    def mark_with(self, marking: Marking) -> None:
+        """Leave what compiled graphs reduce to ``marking``."""
+        self.marking = marking
+
     def begin_backward(self) -> None:
         """Open a backward pass, unless one is open; must be called from inside it."""
         if self.phase is ReductionPhase.BACKWARD or not self.is_synchronising:
@@ -264,8 +280,7 @@ class GradientReducer:
 
     def _open(self) -> None:
         self.phase = ReductionPhase.BACKWARD
-        if self.marking is not None and self.marking.has_begun:
-            self.marking.has_begun = False
+        if self.marking is not None and self.marking.took_forward():
             self.alignment.begin_forward()
         self._notes.begin()
         if self.leaves:
@@ -356,6 +371,8 @@ class GradientReducer:
             extra_notes=self._notes.numel if slots else 0,
         )
         self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        """Of each bucket, the parameters without a gradient so far in this backward pass."""
         self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
         self._kinds = self._kinds_now()
         self._homes = [None] * len(self._parameters)
@@ -391,8 +408,9 @@ class GradientReducer:
         if bucket.takes(place):
             self._take(bucket, place)
         bucket.arrived[place] = ARRIVED if parameter.grad is not None else came_empty(parameter)
-        bucket.missing -= 1
-        if bucket.missing == 0 and bucket.layout.index == self._next:
+        number = bucket.layout.index
+        self._missing[number] -= 1
+        if self._missing[number] == 0 and number == self._next:
             self._launch_ready()
 
     @apart
@@ -412,7 +430,7 @@ class GradientReducer:
         self._arrived(index, leaf)
 
     def _launch_ready(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+        while self._next < len(self.buckets) and self._missing[self._next] == 0:
             self._launch_next()
 
     @torch.no_grad()
@@ -552,6 +570,7 @@ class GradientReducer:
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next = 0
         self._factor = None
         if self._static is not None:

@@ -104,26 +104,31 @@ class Replica:
             replace(options.reduction, sparse=sparse),
             local_parameters(module),
         )
-        self.marking = self.reducer.marking = Marking(
+        self.marking = Marking(
             module,
             self.reducer,
             communicator,
             swaps_parameters=options.mixed_precision is not None,
         )
+        self.reducer.mark_with(self.marking)
 
     @property
     def is_driven(self) -> bool:
         """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         return self.marking.is_driven
 
-    @is_driven.setter
-    def is_driven(self, is_driven: bool) -> None:
+    def be_driven(self, is_driven: bool) -> None:
+        """Leave reductions and broadcasts to a pipeline's schedule, or do them again."""
         if is_driven and self._stepped:
             raise RuntimeError(
                 "parameters have optimizers in the backward (_apply_optimizer_in_backward), which "
                 "would step in the middle of a pipeline's schedule: step after it"
             )
-        self.marking.is_driven = is_driven
+        self.marking.be_driven(is_driven)
+
+    def ask_for_buffers(self, ask: Callable[[], int] | None) -> None:
+        """Call ``ask`` before buffers are sent; it returns the rank whose they are."""
+        self.on_buffers = ask
 
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -82,7 +82,7 @@ class ReplicateState:
                     options,
                     may_be_frozen=may_be_frozen,
                 )
-            self._replica.reducer.is_wanted = self.is_synchronised
+            self._replica.reducer.want(self.is_synchronised)
             if self._hook is not None:
                 self._replica.reducer.register_hook(*self._hook)
         return self._replica
@@ -91,7 +91,7 @@ class ReplicateState:
         """Set whether forward passes from now on lead to a reduction of their gradients."""
         self.is_synchronised = requires_gradient_sync
         if self._replica is not None:
-            self._replica.reducer.is_wanted = requires_gradient_sync
+            self._replica.reducer.want(requires_gradient_sync)
 
     def register_hook(self, state: object, hook: object) -> None:
         """Have ``hook`` reduce the gradients, from the set-up on when that is still to come."""

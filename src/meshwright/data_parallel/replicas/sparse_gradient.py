@@ -52,7 +52,6 @@ class SparseGradient:
         self.layout = layout
         self.parameters = (parameter,)
         self.arrived = bytearray(1)
-        self.missing = 1
         self.is_unused = False
         """Whether no rank had a gradient in the last reduction."""
         self._zeros_for_unused = zeros_for_unused
@@ -66,7 +65,6 @@ class SparseGradient:
     def reset(self) -> None:
         """Forget the gradient of the last backward pass."""
         self.arrived = bytearray(1)
-        self.missing = 1
         self._gradient = None
 
     def takes(self, slot: int) -> bool:

@@ -183,10 +183,19 @@ class Marking:
     def begin(self) -> None:
         """A forward pass is traced."""
         reducer = self._reducer
-        reducer.is_synchronising = reducer.is_wanted
+        reducer.synchronise(reducer.is_wanted)
         self.has_begun = True
         if not reducer.is_wanted:
             self.keep()
+
+    def took_forward(self) -> bool:
+        """Check, once, that a traced forward pass has begun, which no hook has seen."""
+        has_begun, self.has_begun = self.has_begun, False
+        return has_begun
+
+    def be_driven(self, is_driven: bool) -> None:
+        """Leave reductions to a pipeline's schedule, or do them again."""
+        self.is_driven = is_driven
 
     def keep(self) -> None:
         """A forward pass begins whose gradients stay on this rank."""
@@ -201,7 +210,7 @@ class Marking:
         reducer, leaves = self._reducer, self._reducer.leaves
         is_due = torch.is_grad_enabled() and reducer.is_wanted
         if is_due:
-            reducer.is_synchronising = False
+            reducer.synchronise(False)
         above = "module." if isinstance(module, TracedForward) else ""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in module.named_parameters():
