@@ -149,8 +149,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             forward_prefetch=forward_prefetch,
         )
         self._build(module, ignored, settings, (device, param_init_fn, sync_module_states))
-        if stop_on_non_finite:
-            self._driver.stop_on_non_finite()
+        self._driver.stop_on_non_finite(stop_on_non_finite)
 
     # ---------------------------------------------------------------------- construction
 

@@ -16,7 +16,7 @@ equal on all ranks, and a mean leaves it as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,6 +27,8 @@ from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
     BucketLayout,
     GradientSlot,
+    Hooked,
+    Reduction,
     lost_gradient,
     sparse_gradient,
 )
@@ -76,12 +78,13 @@ def _turn(index: int, names: Sequence[str], settings: ReductionSettings) -> int:
     return 0 if index >= trigger else 2
 
 
-class Bucket:
+class Bucket(Reduction):
     """The buffer of one `BucketLayout`, from gradients of this rank to means over all ranks.
 
-    ``take`` (large gradients) -> ``fill`` -> ``launch`` -> ``finish``, once for each synchronised
-    backward pass.
+    It is the reduction that communication hooks see.
     """
+
+    is_buffer = True
 
     def __init__(
         self,
@@ -93,8 +96,7 @@ class Bucket:
         riders: Sequence[InPlaceGradient] = (),
         zeros_for_unused: bool = False,
     ) -> None:
-        self.layout = layout
-        self.parameters = tuple(parameters)
+        super().__init__(layout, parameters)
         self.buffer = buffer
         self.is_gradient_view = is_gradient_view
         """Whether ``.grad`` is a view of the buffer after the backward pass."""
@@ -107,14 +109,14 @@ class Bucket:
         """Use counts: of this bucket's parameters, then of the riders."""
         self.notes = buffer[numel:]
         """All numbers behind the gradients."""
-        self.extra = buffer[numel + held :]
+        extra = buffer[numel + held :]
+        self.extra = extra if len(extra) else None
         """More numbers that are summed over the ranks, see `plan_buckets`."""
         self.views: list[torch.Tensor] = [
             _gradient_view(buffer, offset, parameter)
             for offset, parameter in zip(layout.flat.offsets, self.parameters, strict=True)
         ]
         self._zeros_for_unused = zeros_for_unused
-        self.arrived = bytearray(len(self.parameters))
         self._taken = bytearray(len(self.parameters))
         self._absent: list[int] = []
         self._pending: Pending | None = None
@@ -192,9 +194,24 @@ class Bucket:
         """Start the reduction; `finish` waits for it."""
         self._pending = communicator.all_reduce(self.buffer, label=self.layout.label)
 
-    def launch_by(self, run: Callable[[Bucket], torch.futures.Future[torch.Tensor]]) -> None:
+    def launch_hooked(self, communicator: Communicator, hooked: Hooked) -> None:
         """Have a communication hook reduce the gradients; counts are the caller's."""
-        self._future = run(self)
+        if self.parameters:
+            self._future = hooked.run(self)
+
+    def finish_hooked(self, hooked_values: NonFiniteValues | None, *, is_local: bool) -> None:
+        """Wait for the hook, and look at what it has left."""
+        self.await_hook()
+        if hooked_values is not None:
+            self.look(hooked_values)
+
+    def deliver_hooked(self) -> None:
+        """Make what the hook has left the parameters' gradients."""
+        self.adopt()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Give all its gradients in one tensor where ``.grad`` is a view of it."""
+        return iter((self.gradients,)) if self.is_gradient_view else super().tensors()
 
     def await_hook(self, *, unless: type | None = None) -> None:
         """Wait for the communication hook, ``unless`` its future is of that type.

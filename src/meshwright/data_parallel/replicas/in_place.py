@@ -16,6 +16,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
     BucketLayout,
+    Reduction,
     lost_gradient,
     sparse_gradient,
 )
@@ -63,14 +64,12 @@ def _is_ours_alone(storage: torch.UntypedStorage) -> bool:
     return storage_users(storage_id(storage)) == 1 and sys.getrefcount(storage) <= 3
 
 
-class InPlaceGradient:
+class InPlaceGradient(Reduction):
     """The reduction of one gradient where it lies; the same steps as a `Bucket`.
 
     Whether any rank had a gradient is known when the bucket that carries its use count has
     finished, which then calls `adopt`.
     """
-
-    is_gradient_view = False
 
     def __init__(
         self,
@@ -78,11 +77,9 @@ class InPlaceGradient:
         parameter: torch.nn.Parameter,
         allocate: Callable[[int, torch.dtype], torch.Tensor],
     ) -> None:
-        self.layout = layout
-        self.parameters = (parameter,)
+        super().__init__(layout, (parameter,))
         self.is_absent = False
         """Whether this rank had no gradient in this backward pass."""
-        self.arrived = bytearray(1)
         self._tensor: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._memory = KeptMemory(layout.numel, layout.dtype, allocate)

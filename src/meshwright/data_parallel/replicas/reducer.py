@@ -40,7 +40,14 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
 )
 from meshwright.data_parallel.replicas.in_place import InPlaceGradient
 from meshwright.data_parallel.replicas.options import ReductionSettings
-from meshwright.data_parallel.replicas.slots import ARRIVED, BucketLayout, came_empty, plan_buckets
+from meshwright.data_parallel.replicas.slots import (
+    ARRIVED,
+    BucketLayout,
+    Hooked,
+    Reduction,
+    came_empty,
+    plan_buckets,
+)
 from meshwright.data_parallel.replicas.sparse_gradient import SparseGradient
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
 from meshwright.errors import NonFiniteError
@@ -51,8 +58,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["GradientReducer", "Reduction", "ReductionPhase", "build_reductions", "gradients_in"]
-
-Reduction = Bucket | InPlaceGradient | SparseGradient
 
 
 def build_reductions(
@@ -96,13 +101,7 @@ def gradients_in(reductions: Sequence[Reduction]) -> Iterator[torch.Tensor]:
     Of a sparse gradient the values.
     """
     for reduction in reductions:
-        if isinstance(reduction, Bucket) and reduction.is_gradient_view:
-            yield reduction.gradients
-            continue
-        for parameter in reduction.parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                yield gradient.coalesce().values() if gradient.is_sparse else gradient
+        yield from reduction.tensors()
 
 
 class ReductionPhase(StrEnum):
@@ -145,7 +144,7 @@ class GradientReducer:
         self._factor: float | None = None
         self._trainable: list[bool] = []
         self.buckets: tuple[Reduction, ...] = ()
-        self._alone: tuple[InPlaceGradient, ...] = ()
+        self._alone: tuple[Reduction, ...] = ()
         self._homes: list[tuple[Reduction, int] | None] = []
         self.leaves = ReducedLeaves((), {})
         self.take_up(named, settings, local)
@@ -260,7 +259,7 @@ class GradientReducer:
         self.is_wanted = is_wanted
 
     def synchronise(self, is_due: bool) -> None:
-        """Let the hooks of the pass of now reduce gradients, or not."""
+        """Reduce gradients in the hooks of the pass of now, or do not."""
         self.is_synchronising = is_due
 
     def ask_before_reductions(self, ask: Callable[[], float | None] | None) -> None:
@@ -313,8 +312,8 @@ class GradientReducer:
                 bucket.drop()
             self._share_notes()
         last = self.buckets[-1] if self.buckets else None
-        is_seen = is_void and not self._is_local and isinstance(last, Bucket)
-        if is_seen and not self.alignment.agrees(last.extra[:NOTES]):
+        said = None if last is None or self._is_local or not is_void else last.extra
+        if said is not None and not self.alignment.agrees(said[:NOTES]):
             self.alignment.refuse(self.communicator, gave_up=True)
         self._reset()
 
@@ -373,7 +372,7 @@ class GradientReducer:
         self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         """Of each bucket, the parameters without a gradient so far in this backward pass."""
-        self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
+        self._alone = tuple(b for b in self.buckets if b.layout.is_alone)
         self._kinds = self._kinds_now()
         self._homes = [None] * len(self._parameters)
         for bucket in self.buckets:
@@ -454,29 +453,27 @@ class GradientReducer:
         bucket.fill(self._current_factor())
         if self._notes.values is not None:
             bucket.look(self._notes.values)
-        if isinstance(bucket, Bucket) and len(bucket.extra):
+        if bucket.extra is not None:
             self._notes.write(bucket.extra)
         self._launch()
 
     def _launch(self) -> None:
         """Start the next reduction, whose bucket has been filled."""
         bucket = self.buckets[self._next]
-        registered = self.registered_hook
-        if registered is not None and isinstance(bucket, SparseGradient):
-            if not self._is_local:
-                bucket.launch(self.communicator, registered.call)
-        elif registered is None or not isinstance(bucket, Bucket):
+        if self.registered_hook is None:
             bucket.launch(self.communicator)
-        elif bucket.parameters:
-            before = self.buckets[self._next - 1] if self._next else None
-            if isinstance(before, Bucket) and self.communicator.device.type == "cpu":
-                # Its collectives may go on in c10d's threads, in an order of their own.
-                before.await_hook(unless=Deferred)
-            is_last = self._next == len(self.buckets) - 1
-            bucket.launch_by(
-                partial(registered.run, communicator=self.communicator, is_last=is_last)
-            )
+        else:
+            self._launch_hooked(bucket, self.registered_hook)
         self._next += 1
+
+    def _launch_hooked(self, bucket: Reduction, registered: RegisteredHook) -> None:
+        is_last = self._next == len(self.buckets) - 1
+        if self._next and bucket.is_buffer and self.communicator.device.type == "cpu":
+            # Collectives of the hook before may go on in c10d's threads, in an order of their own.
+            self.buckets[self._next - 1].await_hook(unless=Deferred)
+        run = partial(registered.run, communicator=self.communicator, is_last=is_last)
+        hooked = Hooked(run, registered.call, is_local=self._is_local)
+        bucket.launch_hooked(self.communicator, hooked)
 
     def _launch_rest(self) -> None:
         while self._next < len(self.buckets):
@@ -491,19 +488,13 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.finish()
         else:
-            held = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
             for bucket in self._by_end():
-                if isinstance(bucket, Bucket):
-                    bucket.await_hook()
-                    if self._notes.reduced is not None:
-                        bucket.look(self._notes.reduced)
-                elif not self._is_local:
-                    bucket.finish()
-            if held and len(held[-1].extra):
-                self._notes.add_reduced(held[-1].extra)
+                bucket.finish_hooked(self._notes.reduced, is_local=self._is_local)
+            if self.buckets and (extra := self.buckets[-1].extra) is not None:
+                self._notes.add_reduced(extra)
             self._share_notes()
-            for bucket in held:
-                bucket.adopt()
+            for bucket in self.buckets:
+                bucket.deliver_hooked()
         error = self._judge(is_own=True)
         if self._static is not None:
             self._static.end()
@@ -518,7 +509,7 @@ class GradientReducer:
         """In the order in which they end: sparse ones last where a hook gets them only then."""
         if self.registered_hook is None:
             return self.buckets
-        return sorted(self.buckets, key=lambda bucket: isinstance(bucket, SparseGradient))
+        return sorted(self.buckets, key=lambda bucket: bucket.layout.is_sparse)
 
     def _skip_unused(self) -> None:
         """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
@@ -526,10 +517,7 @@ class GradientReducer:
             return
         found: set[int] = set()
         for bucket in self.buckets:
-            if isinstance(bucket, Bucket):
-                found.update(bucket.unused())
-            elif isinstance(bucket, SparseGradient) and bucket.is_unused:
-                found.add(bucket.layout.slots[0].index)
+            found.update(bucket.unused())
         self._unused = frozenset(found)
         if found:
             self._arrange()
@@ -541,7 +529,7 @@ class GradientReducer:
     def _share_notes(self) -> None:
         """Sum what lies behind the gradients where a communication hook has reduced without it."""
         if self.registered_hook is not None and not self._is_local:
-            notes = [b.notes for b in self.buckets if isinstance(b, Bucket)]
+            notes = [b.notes for b in self.buckets if b.notes is not None]
             sum_notes(notes, self.communicator)
 
     @property
@@ -557,7 +545,7 @@ class GradientReducer:
         says that all ranks have reduced a pass of their own.
         """
         last = self.buckets[-1] if self.buckets else None
-        if not isinstance(last, Bucket) or not len(last.extra):
+        if last is None or last.extra is None:
             return None
         notes, communicator, is_local = last.extra, self.communicator, self._is_local
         is_own = is_own and not is_local

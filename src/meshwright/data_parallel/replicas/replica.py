@@ -110,7 +110,6 @@ class Replica:
             communicator,
             swaps_parameters=options.mixed_precision is not None,
         )
-        self.reducer.mark_with(self.marking)
 
     @property
     def is_driven(self) -> bool:

@@ -7,11 +7,15 @@ the model and the settings alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.comm import Communicator
+from meshwright.gradients import NonFiniteValues
 from meshwright.layout import FlatLayout
 from meshwright.torch_internals.autograd import after_hooks_of
 
@@ -20,6 +24,8 @@ __all__ = [
     "CAME_EMPTY",
     "BucketLayout",
     "GradientSlot",
+    "Hooked",
+    "Reduction",
     "came_empty",
     "lost_gradient",
     "plan_buckets",
@@ -82,6 +88,116 @@ class BucketLayout:
     def bytes(self) -> int:
         """Bytes that one reduction moves on this rank."""
         return self.numel * self.dtype.itemsize
+
+
+class Hooked(NamedTuple):
+    """The ways in which a communication hook takes part in one reduction."""
+
+    run: Callable[[Any], torch.futures.Future[torch.Tensor]]
+    """Begins it for a buffer; the future holds the buffer's elements."""
+    call: Callable[[Any], torch.futures.Future[torch.Tensor]]
+    """Calls the hook alone."""
+    is_local: bool
+    """True where the hook leaves gradients on this rank."""
+
+
+class Reduction(ABC):
+    """One reduction of each backward pass: gradients of this rank become means over all.
+
+    ``take`` (large gradients) -> ``fill`` -> ``launch`` -> ``finish``, or ``launch_hooked`` ->
+    ``finish_hooked`` -> ``deliver_hooked`` where a communication hook reduces.
+    """
+
+    is_gradient_view = False
+    """True where ``.grad`` is a view of its buffer after the backward pass."""
+    is_buffer = False
+    """True where a communication hook sees it as a bucket."""
+    notes: torch.Tensor | None = None
+    """All numbers behind the gradients; None where there are none."""
+    extra: torch.Tensor | None = None
+    """Those of them that are no use counts, see `plan_buckets`; None where there are none."""
+
+    def __init__(self, layout: BucketLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.arrived = bytearray(len(self.parameters))
+        """`ARRIVED`, `CAME_EMPTY`, or 0, for each parameter in this backward pass."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Give all its gradients in as few tensors as hold them; of a sparse one the values."""
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield gradient.coalesce().values() if gradient.is_sparse else gradient
+
+    def begin(self) -> None:
+        """Begin a backward pass; called for a gradient that is reduced in its own memory."""
+        return
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the last backward pass."""
+
+    @abstractmethod
+    def takes(self, slot: int) -> bool:
+        """Check that `take` should have this gradient as soon as it is there."""
+
+    @abstractmethod
+    def is_taken(self, slot: int) -> bool:
+        """Check that `take` has had this gradient in the pass of now."""
+
+    @abstractmethod
+    def take(self, slot: int, scale: float) -> None:
+        """Take one gradient, times ``scale``."""
+
+    @abstractmethod
+    def fill(self, scale: float) -> None:
+        """Take this rank's gradients, times ``scale``."""
+
+    @abstractmethod
+    def fill_absent(self) -> None:
+        """Take part without a gradient."""
+
+    @abstractmethod
+    def fill_void(self) -> None:
+        """Make the reduction visibly void: this rank gave up its backward pass."""
+
+    @abstractmethod
+    def launch(self, communicator: Communicator) -> None:
+        """Start the reduction; `finish` waits for it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the means and make them the parameters' gradients."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Take part to the end in a reduction whose result nobody wants."""
+
+    @abstractmethod
+    def look(self, values: NonFiniteValues) -> None:
+        """Have ``values`` note what is not finite of what it holds."""
+
+    def launch_hooked(self, communicator: Communicator, hooked: Hooked) -> None:
+        """Start the reduction beside a communication hook; this one does not pass it."""
+        self.launch(communicator)
+
+    def await_hook(self, *, unless: type | None = None) -> None:
+        """Wait for the communication hook, ``unless`` its future is of that type."""
+        return
+
+    def finish_hooked(self, hooked_values: NonFiniteValues | None, *, is_local: bool) -> None:
+        """Wait for the means; ``hooked_values`` look at what a hook has made."""
+        if not is_local:
+            self.finish()
+
+    def deliver_hooked(self) -> None:
+        """Make what the hook has left the parameters' gradients."""
+        return
+
+    def unused(self) -> Sequence[int]:
+        """List the parameters that no rank had a gradient of in the last reduction."""
+        return ()
 
 
 def plan_buckets(

@@ -13,14 +13,14 @@ communication hook gets the sparse tensor, or then the dense one, at the finish.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
 
 from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.replicas.gradient_bucket import BucketPart, GradBucket, tensor_of
-from meshwright.data_parallel.replicas.slots import BucketLayout
+from meshwright.data_parallel.replicas.slots import BucketLayout, Hooked, Reduction
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 
@@ -38,20 +38,16 @@ class _Instead(IntEnum):
     """It gave up its backward pass."""
 
 
-class SparseGradient:
+class SparseGradient(Reduction):
     """The reduction of one parameter whose gradients are sparse; the same steps as a `Bucket`.
 
     ``.grad`` becomes a coalesced sparse tensor, whose rows are those that any rank had.
     """
 
-    is_gradient_view = False
-
     def __init__(
         self, layout: BucketLayout, parameter: torch.nn.Parameter, *, zeros_for_unused: bool
     ) -> None:
-        self.layout = layout
-        self.parameters = (parameter,)
-        self.arrived = bytearray(1)
+        super().__init__(layout, (parameter,))
         self.is_unused = False
         """Whether no rank had a gradient in the last reduction."""
         self._zeros_for_unused = zeros_for_unused
@@ -114,6 +110,15 @@ class SparseGradient:
         self._pending = communicator.all_gather(
             self._numbers, own, label=f"{self.layout.label}: rows"
         )
+
+    def launch_hooked(self, communicator: Communicator, hooked: Hooked) -> None:
+        """Have a communication hook sum the rows, as soon as their numbers are known."""
+        if not hooked.is_local:
+            self.launch(communicator, hooked.call)
+
+    def unused(self) -> Sequence[int]:
+        """The parameter, where no rank had a gradient in the last reduction."""
+        return (self.layout.slots[0].index,) if self.is_unused else ()
 
     def drop(self) -> None:
         """Take part to the end in a reduction whose result nobody wants."""

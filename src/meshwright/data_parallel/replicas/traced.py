@@ -113,6 +113,7 @@ class Marking:
         """Of large gradients, by index."""
         self._told = ""
         self._token = torch.zeros((), device=communicator.device)
+        reducer.mark_with(self)
         announce(self.name, self)
 
     def take_up(self) -> None:

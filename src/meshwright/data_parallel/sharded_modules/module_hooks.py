@@ -134,9 +134,9 @@ class Driver:
     def _expect_last(self, is_last: bool) -> None:
         self.is_last_backward = is_last
 
-    def stop_on_non_finite(self) -> None:
-        """Stop all ranks at gradients that are not finite, of the whole root."""
-        self.stops_on_non_finite = True
+    def stop_on_non_finite(self, stops: bool) -> None:
+        """Stop all ranks at gradients that are not finite, of the whole root, or do not."""
+        self.stops_on_non_finite = stops
 
     def free_as_root(self) -> None:
         """Free the parameters of a root after its forward as those of any other module."""

@@ -31,6 +31,7 @@ from meshwright.data_parallel.shards.parameter_hooks import (
     change_by_hooks,
     has_hooks,
     refuse_past_hooks,
+    run_hooks_of_flat,
 )
 from meshwright.data_parallel.shards.replaced_parameters import (
     check_given,
@@ -38,11 +39,11 @@ from meshwright.data_parallel.shards.replaced_parameters import (
     is_given_for_call,
     replaced,
 )
+from meshwright.data_parallel.shards.tensor_extensions import contiguous_strides
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
 from meshwright.layout import ChunkedLayout
-from meshwright.torch_internals.autograd import backward_hooks_of
 from meshwright.torch_internals.tensors import (
     foreach_add_,
     local_tensor_of,
@@ -87,7 +88,7 @@ class _Entry:
         place = slot.place
         if place is None:
             raise InternalError("a DTensor at rest needs a place on a mesh")
-        self.wrap = (place.mesh, place.placements, place.shape, _strides(place.shape))
+        self.wrap = (place.mesh, place.placements, place.shape, contiguous_strides(place.shape))
         exposed = nn.Parameter(
             dtensor_at_rest(local, *self.wrap), requires_grad=slot.original.requires_grad
         )
@@ -142,7 +143,7 @@ class _Entry:
         self.trains = self.slot.full.requires_grad
 
     def unguard(self) -> None:
-        """Let torch swap the tensor of the parameter, until `guard`."""
+        """Allow torch to swap the tensor of the parameter, until `guard`."""
         self.direct: object | None = None
 
     def guard(self) -> None:
@@ -350,7 +351,7 @@ class ExposedTensors:
         if hooked:
             self.follow_gradients(group)
         if group in self._flat:
-            _run_hooks_of_flat(self._flat[group], group)
+            run_hooks_of_flat(self._flat[group], group.slots[0].name, len(group.slots))
 
     def _has_direct(self, group: ParameterGroup) -> bool:
         """Tell whether a loss has left gradients that the flat one does not have."""
@@ -530,16 +531,6 @@ def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
     return False
 
 
-def _run_hooks_of_flat(flat: nn.Parameter, group: ParameterGroup) -> None:
-    if backward_hooks_of(flat):
-        raise RuntimeError(
-            f"the flat parameter of {group.slots[0].name!r} and {len(group.slots) - 1} more has a "
-            "hook on its gradient, which no shape and no parameter belongs to: put the hook on the "
-            "parameters of the model, which are DTensors"
-        )
-    run_after_hooks(flat)
-
-
 def _held(entry: _Entry) -> Any:  # noqa: ANN401
     """The DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
@@ -598,12 +589,3 @@ def _check_alike(entry: _Entry, held: Any, first: Any) -> None:  # noqa: ANN401
             f"{local_of(held).device}, {lies} on {held.device_mesh}. Put sharded tensors into "
             "sharded modules, and convert units as a whole"
         )
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

@@ -13,7 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.after_hooks import carry_after_hooks, has_after_hooks
+from meshwright.comm.dtensors.after_hooks import (
+    carry_after_hooks,
+    has_after_hooks,
+    run_after_hooks,
+)
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_hooks
@@ -24,6 +28,7 @@ __all__ = [
     "change_by_hooks",
     "has_hooks",
     "refuse_past_hooks",
+    "run_hooks_of_flat",
 ]
 
 
@@ -78,6 +83,20 @@ def refuse_past_hooks(
 
     node.register_prehook(check)
     return node
+
+
+def run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
+    """Run the hooks behind the gradient of a flat parameter: of ``count``, ``name`` first.
+
+    Raises RuntimeError for hooks on the gradient itself.
+    """
+    if backward_hooks_of(flat):
+        raise RuntimeError(
+            f"the flat parameter of {name!r} and {count - 1} more has a hook on its gradient, "
+            "which no shape and no parameter belongs to: put the hook on the parameters of the model, "
+            "which are DTensors"
+        )
+    run_after_hooks(flat)
 
 
 def change_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:

@@ -39,7 +39,14 @@ from meshwright.torch_internals.tensors import (
     version_of,
 )
 
-__all__ = ["ExtendedBuffer", "Extension", "check_class", "extension_of", "whole_parameter"]
+__all__ = [
+    "ExtendedBuffer",
+    "Extension",
+    "check_class",
+    "contiguous_strides",
+    "extension_of",
+    "whole_parameter",
+]
 
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -305,7 +312,7 @@ class ExtendedBuffer(FlatBuffer):
             shape = self.layout.shapes[index]
             if tuple(whole.shape) != tuple(shape):
                 # Rows of padding come last.
-                whole = torch.as_strided(whole, shape, _strides(shape), 0)
+                whole = torch.as_strided(whole, shape, contiguous_strides(shape), 0)
             gathered.own(inner)
             gathered.become(nn.Parameter(whole, requires_grad=False))
 
@@ -325,5 +332,6 @@ class ExtendedBuffer(FlatBuffer):
         return any(each.lends(address) for each in self._gathered)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Compute the strides of a tensor of ``shape`` whose last dim varies fastest."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
