@@ -93,8 +93,8 @@ def run_hooks_of_flat(flat: nn.Parameter, name: str, count: int) -> None:
     if backward_hooks_of(flat):
         raise RuntimeError(
             f"the flat parameter of {name!r} and {count - 1} more has a hook on its gradient, "
-            "which no shape and no parameter belongs to: put the hook on the parameters of the model, "
-            "which are DTensors"
+            "which no shape and no parameter belongs to: put the hook on the parameters of the "
+            "model, which are DTensors"
         )
     run_after_hooks(flat)
 
