@@ -32,6 +32,7 @@ from meshwright.comm.shared_memory.transport import CpuTransport
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
 from meshwright.torch_internals.autograd import is_profiled
+from meshwright.torch_internals.distributed import living_groups
 
 __all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]
 
@@ -449,7 +450,12 @@ class SharedMemoryGroup(ProcessGroup):
         return BACKEND
 
     getBackendName = name  # noqa: N815
-    _device_types = (torch.device("cpu"),)  # c10d knows those of its own backends
+
+    @property
+    def _device_types(self) -> Sequence[torch.device]:
+        # c10d knows those of its own backends. What torch 2.15 attaches to a group that it has just
+        # made looks for a backend of that kind, unless there is no device yet.
+        return (torch.device("cpu"),) if self in living_groups() else ()
 
     @property
     def groupname_of(self) -> str:
