@@ -13,6 +13,7 @@ from meshwright.comm import Communicator, Recorder, communicator, observe, subgr
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, attach
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
 from meshwright.data_parallel.shards.unit import (
+    Exposure,
     ParameterGroup,
     Phase,
     Unit,
@@ -25,7 +26,7 @@ from meshwright.layout import FlatLayout
 from meshwright.testing import Ranks
 
 
-class FlatExposure:
+class FlatExposure(Exposure):
     """One flat parameter for each group; modules have none while sharded."""
 
     def __init__(self) -> None:

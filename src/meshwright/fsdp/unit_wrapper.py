@@ -26,7 +26,7 @@ from meshwright.data_parallel.shards.replaced_parameters import is_given_for_cal
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
 from meshwright.fsdp.counterparts import own_member
-from meshwright.fsdp.exposures.exposure import FLAT, FlatExposure, exposed_of
+from meshwright.fsdp.exposures.exposure import FLAT, exposed_of
 from meshwright.fsdp.exposures.sharded_axes import gradients_by_axes
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import (
@@ -341,10 +341,10 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def _flat_names(self) -> dict[str, nn.Parameter]:
         """The flat parameter under all names of its parameters, as torch's functions have them."""
         unit = self._unit
-        if unit is None or not isinstance(unit.exposure, FlatExposure):
+        flat = None if unit is None else unit.exposure.one_flat
+        if flat is None:
             return {}
         names = (name for own in self._driver.own_names for name in own)
-        flat = unit.exposure.flat
         return {name.removeprefix(self._compiled): flat for name in names}
 
     def _leave_frozen_out(self, state: dict[str, Any], prefix: str) -> None:
@@ -506,8 +506,8 @@ def check_reached(root: nn.Module) -> None:
 def _check_stepped(root: nn.Module) -> None:
     """Raise RuntimeError for a flat parameter that torch has left an optimizer on."""
     for unit in fsdp_units(root):
-        exposure = exposed_of(unit)
-        if isinstance(exposure, FlatExposure) and is_stepped(exposure.flat):
+        flat = unit.exposure.one_flat
+        if flat is not None and is_stepped(flat):
             raise RuntimeError(
                 "FSDP optimizer in backward only supported with use_orig_params=True! It was "
                 f"applied to the flat parameter of unit {unit.name!r}. A hook of the user's own "

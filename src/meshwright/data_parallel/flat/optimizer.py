@@ -12,7 +12,6 @@ from torch import nn
 
 from meshwright.data_parallel.flat.flat_parameters import FlatParameter, flat_parameters
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
-from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.unit import Unit
 
 __all__ = ["flat_groups", "follow_gradients", "parts_of_flat"]
@@ -46,8 +45,8 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     for unit in _units(model):
         managed.update(id(parameter) for parameter in unit.exposure.parameters(unit))
         managed.update(id(slot.full) for group in unit.groups for slot in group.slots)
-        if isinstance(unit.exposure, ExposedTensors):
-            found += [unit.exposure.flat(group) for group in unit.trainable_groups]
+        flats = (unit.exposure.shard_of(group) for group in unit.trainable_groups)
+        found += [flat for flat in flats if flat is not None]
     found += flat_parameters(
         [
             (name, parameter)
@@ -66,9 +65,8 @@ def flat_groups(model: nn.Module) -> list[nn.Parameter]:
 def follow_gradients(model: nn.Module) -> None:
     """Make flat gradients of units what ``.grad`` of the parameters of ``model`` is now."""
     for unit in _units(model):
-        if isinstance(unit.exposure, ExposedTensors):
-            for group in unit.groups:
-                unit.exposure.follow_gradients(group)
+        for group in unit.groups:
+            unit.exposure.follow_gradients(group)
 
 
 def parts_of_flat(
@@ -82,11 +80,9 @@ def parts_of_flat(
     if isinstance(flat, FlatParameter):
         return flat.parts_of(line)
     for unit in _units(model):
-        exposure = unit.exposure
-        if isinstance(exposure, ExposedTensors):
-            for group in unit.groups:
-                if exposure.has_flat(group, flat):
-                    return exposure.parts_of(group, line)
+        for group in unit.groups:
+            if unit.exposure.has_flat(group, flat):
+                return unit.exposure.parts_of(group, line)
     return None
 
 

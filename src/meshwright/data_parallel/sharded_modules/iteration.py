@@ -31,7 +31,6 @@ from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
-from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.parameter_group import sum_parts
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
 from meshwright.data_parallel.shards.unit import ParameterGroup, Phase, Unit
@@ -82,7 +81,6 @@ class Iteration:
         units = [driver.unit for driver in drivers if driver.unit is not None]
         self.axes = tuple(dict.fromkeys(axis for unit in units for axis in unit.communicators))
         """Over which the units send."""
-        self._exposures = [e for unit in units if isinstance(e := unit.exposure, ExposedTensors)]
         self.announce: Callable[[], None] | None = None
         """See `announce_to`."""
         self.announce_clip: Callable[[float, float], None] | None = None
@@ -169,11 +167,10 @@ class Iteration:
         self.is_in_forward = True
         if self.statistics is not None and self.statistics.is_due and torch.is_grad_enabled():
             self.statistics.tell()
-        for exposure in self._exposures:
-            exposure.zero_alike()
         for unit in self._units:
+            unit.exposure.zero_alike()
             unit.exposure.refresh(unit)
-            if unit.phase is Phase.FULL and isinstance(unit.exposure, ExposedTensors):
+            if unit.phase is Phase.FULL:
                 unit.exposure.follow_training(unit)
                 unit.find_trainable()
         if self.tree is not None and torch.is_grad_enabled():

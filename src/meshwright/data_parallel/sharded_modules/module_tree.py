@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.unit import Unit
 
@@ -72,12 +71,7 @@ class ModuleTree:
         modules = list(_reduced_here(self._root))
         units = {u: None for _, module in modules if (u := self._unit_of(module)) is not None}
         places = {place for unit in units for slot in unit.slots for place in slot.places}
-        flat = {
-            id(parameter)
-            for unit in units
-            if not isinstance(unit.exposure, ExposedTensors)
-            for parameter in unit.exposure.parameters(unit)
-        } - {id(slot.original) for unit in units for slot in unit.slots}
+        flat = {id(unit.exposure.one_flat) for unit in units}
         seen: list[tuple[dict[str, Any], list[int], dict[str, Any], int]] = []
         self._seen.clear()  # who goes on after an error is told again
         self._frozen.clear()

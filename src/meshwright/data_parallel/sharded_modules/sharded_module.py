@@ -15,7 +15,6 @@ from meshwright.data_parallel.residency import ShardedResidency, sharded_residen
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.shards.buffer import CustomCollective
-from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 
 __all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
@@ -261,8 +260,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         units = list(_units(self, recurse=True))
         for unit in units:
             unit.reshard()
-            if isinstance(unit.exposure, ExposedTensors):
-                unit.exposure.let_go(unit)
+            unit.exposure.let_go(unit)
         result = super()._apply(fn, recurse)
         for unit in units:
             rebuild(unit)
@@ -294,8 +292,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 def rebuild(unit: Unit) -> None:
     """Make the shard of ``unit`` follow what its modules hold now."""
-    if isinstance(unit.exposure, ExposedTensors):
-        unit.exposure.take_over(unit)
+    unit.exposure.take_over(unit)
 
 
 def _driver(module: nn.Module) -> Driver:

@@ -40,7 +40,7 @@ from meshwright.data_parallel.shards.replaced_parameters import (
     replaced,
 )
 from meshwright.data_parallel.shards.tensor_extensions import contiguous_strides
-from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
+from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
 from meshwright.layout import ChunkedLayout
@@ -164,7 +164,7 @@ class _Entry:
             self.guard()
 
 
-class ExposedTensors:
+class ExposedTensors(Exposure):
     """The exposure of `fully_shard`."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class ExposedTensors:
         entries = (entry for group in self._entries.values() for entry in group)
         return any(entry.exposed is parameter for entry in entries)
 
-    def flat(self, group: ParameterGroup) -> nn.Parameter:
+    def shard_of(self, group: ParameterGroup) -> nn.Parameter:
         """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
         found = self._flat.get(group)
         if group.slots[0].extension is not None:
@@ -563,7 +563,7 @@ def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
     if slot is None or slot is entry.slot or driver is None or driver.unit is None:
         return False
     exposure = driver.unit.exposure
-    return isinstance(exposure, ExposedTensors) and exposure.shows(parameter)
+    return exposure.shows(parameter)
 
 
 def _whereabouts(

@@ -121,8 +121,7 @@ def on_one_mesh(modules: Iterable[nn.Module]) -> None:
             others = [Replicate()] * (mesh.ndim - at.mesh.ndim)
             slot.move(replace(at, mesh=mesh, placements=(*at.placements, *others)))
     for unit in units:
-        if isinstance(unit.exposure, ExposedTensors):
-            unit.exposure.follow_places()
+        unit.exposure.follow_places()
 
 
 def _synchronise(

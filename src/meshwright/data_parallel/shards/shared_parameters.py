@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
-from meshwright.data_parallel.shards.dtensor_exposure import HOME, ExposedTensors
+from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
@@ -35,8 +35,7 @@ def remember(driver: Driver) -> None:
         home = (weakref.ref(driver), weakref.ref(slot))
         slot.original.__dict__[HOME] = home
         slot.replace_original(slot.full)
-        if isinstance(unit.exposure, ExposedTensors):
-            unit.exposure.shown(slot).__dict__[HOME] = home
+        unit.exposure.shown(slot).__dict__[HOME] = home
 
 
 def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Slot], list[Slot]]:
@@ -92,7 +91,7 @@ def check_settled(unit: Unit) -> None:
 def _release(driver: Driver, slot: Slot) -> Slot:
     """Take ``slot`` out of the unit of ``driver``, which goes on with the rest."""
     unit = driver.unit
-    if unit is None or not isinstance(unit.exposure, ExposedTensors):
+    if unit is None:
         raise InternalError(f"{slot.name!r} is not where it should be")
     groups: list[ParameterGroup] = []
     local: torch.Tensor | None = None
@@ -148,6 +147,5 @@ def _without(group: ParameterGroup, index: int) -> ParameterGroup:
 
 
 def _show_again(unit: Unit) -> None:
-    if isinstance(unit.exposure, ExposedTensors):
-        unit.exposure.forget_places()
-        unit.exposure.show_sharded(unit)
+    unit.exposure.forget_places()
+    unit.exposure.show_sharded(unit)

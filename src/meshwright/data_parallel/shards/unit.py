@@ -14,12 +14,13 @@ A driver decides when. How parameters look to the modules and to the optimizer i
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,56 +69,120 @@ LEGAL = MappingProxyType(
 """Which phase may follow which."""
 
 
-class Exposure(Protocol):
+class Exposure(ABC):
     """The look of a unit's parameters outside of the computation."""
 
+    @abstractmethod
     def show_sharded(self, unit: Unit) -> None:
         """Put into the modules what optimizers and state dicts see."""
-        ...
 
+    @abstractmethod
     def show_full(self, unit: Unit) -> bool:
         """Give modules ``slot.full`` of each slot, with the ``requires_grad`` of now.
 
         False where one holds a tensor of `torch.func.functional_call` for now.
         """
-        ...
 
+    @abstractmethod
     def refresh(self, unit: Unit) -> None:
         """Take over what users have put in the place of parameters since the last pass.
 
         Raises RuntimeError, naming the parameter, for what cannot be.
         """
-        ...
 
+    @abstractmethod
     def parameters(self, unit: Unit) -> Sequence[nn.Parameter]:
         """List the parameters of the unit that optimizers may hold."""
-        ...
 
+    @abstractmethod
     def version(self, unit: Unit) -> int:
         """Grows with what is written to those, as far as torch counts it."""
-        ...
 
+    @abstractmethod
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
         """List, for each of the group's parameters, that it requires grad now."""
-        ...
 
+    @abstractmethod
     def has_gradients(self, unit: Unit) -> bool:
         """Check that an optimizer that steps now would change this rank's part of the unit."""
-        ...
 
+    @abstractmethod
     def set_gradients(
         self, unit: Unit, group: ParameterGroup, reduced: torch.Tensor, used: Sequence[bool]
     ) -> None:
         """Set or add to ``.grad``; ``used`` says which parameters had a gradient on any rank."""
-        ...
 
+    @abstractmethod
     def show_waiting(self, unit: Unit) -> bool:
         """Show whole gradients that wait for a reduction as ``.grad``; True if there are any."""
-        ...
 
+    @abstractmethod
     def take_waiting(self, unit: Unit) -> bool:
         """Put ``.grad`` of before back, less what users have dropped; whether it was shown."""
-        ...
+
+    # What only some exposures have.
+
+    @property
+    def owner(self) -> nn.Module | None:
+        """The module that registers one flat parameter for all; None where there is none."""
+        return None
+
+    @property
+    def one_flat(self) -> nn.Parameter | None:
+        """The parameter that stands for all of the unit; None where each is seen."""
+        return None
+
+    def shown(self, slot: Slot) -> nn.Parameter:
+        """Return the parameter that modules hold of ``slot`` at rest."""
+        return slot.original
+
+    def shows(self, parameter: nn.Parameter) -> bool:
+        """True for a parameter that modules hold at rest."""
+        return False
+
+    def follow_training(self, unit: Unit) -> None:
+        """See which parameters the user has frozen, or not, while two of each were there."""
+        return
+
+    def follow_places(self) -> None:
+        """Lie where the places of slots are now."""
+        return
+
+    def forget_places(self) -> None:
+        """Look for the modules that use the slots again."""
+        return
+
+    def let_go(self, unit: Unit) -> None:
+        """Allow torch to swap the tensors of the parameters, until `take_over`."""
+        return
+
+    def take_over(self, unit: Unit) -> None:
+        """Follow what modules hold now: other values, dtypes, devices or parameter objects."""
+        return
+
+    def shard_of(self, group: ParameterGroup) -> nn.Parameter | None:
+        """Return the shard of ``group`` as one parameter more, whose gradient is set from now on
+        too; None where what is exposed is flat as it is.
+        """
+        return None
+
+    def has_flat(self, group: ParameterGroup, flat: nn.Parameter) -> bool:
+        """Check that ``flat`` is the shard of ``group``."""
+        return False
+
+    def parts_of(
+        self, group: ParameterGroup, line: torch.Tensor
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """List the parameters of ``group``, each with its part of ``line``."""
+        return []
+
+    def follow_gradients(self, group: ParameterGroup) -> None:
+        """Make the flat gradient of ``group`` what ``.grad`` of its parameters is now."""
+        return
+
+    def zero_alike(self) -> None:
+        """Zero the gradients of parameters where a flat one was zeroed, and the reverse."""
+        return
 
 
 class Unit:

@@ -6,8 +6,9 @@ list at rest is put back when the unit is freed, and in any case when the backwa
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from meshwright.data_parallel.shards.replaced_parameters import (
 from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Unit
 from meshwright.errors import InternalError
 from meshwright.fsdp.exposures.direct_gradients import Refusals
-from meshwright.fsdp.exposures.original_exposure import OriginalExposure
 from meshwright.fsdp.exposures.pieces import (
     change_piece_by_hooks,
     flat_layout,
@@ -52,53 +52,56 @@ class FlatParameter(nn.Parameter):
     """It belongs to a unit, so no other unit takes it over."""
 
 
-class Exposed(Exposure, Protocol):
+class Exposed(Exposure):
     """An exposure whose tensors an optimizer may hold."""
 
+    @abstractmethod
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
         """List the parameters of ``unit`` that the optimizer sees."""
-        ...
 
+    @abstractmethod
     def registered(self, unit: Unit) -> list[torch.Tensor]:
         """List what modules hold now in the places of those."""
-        ...
 
+    @abstractmethod
     def version(self, unit: Unit) -> int:
         """A number that grows when a parameter is written in place."""
-        ...
 
+    @abstractmethod
     def is_stale(self, unit: Unit) -> bool:
         """Check for a parameter that was written in place after it was gathered."""
-        ...
 
+    @abstractmethod
     def is_replaced(self, unit: Unit) -> bool:
         """Check for a parameter that has other memory than its place in the shard, or is another
         one.
         """
-        ...
 
+    @abstractmethod
     def convert(self, unit: Unit) -> None:
         """Rebuild buffers from exposed tensors that ``.to`` or ``.half`` has replaced."""
-        ...
 
+    def show_nothing(self, unit: Unit) -> None:
+        """Put empty tensors into modules whose parameters one flat one stands for."""
+        return
+
+    @abstractmethod
     def list_full(self, unit: Unit) -> None:
         """Register whole parameters that are there and have been put out of sight."""
-        ...
 
+    @abstractmethod
     def list_at_rest(self, unit: Unit) -> None:
         """Register what optimizers hold, though whole parameters are kept.
 
         Until the root's backward has ended the whole ones are seen: a loss may read them.
         """
-        ...
 
 
-class FlatExposure:
+class FlatExposure(Exposed):
     """One flat parameter on the wrapped module; while sharded the modules hold empty tensors."""
 
     def __init__(self, owner: nn.Module, gradient_dtype: torch.dtype | None = None) -> None:
-        self.owner = owner
-        """The module that holds the flat parameter."""
+        self._owner = owner
         self._gradient_dtype = gradient_dtype
         self._seen = -1
         self._flat: FlatParameter | None = None
@@ -135,6 +138,16 @@ class FlatExposure:
         }
         self.owner.register_parameter(FLAT, flat)
         return flat
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that holds the flat parameter."""
+        return self._owner
+
+    @property
+    def one_flat(self) -> nn.Parameter | None:
+        """The flat parameter, once its unit was built."""
+        return self._flat
 
     @property
     def flat(self) -> FlatParameter:
@@ -354,9 +367,6 @@ class FlatExposure:
             unit.has_changed()
 
 
-def exposed_of(unit: Unit) -> FlatExposure | OriginalExposure:
-    """Return the exposure of ``unit``, which belongs to a wrapper."""
-    exposure = unit.exposure
-    if not isinstance(exposure, FlatExposure | OriginalExposure):
-        raise InternalError(f"unit {unit.name!r} does not belong to the facade")
-    return exposure
+def exposed_of(unit: Unit) -> Exposed:
+    """Return the exposure of ``unit``, which belongs to a wrapper: those have no other kind."""
+    return cast("Exposed", unit.exposure)

@@ -13,6 +13,7 @@ from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
 from meshwright.fsdp.exposures.direct_gradients import Refusals
+from meshwright.fsdp.exposures.exposure import Exposed
 from meshwright.fsdp.exposures.pieces import (
     change_piece_by_hooks,
     give_gradient,
@@ -31,7 +32,7 @@ TAKEN = "_meshwright_unit_name"
 """An attribute of parameters that a unit has taken over."""
 
 
-class OriginalExposure:
+class OriginalExposure(Exposed):
     """The original parameter objects, each holding this rank's piece as a 1-D tensor.
 
     Where nothing is sharded they keep their shapes.

@@ -21,7 +21,6 @@ from meshwright.fsdp.exposures.exposure import (
     FLAT,
     exposed_of,
 )
-from meshwright.fsdp.exposures.original_exposure import OriginalExposure
 from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import as_parameter
 from meshwright.fsdp.options import TrainingState
@@ -158,11 +157,11 @@ def _shown(
 ) -> Iterator[None]:
     """Have the modules hold parameters with the values of ``views``."""
     exposure = exposed_of(unit)
-    if isinstance(exposure, OriginalExposure):
+    owner, flat = exposure.owner, exposure.one_flat
+    if owner is None or flat is None:
         with _originals_shown(unit, views, gradients, writes_back=writes_back):
             yield
         return
-    owner, flat = exposure.owner, exposure.flat
     del owner._parameters[FLAT]
     for slot, view in zip(unit.slots, views, strict=True):
         slot.show(as_parameter(view, slot, requires_grad=flat.requires_grad))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
-from meshwright.fsdp.exposures.exposure import FlatExposure, exposed_of
+from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
 
@@ -41,7 +41,7 @@ def managed_parameters(model: nn.Module) -> list[Managed]:
 
 
 def _of_unit(wrapper: UnitWrapper, unit: Unit, prefix: str) -> list[Managed]:
-    is_flat = isinstance(unit.exposure, FlatExposure)
+    is_flat = unit.exposure.one_flat is not None
     exposed = exposed_of(unit).parameters(unit)
     names = iter(wrapper._driver.own_names)
     positions = [(group, index) for group in unit.groups for index in range(len(group.slots))]

@@ -22,7 +22,7 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest, is_dtensor
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
-from meshwright.fsdp.exposures.exposure import FLAT, FlatExposure, exposed_of
+from meshwright.fsdp.exposures.exposure import FLAT, exposed_of
 from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.groups import Groups
@@ -71,7 +71,7 @@ def unit_entries(
         if kind is StateDictType.LOCAL_STATE_DICT:
             key = FLAT if number == 0 else f"{FLAT}_{number}"
             entries[key] = _local_value(group, unit.name, offloads=offloads)
-            if isinstance(unit.exposure, FlatExposure):
+            if unit.exposure.one_flat is not None:
                 continue
         # Views where originals are local, too: a plain tensor passes for the same on every rank.
         for value in _values(group, unit.name, settings, groups):
@@ -178,15 +178,15 @@ class shown_names:  # noqa: N801 - it is used as a function: `with shown_names(u
     """Lets the modules of a flat unit list the names of its parameters, with empty tensors."""
 
     def __init__(self, unit: Unit | None) -> None:
-        self._unit = unit if unit is not None and isinstance(unit.exposure, FlatExposure) else None
+        self._unit = None if unit is None or unit.exposure.one_flat is None else unit
         self._before: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> None:
         if self._unit is None:
             return
-        exposure = exposed_of(self._unit)
-        if isinstance(exposure, FlatExposure):
-            self._before.append((exposure.owner._parameters, FLAT, exposure.flat))
+        exposure = self._unit.exposure
+        if exposure.owner is not None:
+            self._before.append((exposure.owner._parameters, FLAT, exposure.one_flat))
             exposure.owner._parameters.pop(FLAT, None)
         nothing = nn.Parameter(torch.empty(0), requires_grad=False)
         for slot in self._unit.slots:
@@ -257,7 +257,7 @@ def load_entries(
     inner = f"{prefix}{WRAPPED}."
     missing, errors = problems
     unit.reshard()
-    is_flat = isinstance(unit.exposure, FlatExposure)
+    is_flat = unit.exposure.one_flat is not None
     rest = iter(names)
     for number, group in enumerate(unit.groups):
         flat_key = inner + (FLAT if number == 0 else f"{FLAT}_{number}")
