@@ -33,7 +33,7 @@ def scattered_reduction_differs(
 
 def order_differs(rank: int, group: dist.ProcessGroup, later: bool) -> dist.Work | None:
     assert isinstance(group, shared_memory.SharedMemoryGroup)
-    group.next_label = "reduce layer 1" if rank == 1 else "reduce layer 0"
+    group.label_next("reduce layer 1" if rank == 1 else "reduce layer 0")
     return dist.all_reduce(torch.ones(3), group=group, async_op=later)
 
 
@@ -168,7 +168,7 @@ def test_an_unlabelled_call_fits_a_labelled_one(ranks: Ranks) -> None:
         group = join()
         tensor = torch.ones(3)
         if dist.get_rank() == 1:
-            group.next_label = "reduce layer 0"
+            group.label_next("reduce layer 0")
         dist.all_reduce(tensor)
         assert group.next_label == ""
         assert tensor.tolist() == [2, 2, 2]

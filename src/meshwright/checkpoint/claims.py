@@ -139,8 +139,12 @@ class Claim:
         self._home = -1
         self._file = -1
 
-    def take(self) -> Holder | None:
-        """Take what is missing of the locks: None, or who has them."""
+    def take(self, *, stays: bool) -> Holder | None:
+        """Take what is missing of the locks: None, or who has them.
+
+        After one that ``stays`` the file's lock is kept after every save.
+        """
+        self.stays = self.stays or stays
         if self._home >= 0 and not _is_at(self._home, self.folder):
             self.close()  # the folder was removed, and made again
         path = self.folder / CLAIM_NAME
@@ -153,6 +157,18 @@ class Claim:
         if other is not None and not had_home:
             self._home = _closed(self._home)  # it is for whoever has the file
         return other
+
+    def begin_saving(self) -> bool:
+        """Begin the one save that may be under way; False where there is another."""
+        is_first = not self.is_saving
+        self.is_saving = True
+        return is_first
+
+    def end_saving(self) -> None:
+        """End the save, and let go unless the claim stays."""
+        self.is_saving = False
+        if not self.stays:
+            self.let_go()
 
     def let_go(self) -> None:
         """Give the file's lock back, and remove the file."""
@@ -226,8 +242,7 @@ def hold(folder: Path, *, stays: bool) -> Claim:
     while True:
         with PROCESS.holding:
             claim = PROCESS.held.setdefault(os.path.realpath(folder), Claim(folder))
-            claim.stays = claim.stays or stays
-            holder = claim.take()
+            holder = claim.take(stays=stays)
             if holder is None:
                 _let_go_of_the_first()
                 return claim
@@ -263,19 +278,16 @@ def saving(folder: Path, *, stays: bool) -> Generator[None, None, None]:
     """Hold ``folder`` during a save. Raises as `hold`, and when another save is under way."""
     claim = hold(folder, stays=stays)
     with PROCESS.holding:
-        if claim.is_saving:
+        if not claim.begin_saving():
             raise CheckpointClaimedError(
                 f"{folder} is being saved to by another thread of this process: save one "
                 "checkpoint after the other, or choose another folder"
             )
-        claim.is_saving = True
     try:
         yield
     finally:
         with PROCESS.holding:
-            claim.is_saving = False
-            if not claim.stays:
-                claim.let_go()
+            claim.end_saving()
 
 
 def _let_go_of_the_first() -> None:

@@ -6,13 +6,14 @@ A collective carries an axis and a label saying why it is made ("unshard layers.
 
 from __future__ import annotations
 
+import copy
 import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,15 @@ class Communicator:
     def is_open(self) -> bool:
         """True until the group is destroyed."""
         return self._group() in self._living
+
+    def along(self, axis: str) -> Self:
+        """Name it ``axis``, in a copy that shares counts of operations and what is remembered."""
+        named = copy.copy(self)
+        named._rename(axis)
+        return named
+
+    def _rename(self, axis: str) -> None:
+        self.axis = axis
 
     def __eq__(self, other: object) -> bool:
         """Equal when it is the same rank of the same group, whatever axis it is named by."""
@@ -420,7 +430,7 @@ class Communicator:
         They are still compared by kind, shape, dtype, reduction and root.
         """
         if self._is_labelled:
-            self.group.sends_labels = False  # pyrefly: ignore[missing-attribute]
+            self.group.forgo_labels()  # pyrefly: ignore[missing-attribute]
 
     # ------------------------------------------------------------------ the door
 
@@ -465,11 +475,11 @@ class Communicator:
         if not self._is_labelled:
             pending.launched(*launch(group))
             return pending
-        group.next_label = f"{label} on axis {self.axis}" if label else ""
+        group.label_next(f"{label} on axis {self.axis}" if label else "")
         try:
             pending.launched(*launch(group))
         finally:
-            group.next_label = ""
+            group.label_next("")
         return pending
 
     def number(self, what: str) -> int:

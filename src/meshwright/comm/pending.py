@@ -94,11 +94,9 @@ class TransferWaiter:
         Whoever then waits for the last is woken once, and not after each.
         """
         fresh = [waiter for waiter in waiters if not waiter._has_started]
-        for waiter in fresh[:-1]:
-            waiter._is_last = False
-        thread = fresh[0]._start() if fresh else None
-        for waiter in fresh[1:]:
-            waiter._start(thread)
+        thread = None
+        for waiter in fresh:
+            thread = waiter._start(thread, is_last=waiter is fresh[-1])
 
     def is_completed(self) -> bool:
         """Check that the transfer has ended; starts the waiting thread when there is none yet."""
@@ -125,10 +123,13 @@ class TransferWaiter:
             self._idle.append(thread)
         self._running.release()
 
-    def _start(self, thread: _WaiterThread | None = None) -> _WaiterThread | None:
+    def _start(
+        self, thread: _WaiterThread | None = None, *, is_last: bool = True
+    ) -> _WaiterThread | None:
         """Hand it to ``thread``, or to any that is idle."""
         if not self._has_started:
             self._has_started = True
+            self._is_last = is_last
             if thread is None:
                 try:  # another thread of the user's may take the last
                     thread = self._idle.pop()

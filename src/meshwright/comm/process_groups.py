@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import ctypes
 import functools
 import gc
 import json
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -221,7 +221,7 @@ def communicator(
         group = default_group()
     found = PROCESS.communicators.get(group)
     if found is None and not isinstance(group, dist.ProcessGroup):
-        found = _standing_in(group)
+        found = _StandIn(group, communicator())
     elif found is None:
         device = _device_of(group)
         limit = _limit_of(group, device) if timeout is None else timeout
@@ -231,14 +231,23 @@ def communicator(
         PROCESS.communicators[group] = found
     if axis is None or axis == found.axis:
         return found
-    # A shallow copy shares the counts of operations and what is remembered of them.
-    named = copy.copy(found)
-    named.axis = axis
-    return named
+    return found.along(axis)
 
 
 class _StandIn(Communicator):
     """The place of one rank in an object that says rank and size alone: for layouts of any size."""
+
+    # What a communicator is made from would ask c10d for a group.
+    def __init__(self, group: Any, world: Communicator) -> None:  # noqa: ANN401 - rank() and size()
+        vars(self).update(vars(world))
+        self.rank, self.size = group.rank(), group.size()
+        self.ranks, self.name = tuple(range(self.size)), f"{type(group).__name__} {id(group)}"
+        self._group, self._living = lambda: group, (group,)
+        self.issued = deque()
+        self.counts = {}
+        self.unsummed = {}
+        self.unions = {}
+        self.kept = {}
 
     def _issue(self, *args: object, **kwargs: object) -> NoReturn:
         raise CommunicationError(
@@ -246,17 +255,6 @@ class _StandIn(Communicator):
             f"{type(self.group).__name__} with a rank and a size. A module can be built on it, but "
             "neither run nor gathered"
         )
-
-
-def _standing_in(group: Any) -> Communicator:  # noqa: ANN401 - rank() and size()
-    found = _StandIn.__new__(_StandIn)
-    vars(found).update(vars(communicator()))
-    found.rank, found.size = group.rank(), group.size()
-    found.ranks, found.name = tuple(range(found.size)), f"{type(group).__name__} {id(group)}"
-    found._group, found._living = lambda: group, (group,)
-    for own in ("issued", "counts", "unsummed", "unions", "kept"):
-        setattr(found, own, type(getattr(found, own))())
-    return found
 
 
 def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:

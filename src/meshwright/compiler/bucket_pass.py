@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ class _Emitted:
     """The nodes of one bucket."""
 
     plan: BucketPlan
-    send: list[fx.Node] = field(default_factory=list)
-    receive: list[fx.Node] = field(default_factory=list)
-    results: list[fx.Node] = field(default_factory=list)
+    send: list[fx.Node]
+    receive: list[fx.Node]
+    results: list[fx.Node]
     """The means, in the order of the marks."""
 
 
@@ -101,31 +101,28 @@ class _Writer:
 
     def bucket(self, plan: BucketPlan) -> _Emitted:
         """Emit the nodes that reduce ``plan``."""
-        emitted = _Emitted(plan)
-        if plan.marks[0].mode == "concat":
-            self._concat(emitted)
-        else:
-            self._coalesced(emitted)
-        return emitted
+        return self._concat(plan) if plan.marks[0].mode == "concat" else self._coalesced(plan)
 
-    def _coalesced(self, bucket: _Emitted) -> None:
+    def _coalesced(self, plan: BucketPlan) -> _Emitted:
+        send: list[fx.Node] = []
+        receive: list[fx.Node] = []
         means: dict[Mark, fx.Node] = {}
-        for part in bucket.plan.parts:
+        for part in plan.parts:
             group = part[0].group
             if len(part) == 1 and part[0].bytes >= ALONE_BYTES:
                 items = [self._alone(part[0])]
-                bucket.send += [*items[0].all_input_nodes, *items]
+                send += [*items[0].all_input_nodes, *items]
             else:
                 divided = [self.call(_ATEN.div.Tensor, mark.gradient, mark.ranks) for mark in part]
                 reduced = self.call(ALL_REDUCE_COALESCED, divided, "sum", group)
-                bucket.send += [*divided, reduced]
+                send += [*divided, reduced]
                 places = range(len(divided))
                 items = [self.call(operator.getitem, reduced, place) for place in places]
-                bucket.receive += items
+                receive += items
             for mark, item in zip(part, items, strict=True):
                 means[mark] = self.call(WAIT, item)
-                bucket.receive.append(means[mark])
-        bucket.results = [means[mark] for mark in bucket.plan.marks]
+                receive.append(means[mark])
+        return _Emitted(plan, send, receive, [means[mark] for mark in plan.marks])
 
     def _alone(self, mark: Mark) -> fx.Node:
         if mark.mode != "shared":  # else generated code divides where the gradient lies
@@ -134,23 +131,24 @@ class _Writer:
         divided = self.call(DIVIDED, mark.gradient, mark.index, mark.ranks, mark.model)
         return self.call(ALL_REDUCE_IN_PLACE, divided, "sum", mark.group)
 
-    def _concat(self, bucket: _Emitted) -> None:
-        marks = bucket.plan.marks
+    def _concat(self, plan: BucketPlan) -> _Emitted:
+        marks = plan.marks
         flat = [self.call(_ATEN.flatten.using_ints, mark.gradient) for mark in marks]
         line = self.call(_ATEN.cat.default, flat)
         divided = self.call(_ATEN.div.Tensor, line, marks[0].ranks)
         reduced = self.call(ALL_REDUCE, divided, "sum", marks[0].group)
-        bucket.send = [*flat, line, divided, reduced]
         mean = self.call(WAIT, reduced)
-        bucket.receive = [mean]
+        receive: list[fx.Node] = [mean]
+        results: list[fx.Node] = []
         offset = 0
         for mark in marks:
             shape = list(mark.value.shape)
             end = offset + mark.value.numel()
             part = self.call(_ATEN.slice.Tensor, mean, 0, offset, end)
-            bucket.results.append(self.call(_ATEN.reshape.default, part, shape))
-            bucket.receive += [part, bucket.results[-1]]
+            results.append(self.call(_ATEN.reshape.default, part, shape))
+            receive += [part, results[-1]]
             offset = end
+        return _Emitted(plan, [*flat, line, divided, reduced], receive, results)
 
 
 def _ask_before_each_model(write: _Writer, buckets: Sequence[_Emitted]) -> None:

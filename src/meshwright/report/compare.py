@@ -81,6 +81,21 @@ class RunComparison:
     notes: list[str] = field(default_factory=list)
     """What else a reader should know: settings that differ, tensors that were not compared."""
 
+    def begin(self, step: int, tolerance: float) -> None:
+        """Begin with ``step``, in which ``tolerance`` is allowed."""
+        self.steps.append(step)
+        self.tolerance = max(self.tolerance, tolerance)
+
+    def add(self, finding: Finding, allowed: float) -> None:
+        """Take in a difference, the next in the order of comparison; ``allowed`` is rounding."""
+        if self.first_bits is None:
+            self.first_bits = finding
+        if finding.error > allowed:
+            self.others += self.divergence is not None
+            self.divergence = self.divergence or finding
+        elif self.largest is None or finding.error > self.largest.error:
+            self.largest = finding
+
     def lines(self) -> list[str]:
         """For readers."""
         counted = ", ".join(_counted(n, kind) for kind, n in self.counts.items())
@@ -157,13 +172,12 @@ class _StepComparison:
     def run(self) -> None:
         """Add what this step shows to what was found."""
         found = self._found
-        found.steps.append(self._steps[0].number)
-        found.notes += [
+        found.begin(self._steps[0].number, self._tolerance)
+        found.notes.extend(
             f"the trace of {letter} ends in step {step.number}, which not all ranks finished"
             for letter, step in zip("AB", self._steps, strict=True)
             if not step.is_finished
-        ]
-        found.tolerance = max(found.tolerance, self._tolerance)
+        )
         a, b = self._tensors
         keys = {**b, **a}
         spread = {key[:3] for key in keys if key[3]}
@@ -272,14 +286,7 @@ class _StepComparison:
             self._found.notes.append(text)
 
     def _add(self, finding: Finding) -> None:
-        found = self._found
-        if found.first_bits is None:
-            found.first_bits = finding
-        if finding.error > (0.0 if finding.kind == "input" else self._tolerance):
-            found.others += found.divergence is not None
-            found.divergence = found.divergence or finding
-        elif found.largest is None or finding.error > found.largest.error:
-            found.largest = finding
+        self._found.add(finding, 0.0 if finding.kind == "input" else self._tolerance)
 
 
 # ------------------------------------------------------------------------------------- one tensor

@@ -198,6 +198,16 @@ class _Rank:
     def action(self) -> Action | None:
         return self.row[self.position] if self.position < len(self.row) else None
 
+    def go_on(self) -> None:
+        """Go on to the next action of the row, with nothing of it begun."""
+        self.position += 1
+        self.unsent = None
+
+    def begin_sending(self, messages: Iterable[Message]) -> deque[Message]:
+        """Begin the SEND at ``position``; returns what is left of it to send."""
+        self.unsent = deque(messages)
+        return self.unsent
+
 
 class _Rendezvous:
     """Runs all rows without time."""
@@ -227,7 +237,7 @@ class _Rendezvous:
             action = rank.action
             if action is not None and not self._step(number, rank, action):
                 return has_moved
-            rank.position += 1
+            rank.go_on()
             has_moved = True
         return has_moved
 
@@ -255,18 +265,18 @@ class _Rendezvous:
         return True
 
     def _send(self, number: int, rank: _Rank, action: Action) -> bool:
-        if rank.unsent is None:
+        unsent = rank.unsent
+        if unsent is None:
             self._require(number, rank, [n for n in self._needs(action) if n not in self._done])
-            rank.unsent = deque(sent(action, self._schedule))
-        while rank.unsent:
-            message = rank.unsent[0]
+            unsent = rank.begin_sending(sent(action, self._schedule))
+        while unsent:
+            message = unsent[0]
             target = self._ranks[message.target_rank]
             posted = target.posted.get(number)
             if not posted:
                 return False
             posted.popleft()
-            target.here.add(rank.unsent.popleft())
-        rank.unsent = None
+            target.here.add(unsent.popleft())
         return True
 
     def _needs(self, action: Action) -> Iterable[Action]:

@@ -8,7 +8,7 @@ earlier where sends that complete only with their receive would otherwise block 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from meshwright.errors import ScheduleError
@@ -147,6 +147,11 @@ class _Place:
     index: int = 0
     unsent: deque[Message] = field(default_factory=deque)
 
+    def go_on(self, produced: Iterable[Message]) -> None:
+        """Go on to the next compute action, before which what this one ``produced`` is sent."""
+        self.unsent.extend(produced)
+        self.index += 1
+
 
 class _Posts:
     """Finds for each RECV the compute action of its rank that it is posted before."""
@@ -226,6 +231,5 @@ class _Posts:
             action = row[place.index]
             if any(message not in arrived for message in self._wanted_by(action)):
                 return has_moved
-            place.unsent.extend(self._sent_by(action))
-            place.index += 1
+            place.go_on(self._sent_by(action))
             has_moved = True

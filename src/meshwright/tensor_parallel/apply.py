@@ -89,9 +89,7 @@ def apply_plan(
         if not found:
             warnings.warn(_unmatched(module, pattern), stacklevel=3)
         for name, submodule in found:
-            style.src_data_rank = src_data_rank
-            style.module_name = name
-            changed = style._apply(submodule, mesh)
+            changed = style.apply_to(submodule, mesh, name=name, src_data_rank=src_data_rank)
             if not type(style).__module__.startswith("meshwright."):
                 for parameter in changed.parameters():
                     vars(parameter)[_THEIRS] = True

@@ -185,8 +185,9 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for style in (self.prepare_module_input, self.prepare_module_output):
-            style.module_name = self.module_name
-            style._apply(module, device_mesh)
+            style.apply_to(
+                module, device_mesh, name=self.module_name, src_data_rank=self.src_data_rank
+            )
         return module
 
     def __repr__(self) -> str:

@@ -50,6 +50,14 @@ class ParallelStyle(ABC):
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
 
+    def apply_to(
+        self, module: nn.Module, device_mesh: DeviceMesh, *, name: str, src_data_rank: int | None
+    ) -> nn.Module:
+        """Apply the style to ``module``, whose name is ``name``; returns what takes its place."""
+        self.src_data_rank = src_data_rank
+        self.module_name = name
+        return self._apply(module, device_mesh)
+
     def site_of(self, module: nn.Module, device_mesh: DeviceMesh) -> Site:
         """Find the ranks that ``module`` communicates with.
 

@@ -87,6 +87,10 @@ class FakeWork:
         """Check that the other ranks have come, or cannot come any more."""
         return self.is_done
 
+    def end(self, error: CommunicationError | None) -> None:
+        """End the operation, by ``error`` where it has failed."""
+        self.error, self.is_done = error, True
+
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for the other ranks; raises what went wrong, or RuntimeError at the bound."""
         seconds = None if timeout is None else timeout.total_seconds()
@@ -177,7 +181,7 @@ class World:
         except CommunicationError as mismatch:
             error = mismatch
         for work in works:
-            work.error, work.is_done = error, True
+            work.end(error)
         self._changed.notify_all()
 
     def _look_whether_stuck(self) -> None:
@@ -189,12 +193,11 @@ class World:
         lines = [f"rank {rank} waits in {work.call}" for rank, work in sorted(open_works.items())]
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended) if rank != failed]
         for work in open_works.values():
-            work.error = (
+            work.end(
                 CollectiveTimeoutError("no rank can go on:\n" + "\n".join(lines))
                 if failed is None
                 else RankFailedError(f"rank {failed} failed first: {self._ended[failed]!r}", failed)
             )
-            work.is_done = True
         self._changed.notify_all()
 
 

@@ -55,6 +55,24 @@ class _Child:
     def running(self) -> bool:
         return self.exit_code is None
 
+    def say(self, message: wire.Message) -> None:
+        """Report with ``message`` that the body has ended."""
+        self.message = message
+        self.end = self.well_until = message.time
+
+    def exit(self, code: int, well_until: float) -> None:
+        """Exit with ``code``, some time after ``well_until``."""
+        self.exit_code = code
+        if self.message is None:
+            self.end, self.well_until = time.monotonic(), well_until
+
+    def outstay(self, ending: Ending, now: float) -> None:
+        """Outstay the time at ``now``: the rank will be killed for ``ending``."""
+        self.killed_for = ending
+        self.stopped = _is_stopped(self.pid)
+        if self.message is None:
+            self.end = self.well_until = now
+
 
 def supervise(call: socket.socket) -> Step | int:
     """Serve the one request that comes over ``call``; in a forked rank, return the rank's work."""
@@ -139,11 +157,11 @@ class _Watch:
         if child.killed_for is not None:
             return  # it is on its way out, and was only woken to show its stack
         for message in child.inbox.feed(data):
-            child.message = cast("wire.Message", message)
-            child.end = child.well_until = child.message.time
-            if child.message.kind == "raised":
+            said = cast("wire.Message", message)
+            child.say(said)
+            if said.kind == "raised":
                 self._shorten(self._request.grace)
-            elif child.message.kind == "skipped":
+            elif said.kind == "skipped":
                 self._shorten(_SKIP_GRACE)
 
     def _collect(self, child: _Child, well_until: float) -> None:
@@ -152,9 +170,7 @@ class _Watch:
         if child.channel.fileno() in self._selector.get_map():
             child.channel.setblocking(False)
             self._read(child)  # what it said before it ended
-        child.exit_code = os.waitstatus_to_exitcode(status)
-        if child.message is None:
-            child.end, child.well_until = time.monotonic(), well_until
+        child.exit(os.waitstatus_to_exitcode(status), well_until)
         said_its_end = child.message is not None and child.message.kind != "returned"
         if child.exit_code != 0 and not said_its_end:
             self._shorten(self._request.grace)
@@ -169,10 +185,7 @@ class _Watch:
         late = [child for child in self._children if child.running]
         now = time.monotonic()
         for child in late:
-            child.killed_for = self._killed_for
-            child.stopped = _is_stopped(child.pid)
-            if child.message is None:
-                child.end = child.well_until = now
+            child.outstay(self._killed_for, now)
             _signal(child.pid, rank_process.DUMP_SIGNAL)
             _signal(child.pid, signal.SIGCONT)
         _wait_for_stacks(late)

@@ -79,6 +79,12 @@ class GradientPart(torch.Tensor):
     _meshwright_waits: bool = False
     """Whether it is what this rank alone has, whole, until it is reduced."""
 
+    def _belong_to(self, name: str) -> None:
+        self._meshwright_name = name
+
+    def _wait(self) -> None:
+        self._meshwright_waits = True
+
     @classmethod
     def __torch_function__(
         cls,
@@ -117,7 +123,7 @@ class GradientPart(torch.Tensor):
 def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
     """This rank's elements of the gradient of parameter ``name``, as a `GradientPart`."""
     found = make_subclass(GradientPart, gradient)
-    found._meshwright_name = name
+    found._belong_to(name)
     return found
 
 
@@ -127,7 +133,7 @@ def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
     It computes as a part does: a norm of it is that of one rank.
     """
     found: Any = gradient_part(torch.empty_like(like), name)
-    found._meshwright_waits = True
+    found._wait()
     return found
 
 

@@ -58,6 +58,47 @@ class _Held:
         self.is_taken = False
         self.partial: Callable[[nn.Parameter, torch.Tensor], None] | None = None
 
+    def take_over(self) -> None:
+        """Keep the gradient with the leaf until somebody hands it over."""
+        self.is_taken = True
+
+    def give_up(self) -> None:
+        """Hand each gradient over as soon as it is there."""
+        self.is_taken = False
+
+    def sum_by(self, add: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+        """Hand each gradient, which is a part of a sum, to ``add``."""
+        self.partial = add
+
+    def hook(self) -> None:
+        """Hear of each gradient that autograd has accumulated in the leaf."""
+        outside = not_traced(hand_over)
+        # The garbage collector does not see what such a hook refers to: a cycle through it would
+        # stay. torch converts no parameter that has weak references itself.
+        vars(self.leaf)[_HELD] = self
+        owner = weakref.ref(self)
+
+        @apart
+        def accumulated(leaf: torch.Tensor) -> None:
+            held = owner()
+            if held is None:
+                return
+            if torch.compiler.is_compiling():
+                if not held.is_taken:
+                    outside(held.parameter)
+                return
+            mine = vars(held.parameter).get(_HELD)
+            if mine is None or mine.leaf is not leaf:
+                raise RuntimeError(
+                    f"a backward pass reached a parameter of local shape {tuple(leaf.shape)} that "
+                    "was converted after its forward pass: run the forward pass again"
+                )
+            if not mine.is_taken:
+                hand_over(held.parameter)
+
+        self.leaf.register_post_accumulate_grad_hook(accumulated)
+        self.is_hooked = True
+
     def __deepcopy__(self, memo: object) -> None:
         return None
 
@@ -111,7 +152,7 @@ def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
     if leaf.requires_grad is not parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
     if not held.is_hooked and leaf.requires_grad:
-        _hook(held)
+        held.hook()
     return leaf
 
 
@@ -119,7 +160,7 @@ def give_up(parameter: nn.Parameter) -> None:
     """Take `take_over` back."""
     held = vars(parameter).get(_HELD)
     if held is not None:
-        held.is_taken = False
+        held.give_up()
 
 
 def take_over(parameter: nn.Parameter) -> nn.Parameter:
@@ -130,7 +171,9 @@ def take_over(parameter: nn.Parameter) -> nn.Parameter:
     """
     leaf = local_leaf(parameter)
     if leaf is not parameter:
-        vars(parameter)[_HELD].is_taken = True
+        held = vars(parameter)[_HELD]
+        if not held.is_taken:
+            held.take_over()
     return leaf
 
 
@@ -143,7 +186,9 @@ def sum_partial(
     """
     leaf = local_leaf(parameter)
     if leaf is not parameter:
-        vars(parameter)[_HELD].partial = add
+        held = vars(parameter)[_HELD]
+        if held.partial is not add:
+            held.sum_by(add)
     return leaf
 
 
@@ -194,32 +239,3 @@ def add_to_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         # From an operator on the DTensor itself: a part of a sum, or a whole.
         given = parameter.grad = given.redistribute(placements=parameter.placements)
     local_of(given).add_(gradient)
-
-
-def _hook(held: _Held) -> None:
-    outside = not_traced(hand_over)
-    # The garbage collector does not see what such a hook refers to: a cycle through it would stay.
-    # torch converts no parameter that has weak references itself.
-    vars(held.leaf)[_HELD] = held
-    owner = weakref.ref(held)
-
-    @apart
-    def accumulated(leaf: torch.Tensor) -> None:
-        held = owner()
-        if held is None:
-            return
-        if torch.compiler.is_compiling():
-            if not held.is_taken:
-                outside(held.parameter)
-            return
-        mine = vars(held.parameter).get(_HELD)
-        if mine is None or mine.leaf is not leaf:
-            raise RuntimeError(
-                f"a backward pass reached a parameter of local shape {tuple(leaf.shape)} that was "
-                "converted after its forward pass: run the forward pass again"
-            )
-        if not mine.is_taken:
-            hand_over(held.parameter)
-
-    held.leaf.register_post_accumulate_grad_hook(accumulated)
-    held.is_hooked = True

@@ -89,6 +89,10 @@ class Attendance:
         own = {"process": Process.own().values(), "hosts": is_hosting, "more": dict(entry)}
         self._board.set(f"roll/{self.rank}", json.dumps(own))
 
+    def begin_leaving(self) -> None:
+        """Say to whoever asks that this rank is done."""
+        self.is_leaving = True
+
     def absent(self) -> list[int]:
         """List the ranks that have not come yet."""
         return [rank for rank in range(self.world_size) if rank not in self.roll]
@@ -104,7 +108,7 @@ class Attendance:
             if process is not None:
                 self.processes[rank] = process
             if entry["hosts"]:
-                self._board.host = rank
+                self._board.learn_host(rank)
 
     # ---------------------------------------------------------------- roll calls
 
@@ -147,6 +151,10 @@ class Attendance:
         mine.pop()
         if not mine:
             del self._waits[threading.get_ident()]
+
+    def note_stuck(self, call: Waiting | None) -> None:
+        """Note the call of c10d's that this rank does not come out of; None when it has."""
+        self.stuck = call
 
     def is_watched(self, thread: int) -> bool:
         """Tell whether ``thread`` is in a wait of ours, which ends by itself."""

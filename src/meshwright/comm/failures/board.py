@@ -133,9 +133,21 @@ class Board:
         """Have the thread call ``work`` when it comes to it; nobody waits."""
         self._orders.put(cast("_Order[object]", _Order(work)))
 
+    def learn_host(self, rank: int) -> None:
+        """Learn that the store lives in the process of ``rank``."""
+        self.host = rank
+
+    def begin_looking(self, look: Callable[[], None]) -> None:
+        """Have the thread call ``look`` now and then."""
+        self.look = look
+
+    def end_looking(self) -> None:
+        """Have the thread do nothing but what it is given."""
+        self.look = None
+
     def stop(self) -> None:
         """End the thread after what it has been given, unless the store is silent."""
-        self.look = None
+        self.end_looking()
         self._orders.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=0.1 if self._lost is not None else 5.0)

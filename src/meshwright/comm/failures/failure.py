@@ -164,12 +164,12 @@ class FailureMonitor:
     def sign_in(self, entry: Mapping[str, Any]) -> None:
         """Tell the others that this rank has come, and ``entry``; follow the board from now on."""
         self.ranks.sign_in(entry, is_hosting=self._is_hosting)
-        self.board.look = self.read
+        self.board.begin_looking(self.read)
 
     def leave(self) -> None:
         """Tell the others that this rank is done with the run."""
         if not self.ranks.is_leaving:
-            self.ranks.is_leaving = True
+            self.ranks.begin_leaving()
             self._post({"kind": "leaving", "rank": self.rank})
             self.read()
 
@@ -200,7 +200,7 @@ class FailureMonitor:
 
     def end(self, error: BaseException) -> None:
         """Tell the other ranks that ``error`` ends this one's part in the run."""
-        self.has_raised = True
+        self.note_raised()
         failure = self._failure_of(error)
         try:
             if not self._posted:
@@ -211,6 +211,10 @@ class FailureMonitor:
                 self.read()
         except RankFailedError:
             self._tell_unpublished(failure)
+
+    def note_raised(self) -> None:
+        """Note that an error that names another rank, or ends the process, is raised here."""
+        self.has_raised = True
 
     def post_failure(self, failure: Failure) -> None:
         """Put ``failure`` on the board, for good; the first one standing counts for every rank."""

@@ -48,14 +48,13 @@ def enter(
 ) -> FailureMonitor:
     """Watch this rank, and those of its host, from now on."""
     monitor = FailureMonitor(store, rank, world_size, hang_after=hang_after, limit=limit, host=host)
-    PROCESS.monitor, PROCESS.watcher = monitor, Watcher(monitor, end_process)
+    PROCESS.enter(monitor, Watcher(monitor, end_process))
     return monitor
 
 
 def resign() -> None:
     """End a membership that others do not know of."""
-    monitor, watcher = PROCESS.monitor, PROCESS.watcher
-    PROCESS.monitor = PROCESS.watcher = None
+    monitor, watcher = PROCESS.leave()
     if watcher is not None:
         watcher.stop()
     if monitor is not None:
@@ -103,7 +102,7 @@ def end_process(error: BaseException) -> None:
 
 def _tell_end(error: BaseException) -> None:
     """Tell whoever listens of an error that ends the process without being raised."""
-    PROCESS.monitor = None  # the others know
+    PROCESS.fall_silent()  # the others know
     sys.excepthook(type(error), error, None)
 
 
@@ -164,7 +163,7 @@ def _leave_together(monitor: FailureMonitor) -> bool:
         if is_host or rank == 0:
             _wait_for(lambda: monitor.board.add("left", 0) == monitor.world_size, LEAVE_TIMEOUT)
         if rank == 0:
-            monitor.board.look = None
+            monitor.board.end_looking()
             monitor.erase()
         else:
             _wait_for(lambda: monitor.board.get("slot/1") is None, 1.0)
@@ -198,7 +197,7 @@ def _tell(monitor: FailureMonitor, error: BaseException) -> None:
     """Tell the other ranks of the ``error`` that ends this one, or it who failed first."""
     first = blame(monitor, error)
     if first:
-        monitor.has_raised = True
+        monitor.note_raised()
         error.add_note(first)
     elif not monitor.has_raised or not isinstance(error, CommunicationError):
         monitor.end(error)

@@ -73,6 +73,10 @@ class _Place:
     since: float
     number: int
 
+    def stay(self, frames: tuple[object, ...] | None, work: float) -> None:
+        """Stand there still, as another look has found."""
+        self.frames, self.work = frames, work
+
 
 class CallWatch:
     """The stacks of this process, looked at now and then by one thread."""
@@ -117,7 +121,7 @@ class CallWatch:
         has_run = before is None or work - before.work >= (_SPURIOUS if is_main else 1.0)
         here = None if has_run and is_main else _position(ident)
         if before is not None and not has_run and before.frames in (None, here):
-            before.work, before.frames = work, here
+            before.stay(here, work)
             return True
         self._count += 1
         self._places[ident] = _Place(here, work, time.monotonic(), self._count)

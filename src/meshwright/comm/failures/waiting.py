@@ -151,7 +151,8 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         self._monitor.ranks.end_wait()
-        self._monitor.has_raised = self._monitor.has_raised or error is not None
+        if error is not None:
+            self._monitor.note_raised()
 
     def look(self) -> Answers | None:
         """Raise when the wait must end. Returns what ranks say, where they were asked now."""

@@ -88,12 +88,11 @@ class Watcher:
         self._look_at_store()
         call = self._calls.look()
         if call is None:
-            self._monitor.ranks.stuck = None
+            self._monitor.ranks.note_stuck(None)
         else:
             # Negative: the numbers of waits of ours are not.
-            self._monitor.ranks.stuck = Waiting(
-                what=f"{call.what}, called at {call.line}", number=-call.number, since=call.since
-            )
+            what, number = f"{call.what}, called at {call.line}", -call.number
+            self._monitor.ranks.note_stuck(Waiting(what=what, number=number, since=call.since))
         self._look_at_call(call)
 
     # ---------------------------------------------------------------- the store's host

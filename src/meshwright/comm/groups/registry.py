@@ -81,6 +81,20 @@ class ProcessState:
     holding: threading.RLock = field(default_factory=threading.RLock)
     """Whoever changes ``held`` has this; a fork waits for it."""
 
+    def enter(self, monitor: FailureMonitor, watcher: Watcher) -> None:
+        """Enter a run, in which ``monitor`` speaks for this process and ``watcher`` looks on."""
+        self.monitor, self.watcher = monitor, watcher
+
+    def fall_silent(self) -> None:
+        """Tell the run nothing more; it goes on to be watched."""
+        self.monitor = None
+
+    def leave(self) -> tuple[FailureMonitor | None, Watcher | None]:
+        """Leave the run; returns those who are to be stopped."""
+        found = self.monitor, self.watcher
+        self.monitor = self.watcher = None
+        return found
+
     def release(self) -> None:
         """Give back what is held."""
         with self.holding:

@@ -87,6 +87,11 @@ class _Extent:
     used: float = 0.0
     """When a window last had them, on the monotonic clock."""
 
+    def go_home(self, kernel: _Kernel, source: int, now: float) -> None:
+        """Move the pages home from a window, where they are at ``source``."""
+        kernel.move(source, self.home, self.nbytes)
+        self.used = now
+
 
 @dataclass(slots=True, eq=False)
 class Window:
@@ -190,8 +195,7 @@ class PagePool:
         kernel, now = self._ready(), time.monotonic()
         at = window.start
         for extent in window.extents:
-            kernel.move(at, extent.home, extent.nbytes)
-            extent.used = now
+            extent.go_home(kernel, at, now)
             at += extent.nbytes
         self._free.extend(window.extents)
         window.extents.clear()

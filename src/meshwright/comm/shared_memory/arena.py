@@ -129,9 +129,10 @@ class Segment:
                     f"it has {found.st_size} bytes and belongs to user {found.st_uid}"
                 )
             segment = cls(own, nbytes, populate=populate)
-        finally:
+        except BaseException:
             os.close(own)
-        segment.descriptor = -1
+            raise
+        segment.close_descriptor()
         return segment
 
     def close_descriptor(self) -> None:

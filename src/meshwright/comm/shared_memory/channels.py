@@ -70,6 +70,10 @@ class Message:
         """The call of the sender, in words."""
         return self.words.decode(errors="replace")
 
+    def keep(self, address: int) -> None:
+        """Keep the bytes of a small message, which lie at ``address`` until its entry is free."""
+        self.data = ctypes.string_at(address, self.nbytes)
+
 
 @functools.lru_cache(maxsize=64)
 def dtype_digest(dtype: torch.dtype) -> int:
@@ -86,7 +90,10 @@ def _described(kind: str, dtype: torch.dtype, shape: tuple[int, ...], tag: int, 
 class Transfer(SharedWork):
     """A send or a receive under way."""
 
-    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, tag: int, label: str) -> None:
+    def __init__(
+        self, kind: str, tensor: torch.Tensor, peer: int, tag: int, label: str, limit: float
+    ) -> None:
+        """``limit`` is the time of the monotonic clock at which it fails."""
         super().__init__([tensor])
         self.kind = kind
         self.peer = peer
@@ -95,9 +102,7 @@ class Transfer(SharedWork):
         self.buffer = _plain(tensor, filled=kind == "send")
         self.address = self.buffer.data_ptr()
         self.nbytes = self.buffer.nbytes
-        self.moved = 0
-        self.number = -1
-        self.limit = float("inf")
+        self.limit = limit
         self.source = -1
 
     def __str__(self) -> str:
@@ -110,6 +115,20 @@ class Transfer(SharedWork):
     def source_rank(self) -> int:
         """The rank of the group that the message came from."""
         return self.source
+
+    def take(self, message: Message, address: int | None) -> bool:
+        """Take the bytes of ``message``, from ``address`` where it still lies in its entry.
+
+        False for a large one, whose bytes the stream is to bring.
+        """
+        self.source = message.source
+        if message.nbytes > EAGER_BYTES:
+            return False
+        if address is not None:
+            _copy(self.address, address, message.nbytes)
+        elif message.data:
+            _copy(self.address, message.data, message.nbytes)
+        return True
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the transfer as ended; a strided receive gets its elements now."""
@@ -130,17 +149,13 @@ def _plain(tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
 
 
 class Channel:
-    """One direction between two ranks, with the counts that this side keeps."""
+    """One direction between two ranks."""
 
     def __init__(self, meeting: Meeting, source: int, target: int) -> None:
         start = meeting.layout.channel(source, target)
         self.words = meeting.segment.words[start // 8 : start // 8 + _COUNTS // 8]
         self.bytes = meeting.segment.bytes[start : start + CHANNEL_BYTES]
         self.address = meeting.segment.address + start
-        self.count = 0
-        """Messages posted, at the sender; taken, at the receiver."""
-        self.blocks = 0
-        """Blocks filled, at the sender; drained, at the receiver."""
 
     def entry(self, number: int) -> int:
         """First byte of the entry of message ``number``."""
@@ -160,37 +175,44 @@ class Outbox:
         """Not posted yet, because the ring was full."""
         self.posted: dict[int, Transfer] = {}
         """Large messages by number, waiting for their grant."""
+        self._count = 0
+        """Messages posted."""
+        self._blocks = 0
+        """Blocks filled."""
+        self._moved = 0
+        """Bytes in the stream of the message that was granted last."""
 
     def move(self) -> list[Transfer] | None:
         """Bring the sends forward: those that have ended, or None when nothing has moved."""
         channel, words = self.channel, self.channel.words
         ended: list[Transfer] = []
         moved = False
-        while self.waiting and channel.count - words[TAKEN] < ENTRIES:
+        while self.waiting and self._count - words[TAKEN] < ENTRIES:
             send = self.waiting.popleft()
             self._post(send)
             moved = True
             if send.nbytes <= EAGER_BYTES:
                 ended.append(send)
-        granted = self.posted.get(words[GRANTED] - 1)
-        while granted is not None and channel.blocks - words[DRAINED] < BLOCKS:
+        number = words[GRANTED] - 1
+        granted = self.posted.get(number)
+        while granted is not None and self._blocks - words[DRAINED] < BLOCKS:
             moved = True
-            left = granted.nbytes - granted.moved
+            left = granted.nbytes - self._moved
             count = min(BLOCK_BYTES, left)
-            _copy(channel.block(channel.blocks), granted.address + granted.moved, count)
-            granted.moved += count
-            channel.blocks += 1
-            words[FILLED] = channel.blocks
+            _copy(channel.block(self._blocks), granted.address + self._moved, count)
+            self._moved += count
+            self._blocks += 1
+            words[FILLED] = self._blocks
             if count == left:
-                del self.posted[granted.number]
+                self._moved = 0
+                del self.posted[number]
                 ended.append(granted)
                 break
         return ended if moved else None
 
     def _post(self, send: Transfer) -> None:
         channel = self.channel
-        send.number = channel.count
-        start = channel.entry(send.number)
+        start = channel.entry(self._count)
         text = str(send).encode()[:TEXT_BYTES]
         label = digest(send.label) if send.label else 0
         kind = dtype_digest(send.buffer.dtype)
@@ -199,9 +221,9 @@ class Outbox:
         if send.nbytes <= EAGER_BYTES:
             _copy(channel.address + start + HEAD_BYTES, send.address, send.nbytes)
         else:
-            self.posted[send.number] = send
-        channel.count += 1
-        channel.words[POSTED] = channel.count
+            self.posted[self._count] = send
+        self._count += 1
+        channel.words[POSTED] = self._count
 
 
 class Inbox:
@@ -210,34 +232,38 @@ class Inbox:
     def __init__(self, channel: Channel, source: int) -> None:
         self.channel = channel
         self.source = source
-        self.granted: deque[Transfer] = deque()
-        """Receives of large messages; the first one has the stream."""
+        self.granted: deque[tuple[int, Transfer]] = deque()
+        """Receives of large messages, with the numbers of these; the first one has the stream."""
+        self._count = 0
+        """Messages taken."""
+        self._blocks = 0
+        """Blocks drained."""
+        self._moved = 0
+        """Bytes of the first of ``granted`` that were drained."""
 
     def take(self) -> tuple[Message, int] | None:
         """The next message of the ring and the address of its bytes; it stays until `release`."""
         channel = self.channel
-        if channel.words[POSTED] <= channel.count:
+        if channel.words[POSTED] <= self._count:
             return None
-        start = channel.entry(channel.count)
+        start = channel.entry(self._count)
         tag, nbytes, kind, label, length = HEAD.unpack_from(channel.bytes, start)
         first = start + HEAD.size
         words = bytes(channel.bytes[first : first + min(length, TEXT_BYTES)])
-        message = Message(channel.count, self.source, tag, nbytes, kind, label, words, None)
+        message = Message(self._count, self.source, tag, nbytes, kind, label, words, None)
         return message, channel.address + start + HEAD_BYTES
 
-    def is_full(self) -> bool:
-        """True when the sender may be waiting for an entry."""
-        return self.channel.words[POSTED] - self.channel.count >= ENTRIES
-
-    def release(self) -> None:
-        """Give the entry of the message that was taken back to the sender."""
-        self.channel.count += 1
-        self.channel.words[TAKEN] = self.channel.count
+    def release(self) -> bool:
+        """Give the entry of the message that was taken back; True where it may be waited for."""
+        words = self.channel.words
+        was_full = words[POSTED] - self._count >= ENTRIES
+        self._count += 1
+        words[TAKEN] = self._count
+        return was_full
 
     def grant(self, receive: Transfer, message: Message) -> None:
         """Allow the sender to fill the stream with ``message``, after those granted before."""
-        receive.number = message.number
-        self.granted.append(receive)
+        self.granted.append((message.number, receive))
         if len(self.granted) == 1:
             self.channel.words[GRANTED] = message.number + 1
 
@@ -246,16 +272,18 @@ class Inbox:
         channel, words = self.channel, self.channel.words
         ended: list[Transfer] = []
         moved = False
-        while self.granted and words[FILLED] > channel.blocks:
+        while self.granted and words[FILLED] > self._blocks:
             moved = True
-            receive = self.granted[0]
-            count = min(BLOCK_BYTES, receive.nbytes - receive.moved)
-            _copy(receive.address + receive.moved, channel.block(channel.blocks), count)
-            receive.moved += count
-            channel.blocks += 1
-            words[DRAINED] = channel.blocks
-            if receive.moved == receive.nbytes:
-                ended.append(self.granted.popleft())
+            _, receive = self.granted[0]
+            count = min(BLOCK_BYTES, receive.nbytes - self._moved)
+            _copy(receive.address + self._moved, channel.block(self._blocks), count)
+            self._moved += count
+            self._blocks += 1
+            words[DRAINED] = self._blocks
+            if self._moved == receive.nbytes:
+                self._moved = 0
+                ended.append(receive)
+                self.granted.popleft()
                 if self.granted:
-                    words[GRANTED] = self.granted[0].number + 1
+                    words[GRANTED] = self.granted[0][0] + 1
         return ended if moved else None

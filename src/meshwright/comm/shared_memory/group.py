@@ -76,14 +76,43 @@ class GroupOptions(Protocol):
     global_ranks_in_group: list[int]
 
 
+class _Issuing(threading.local):
+    """The notes of one thread on what it issues on a group."""
+
+    label = ""
+    coalesced: list[SharedWork] | None = None
+
+    def label_next(self, label: str) -> None:
+        """Give the next operation ``label``."""
+        self.label = label
+
+    def label_nothing(self, label: str) -> None:
+        """Leave the next operation without a label, whatever ``label`` is."""
+        del label
+        self.label = ""
+
+    def take_label(self) -> str:
+        """Take the label for the operation that is issued now."""
+        label = self.label
+        if label:
+            self.label = ""
+        return label
+
+    def begin_coalescing(self) -> None:
+        """Keep the works that are noted from now on."""
+        self.coalesced = []
+
+    def end_coalescing(self) -> list[SharedWork]:
+        """Hand out the works that were noted since the begin."""
+        works, self.coalesced = self.coalesced or [], None
+        return works
+
+
 class SharedMemoryGroup(ProcessGroup):
     """A process group whose ranks share memory.
 
-    ``next_label`` is the label of the next operation that this thread issues on the group. Labels
-    appear in errors, and calls on which both sides carry one must carry the same.
+    Labels appear in errors, and calls on which both sides carry one must carry the same.
     """
-
-    sends_labels = True  # a rank that is known to differ from its peers may do without
 
     def __init__(
         self,
@@ -104,17 +133,21 @@ class SharedMemoryGroup(ProcessGroup):
         self._queue = OperationQueue(meeting, f"meshwright-collectives-{self._name}")
         self._transfers = Transfers(meeting, f"meshwright-transfers-{self._name}")
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._local = threading.local()
+        self._issuing = _Issuing()
+        # Methods of theirs in place of ours that call them: these run for every operation.
+        self.label_next: Callable[[str], None] = self._issuing.label_next
+        """Gives the next operation that this thread issues a label; "" takes it back."""
+        self._label = self._issuing.take_label
         self._pid = os.getpid()
 
     @property
     def next_label(self) -> str:
         """The label of this thread's next operation, which takes it."""
-        return getattr(self._local, "label", "")
+        return self._issuing.label
 
-    @next_label.setter
-    def next_label(self, label: str) -> None:
-        self._local.label = label if self.sends_labels else ""
+    def forgo_labels(self) -> None:
+        """Send no labels from now on: this rank is known to differ from its peers."""
+        self.label_next = self._issuing.label_nothing
 
     # ------------------------------------------------------------------ reductions
 
@@ -352,14 +385,14 @@ class SharedMemoryGroup(ProcessGroup):
     # ------------------------------------------------------------------ coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._local.coalesced = []
+        self._issuing.begin_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> SharedWork:
-        works, self._local.coalesced = self._local.coalesced, None
+        works = self._issuing.end_coalescing()
         return works[0] if len(works) == 1 else JoinedWork(works)
 
     def _note(self, work: SharedWork) -> SharedWork:
-        coalesced = getattr(self._local, "coalesced", None)
+        coalesced = self._issuing.coalesced
         if coalesced is not None:
             coalesced.append(work)
         return work
@@ -368,12 +401,6 @@ class SharedMemoryGroup(ProcessGroup):
         return works[0] if len(works) == 1 else JoinedWork(works)
 
     # ------------------------------------------------------------------ issuing
-
-    def _label(self) -> str:
-        label: str = getattr(self._local, "label", "")
-        if label:
-            self._local.label = ""
-        return label
 
     def _call(
         self,
@@ -418,8 +445,7 @@ class SharedMemoryGroup(ProcessGroup):
         if left is None or self._pid != os.getpid():
             return
         left(self)
-        self._meeting.leave()
-        self._meeting.broken = CommunicationError(f"the group {self._name!r} was destroyed")
+        self._meeting.end(CommunicationError(f"the group {self._name!r} was destroyed"))
         self._queue.close()
         self._transfers.close()
         self._meeting.peers.close()
@@ -435,7 +461,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may wait for its peers."""
-        self._meeting.timeout = timeout.total_seconds()
+        self._meeting.bound(timeout.total_seconds())
 
     def rank(self) -> int:
         """This rank's number in the group."""

@@ -47,9 +47,11 @@ URGENT_BYTES = 256 << 10
 class SharedWork(Work):
     """The handle of c10d for an operation: `wait` and a future, which raise its error."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, outputs: Sequence[torch.Tensor], held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.outputs = outputs
+        self.held = held
+        """Inputs, which are kept until the operation has ended."""
         self.done = False
         self.error: BaseException | None = None
         self._lock = threading.Lock()
@@ -58,6 +60,7 @@ class SharedWork(Work):
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as ended. Called once; `announce` follows."""
+        self.held = ()
         self.error = error
         self.done = True
 
@@ -188,9 +191,7 @@ class _Operation(SharedWork):
         outputs: Sequence[torch.Tensor],
         held: Sequence[torch.Tensor],
     ) -> None:
-        super().__init__(outputs)
-        self.held = held
-        """Inputs, which are kept until the operation has ended."""
+        super().__init__(outputs, held)
         self.queue = queue
         self.call = call
         self.body = body
@@ -199,6 +200,20 @@ class _Operation(SharedWork):
 
     def __str__(self) -> str:
         return str(self.call)
+
+    def start(self, meeting: Meeting) -> None:
+        """Take the first step, which never blocks; with the lock of the queue held."""
+        self.started = True
+        if meeting.broken is not None:
+            self.queue.end(self, unusable(meeting.broken))
+            return
+        self.limit = time.monotonic() + meeting.timeout
+        try:
+            next(self.body)
+        except StopIteration:
+            self.queue.end(self, None)
+        except BaseException as error:  # whoever waits for the operation gets it
+            self.queue.end(self, error)
 
     def _drive(self, until: float) -> bool:
         return self.queue.drive(self, until)
@@ -337,7 +352,7 @@ class OperationQueue:
                 if is_first and run_now:
                     self._advance(operation, time.monotonic() + SLICE)
                 elif is_first:
-                    self._start(operation)
+                    operation.start(self._meeting)
             finally:
                 self._lock.release()
             self._announce()
@@ -401,45 +416,37 @@ class OperationQueue:
 
     # ------------------------------------------------------------------ with the lock held
 
-    def _start(self, operation: _Operation) -> None:
-        """Take the first step of ``operation``, which never blocks."""
-        operation.started = True
-        if self._meeting.broken is not None:
-            self._end(operation, unusable(self._meeting.broken))
-            return
-        operation.limit = time.monotonic() + self._meeting.timeout
-        try:
-            next(operation.body)
-        except StopIteration:
-            self._end(operation, None)
-        except BaseException as error:  # whoever waits for the operation gets it
-            self._end(operation, error)
+    def _advance(
+        self, operation: _Operation, until: float | None, awake_for: float | None = None
+    ) -> bool:
+        """Bring the first operation of the queue to its end; False when ``until`` comes first.
 
-    def _advance(self, operation: _Operation, until: float | None) -> bool:
-        """Bring the first operation of the queue to its end; False when ``until`` comes first."""
+        Waits are `Patience.seconds` awake, or ``awake_for``.
+        """
+        meeting = self._meeting
         if not operation.started:
-            self._start(operation)
+            operation.start(meeting)
         if operation.done:
             return True
-        meeting, limit = self._meeting, operation.limit
+        limit = operation.limit
         try:
-            if not meeting.wait(until, limit, operation.call):
+            if not meeting.wait(until, limit, operation.call, awake_for):
                 return False
             for _ in operation.body:
-                if not meeting.wait(until, limit, operation.call):
+                if not meeting.wait(until, limit, operation.call, awake_for):
                     return False
         except BaseException as error:  # whoever waits for the operation gets it
-            self._end(operation, error)
+            self.end(operation, error)
             if not isinstance(error, Exception):
                 raise
             return True
-        self._end(operation, None)
+        self.end(operation, None)
         return True
 
-    def _end(self, operation: _Operation, error: BaseException | None) -> None:
+    def end(self, operation: _Operation, error: BaseException | None) -> None:
+        """End ``operation``, the first of the queue, by ``error`` where it has failed."""
         if error is not None:
             self._meeting.break_with(error)
-        operation.held = ()
         operation.finish(error)
         self._pending.popleft()
         self._ended.append(operation)
@@ -453,17 +460,15 @@ class OperationQueue:
             while self._pending:
                 operation = self._pending[0]
                 if not operation.started:
-                    self._start(operation)
+                    operation.start(self._meeting)
                     moved = True
                 elif self._meeting.all_arrived() or self._is_troubled(operation):
                     # This thread's core is wanted by the computation that runs beside it.
-                    self._meeting.awake_for = 0.0
-                    self._advance(operation, time.monotonic() + BURST)
+                    self._advance(operation, time.monotonic() + BURST, awake_for=0.0)
                     moved = True
                 else:
                     break
         finally:
-            self._meeting.awake_for = self._meeting.patience.seconds
             self._lock.release()
         self._announce(elsewhere=True)
         return moved

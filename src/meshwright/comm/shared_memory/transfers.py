@@ -13,7 +13,6 @@ receive that it belongs to. So receives may be posted in any order, from any sou
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -48,9 +47,16 @@ class _OwnedTransfer(Transfer):
     """A transfer that is moved by the engine of its group."""
 
     def __init__(
-        self, owner: Transfers, kind: str, tensor: torch.Tensor, peer: int, tag: int, label: str
+        self,
+        owner: Transfers,
+        kind: str,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        label: str,
+        limit: float,
     ) -> None:
-        super().__init__(kind, tensor, peer, tag, label)
+        super().__init__(kind, tensor, peer, tag, label, limit)
         self.owner = owner
 
     def is_completed(self) -> bool:
@@ -88,13 +94,13 @@ class Transfers:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
         """Send ``tensor`` to rank ``peer`` of the group."""
-        send = _OwnedTransfer(self, "send", tensor, peer, tag, label)
-        return self._begin(send)
+        limit = time.monotonic() + self._meeting.timeout
+        return self._begin(_OwnedTransfer(self, "send", tensor, peer, tag, label, limit))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, label: str) -> SharedWork:
         """Receive into ``tensor`` from rank ``peer`` of the group, or from `ANY_SOURCE`."""
-        receive = _OwnedTransfer(self, "recv", tensor, peer, tag, label)
-        return self._begin(receive)
+        limit = time.monotonic() + self._meeting.timeout
+        return self._begin(_OwnedTransfer(self, "recv", tensor, peer, tag, label, limit))
 
     def close(self) -> None:
         """End the background thread."""
@@ -139,7 +145,6 @@ class Transfers:
         meeting = self._meeting
         if meeting.broken is not None:
             raise unusable(meeting.broken)
-        transfer.limit = time.monotonic() + meeting.timeout
         with self._lock:
             self._open.append(transfer)
             if transfer.kind == "send":
@@ -265,17 +270,15 @@ class Transfers:
         moved = False
         while (found := inbox.take()) is not None:
             message, address = found
-            was_full = inbox.is_full()
             receive = self._receive_for(message)
             if receive is not None:
                 self._receives.remove(receive)
                 self._deliver(message, receive, address)
             else:
                 if message.nbytes <= EAGER_BYTES:
-                    message.data = ctypes.string_at(address, message.nbytes)
+                    message.keep(address)
                 self._unexpected.append(message)
-            inbox.release()
-            if was_full:
+            if inbox.release():
                 self._ring(inbox.source)
             moved = True
         if inbox.granted and (ended := inbox.drain()) is not None:
@@ -286,7 +289,7 @@ class Transfers:
         return moved
 
     def _receive_for(self, message: Message) -> Transfer | None:
-        if any(
+        if self._unexpected and any(
             held.source == message.source and held.tag == message.tag for held in self._unexpected
         ):
             return None
@@ -319,16 +322,11 @@ class Transfers:
                 ),
             )
             raise error
-        receive.source = message.source
-        if message.nbytes > EAGER_BYTES:
+        if receive.take(message, address):
+            self._end(receive)
+        else:
             self._inboxes[message.source].grant(receive, message)
             self._ring(message.source)
-            return
-        if address is not None:
-            ctypes.memmove(receive.address, address, message.nbytes)
-        elif message.data:
-            ctypes.memmove(receive.address, message.data, message.nbytes)
-        self._end(receive)
 
 
 def _fits(receive: Transfer, message: Message) -> bool:

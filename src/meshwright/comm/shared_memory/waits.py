@@ -160,9 +160,8 @@ class Meeting:
         self.step = 0
         self.peers = peers
         self.patience = patience
-        self.awake_for = patience.seconds
-        """`Patience.seconds` of the next wait for a step."""
         self.timeout = timeout
+        """Seconds for which an operation may wait for its peers."""
         self.broken: BaseException | None = None
         self.layout = layout
         self.segment = segment
@@ -199,11 +198,14 @@ class Meeting:
         words, step = self._words, self.step
         return all(words[index] >= step for index in self._arrivals)
 
-    def wait(self, until: float | None, limit: float, what: object) -> bool:
+    def wait(
+        self, until: float | None, limit: float, what: object, awake_for: float | None = None
+    ) -> bool:
         """Wait until every rank has arrived at this step; False when ``until`` comes first.
 
         ``until`` and ``limit`` are times of the monotonic clock. At ``limit``, or when a rank is
-        lost, left or failed, an error names it and ``what`` was waited for.
+        lost, left or failed, an error names it and ``what`` was waited for. ``awake_for`` stands in
+        the place of `Patience.seconds`.
         """
         words, step = self._words, self.step
         for index in self._arrivals:
@@ -212,16 +214,23 @@ class Meeting:
                     if words[index] >= step:
                         break
                 else:
-                    if not self._sleep(index, until, limit, what):
+                    if not self._sleep(index, until, limit, what, awake_for):
                         return False
         if words[self._states].tobytes() != self._nobody:
             self._check_states(self._others, what, messages=False)
         return True
 
-    def _sleep(self, index: int, until: float | None, limit: float, what: object) -> bool:
+    def _sleep(
+        self,
+        index: int,
+        until: float | None,
+        limit: float,
+        what: object,
+        awake_for: float | None,
+    ) -> bool:
         words, step = self._words, self.step
         now = time.monotonic()
-        awake_until = now + self.awake_for
+        awake_until = now + (self.patience.seconds if awake_for is None else awake_for)
         while now < awake_until:
             os.sched_yield()
             if words[index] >= step:
@@ -354,6 +363,15 @@ class Meeting:
             self._words[self.layout.rank_word(self.peers.me) + CULPRIT] = error.rank + 1
         self.segment.bytes[8 * first + 8 : 8 * first + 8 + len(data)] = data
         self.leave(MISMATCHED if isinstance(error, CollectiveMismatchError) else FAILED)
+
+    def bound(self, seconds: float) -> None:
+        """Bound by ``seconds`` the waits of operations that begin from now on."""
+        self.timeout = seconds
+
+    def end(self, error: BaseException) -> None:
+        """Leave, and have what this rank calls later raise ``error``."""
+        self.leave()
+        self.broken = error
 
     def leave(self, state: int = LEFT) -> None:
         """Say that this rank takes part no longer, unless it has said so before."""
