@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.axes import Axes
 from meshwright.comm import communicator
+from meshwright.comm.dtensors.unreadable import Unreadable
 from meshwright.composition import parallelize
-from meshwright.composition.pipelines.other_stages import HeldElsewhere
 from meshwright.errors import LayoutError, PipelinePeerError, PlanError
 from meshwright.plan import PipelinePlan, Plan, TensorPlan, TrainPlan
 from meshwright.testing import Ranks, RanksFailed
@@ -421,7 +421,7 @@ class ScaledGraph(ScaledChain):
 
 def scales_in_place(model: Any) -> None:
     for layer in model.layers:
-        if not isinstance(layer.scale, HeldElsewhere):
+        if not isinstance(layer.scale, Unreadable):
             layer.scale.mul_(0.5)
 
 
@@ -491,12 +491,12 @@ def decays_data(model: Any, trainable: Any) -> None:
 
 
 def by_the_first_name(model: Any, trainable: Any) -> None:
-    if not isinstance(model.first.weight, HeldElsewhere):
+    if not isinstance(model.first.weight, Unreadable):
         model.first.weight.data.add_(0.1)
 
 
 def by_the_last_name(model: Any, trainable: Any) -> None:
-    if not isinstance(model.head.weight, HeldElsewhere):
+    if not isinstance(model.head.weight, Unreadable):
         model.head.weight.data.add_(0.1)
 
 

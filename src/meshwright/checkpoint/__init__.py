@@ -18,18 +18,6 @@ Bottom-up:
     writing      all of a checkpoint, or nothing
     nested       nested state as named tensors
     optimizers   an optimizer's state, by parameter name
-
-    document     sealed JSON
-    tensor_file  bytes of a safetensors file
-    manifest     pieces of tensors, files and checksums
-    pieces       who writes what
-    storage      file operations
-    claims       one job in a folder
-    reading      nothing is believed before it is verified
-    steps        the folder of checkpoints
-    writing      all of a checkpoint, or nothing
-    nested       nested state as named tensors
-    optimizers   an optimizer's state, by parameter name
 """
 
 from __future__ import annotations

@@ -14,19 +14,6 @@ Bottom-up:
     process_groups  joining the ranks, making sub-groups, and leaving
     graphs          collectives for autograd and compilers, marks of gradients in graphs
     dtensors        torch's DTensors: their local tensors, their gradients, their whole values
-
-    memory          pages that move between tensors, and tensors whose memory comes and goes
-    streams         one vocabulary of streams, events and clocks for CPU and CUDA
-    c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
-    observing       who is told of collectives: observers, profilers, ``CommDebugMode``, timelines
-    groups          what a process knows of its communication, the ranks' meeting, and their start
-    failures        who failed or is missing, how long to wait, and whether ranks do the same
-    pending         a collective that has been issued, and the bounded wait for it
-    collectives     the door: one `Communicator` a process group, every collective through it
-    shared_memory   the c10d backend of CPU ranks on one host
-    process_groups  joining the ranks, making sub-groups, and leaving
-    graphs          collectives for autograd and compilers, marks of gradients in graphs
-    dtensors        torch's DTensors: their local tensors, their gradients, their whole values
 """
 
 from __future__ import annotations

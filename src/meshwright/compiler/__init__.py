@@ -8,13 +8,6 @@ Bottom-up:
     marking      the pass and its settings, loaded by the first traced replica
     entries      ways to compile
     breaks       the ends of graphs, with reasons
-
-    bucket_plan  the marks that go together
-    bucket_pass  marks that become fused reductions
-    guarantees   properties that are checked after the pass
-    marking      the pass and its settings, loaded by the first traced replica
-    entries      ways to compile
-    breaks       the ends of graphs, with reasons
 """
 
 from __future__ import annotations

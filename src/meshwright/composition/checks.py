@@ -13,6 +13,7 @@ from meshwright.composition.pipelines.pipelined import SCHEDULES
 from meshwright.composition.pipelines.stages import chunks_of
 from meshwright.composition.tensor_axis.tensor_rules import rule_problems
 from meshwright.data_parallel import batch_norms
+from meshwright.data_parallel.modules.batch_norm import running_instance_norms
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineScheduleSingle
 from meshwright.plan import Plan, match_names
@@ -91,7 +92,22 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             f"the model has BatchNorm ({normalised[0]!r}): say in [train] whether its statistics "
             'are those of each rank\'s share, batch_norm = "local", or of all ranks, "sync"',
         )
-    if not normalised and train.batch_norm is not None:
+    running = list(running_instance_norms(model))
+    if running and train.batch_norm != "local" and is_cut:
+        yield Problem(
+            ("train", "batch_norm"),
+            f"the model has an InstanceNorm with running statistics ({running[0]!r}), which are "
+            'those of each rank\'s share: say batch_norm = "local" in [train] if these are meant, '
+            "or leave its track_running_stats out",
+        )
+    scaled = [n for n, p in model.named_modules() if getattr(p, "scale_grad_by_freq", False)]
+    if scaled and is_cut:
+        yield Problem(
+            ("train",),
+            f"{scaled[0]!r} has scale_grad_by_freq=True: its gradient would be divided by how "
+            "often each row is looked up in one share of the batch, and not in all; leave it out",
+        )
+    if not normalised and not running and train.batch_norm is not None:
         yield Problem(
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.composition.pipelines.other_stages import name_of
+from meshwright.comm.dtensors.unreadable import name_of
 from meshwright.gradients import call_module
 from meshwright.pipelining.splitting.dropped import HOOKING, saved_tensor_hooks
 from meshwright.pipelining.splitting.module_hooks import drop_hooks, hooks_of

@@ -11,16 +11,6 @@ Bottom-up:
     sharded_modules         `fully_shard`: how modules bring their units through an iteration
     flat                    the flat view of a model, for optimizers
     residency               replicated and sharded modules as a pipeline's schedule drives them
-
-    modules                 modules as users have them: what they hold, are given, and are called
-    distributed_parameters  parameters that are DTensors on axes of tensor parallelism
-    checks                  checks that the ranks of one model do the same
-    replicas                equal copies: `replicate` and `DistributedDataParallel`
-    comm_hooks              other ways to reduce a bucket of gradients than a plain sum
-    shards                  parameters in parts: their memory, their units, and what is seen of them
-    sharded_modules         `fully_shard`: how modules bring their units through an iteration
-    flat                    the flat view of a model, for optimizers
-    residency               replicated and sharded modules as a pipeline's schedule drives them
 """
 
 from __future__ import annotations

@@ -21,23 +21,6 @@ Bottom-up:
     wrapper         the public class
     grad_scaler     `ShardedGradScaler`
 
-    options         strategies, precision, kinds of state dicts
-    counterparts    options of other libraries' modules
-    wrap            policies: the submodules that become units
-    groups          the ranks that share parameters, and those that copy
-    checks          checks of a module that becomes a unit
-    exposures       the parameters of a unit as they look from outside
-    listing         lists of modules inside of a flat unit
-    traversal       the tree of wrappers, and names
-    building        from a module to a unit
-    precision_mode  mixed precision, or full while evaluating
-    auto_wrap       wrapping what a policy chose
-    states          state dicts of models and optimizers, and whole parameters
-    residency       wrappers as a pipeline's schedule drives them
-    unit_wrapper    one wrapper as a module
-    wrapper         the public class
-    grad_scaler     `ShardedGradScaler`
-
 Where this differs from torch's class on purpose:
 
 * torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` are refused for flat parameters,

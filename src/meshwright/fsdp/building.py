@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.made_dtensors import check_ties
-from meshwright.data_parallel.checks.forward_writes import refuse_max_norm
+from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
 from meshwright.data_parallel.checks.starting_state import digest_of, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
+from meshwright.data_parallel.shards.replaced_parameters import refuse_views, retire, stand_in
 from meshwright.data_parallel.shards.tensor_extensions import check_class
 from meshwright.data_parallel.shards.unit import (
     ParameterGroup,
@@ -179,6 +180,9 @@ def build_unit(
         return None
     if plan.groups.axes.shard is None and plan.groups.axes.size > 1:
         refuse_max_norm(root, [(slot.name, slot.original) for slot in slots])
+    refuse_views(root.modules(), slots)
+    if plan.groups.axes.size > 1:
+        refuse_frequencies([root], [(slot.name, slot.original) for slot in slots])
     for slot in slots:
         check_class(slot.name, slot.original, why=REFUSED)
         take_part(slot, plan.groups, local)
@@ -196,7 +200,11 @@ def build_unit(
     exposure = OriginalExposure(kept) if plan.use_orig_params else FlatExposure(owner, kept)
     for slot in slots:
         setattr(slot.original, TAKEN, name)
-    return Unit(name, groups, exposure, plan.settings)
+    unit = Unit(name, groups, exposure, plan.settings)
+    if not plan.use_orig_params:
+        for slot in slots:
+            retire(slot.replace_original(stand_in(slot.original)), slot.name)
+    return unit
 
 
 def _slots(root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]) -> Iterator[Slot]:

@@ -6,11 +6,6 @@ Bottom-up:
     finite      all ranks skip or stop together
     norm        one norm over all axes, and clipping
     optimizers  optimizers that parts of parameters would mislead
-
-    loss        a mean, or (sum, count), over microbatches and ranks
-    finite      all ranks skip or stop together
-    norm        one norm over all axes, and clipping
-    optimizers  optimizers that parts of parameters would mislead
 """
 
 from __future__ import annotations

@@ -330,12 +330,16 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
 
 
 def _wanted(step: Callable[..., object]) -> str:
-    """The arguments that ``step`` cannot be called without, such as ``closure``."""
+    """The arguments that ``step`` cannot be called without, such as ``closure``.
+
+    A scheduler of learning rates puts a function of its own in the place of a bound ``step``, which
+    shows the signature of the one that is not bound.
+    """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(
         name
         for name, each in inspect.signature(step).parameters.items()
-        if each.default is inspect.Parameter.empty and each.kind not in variadic
+        if each.default is inspect.Parameter.empty and each.kind not in variadic and name != "self"
     )
 
 

@@ -11,16 +11,6 @@ Bottom-up:
     schedules   the classes that users call
     clipping    the norm over all stages
     splitting   from a model to its stages
-
-    edges       the source of each argument of a stage
-    microbatch  cutting a batch, and merging outputs
-    messages    values that cross stages, and how ranks come to know of them
-    failures    a step that fails on one rank, and ranks in different steps
-    stage       one stage, and what it holds of each microbatch
-    stepping    one step: the interpreter of schedules, backward, losses, ties
-    schedules   the classes that users call
-    clipping    the norm over all stages
-    splitting   from a model to its stages
 """
 
 from meshwright.errors import PipelinePeerError, PipeliningShapeError

@@ -9,14 +9,6 @@ Bottom-up:
     refusals        random operators that cannot
     initialization  parameters from one generator
     blocks          parameters from many
-
-    keys            seeds from names
-    counters        random bits by position
-    draws           what a training step tells dropout
-    dropout         modules that draw by position
-    refusals        random operators that cannot
-    initialization  parameters from one generator
-    blocks          parameters from many
 """
 
 from __future__ import annotations

@@ -7,12 +7,6 @@ Bottom-up:
     tensor_rows   what a run wrote of its tensors
     compare       the first tensor in which two runs differ
     page          an HTML file of what was measured and simulated
-
-    chrome_trace  a `Timeline` as a Chrome trace, and back
-    drawing       a `Timeline` as an SVG picture
-    tensor_rows   what a run wrote of its tensors
-    compare       the first tensor in which two runs differ
-    page          an HTML file of what was measured and simulated
 """
 
 from __future__ import annotations

@@ -15,17 +15,6 @@ Bottom-up:
     apply         `parallelize_module`
     loss          cross entropy of logits that are cut by classes
     loss_context  `loss_parallel`
-
-    functions     communication that autograd understands
-    layouts       from one layout to another
-    weights       parameters that become DTensors
-    checks        whether ranks do and hold the same
-    layers        modules that compute on parts
-    styles        styles of layers that hold parameters
-    prepare       styles without parameters
-    apply         `parallelize_module`
-    loss          cross entropy of logits that are cut by classes
-    loss_context  `loss_parallel`
 """
 
 from __future__ import annotations

@@ -17,21 +17,6 @@ Bottom-up:
     training      parity with one process
     faults        faults at a chosen place and step
 
-    wire          messages and their bytes
-    modules       test modules in ranks
-    outcome       the ends of ranks
-    rank_process  the life of one rank
-    supervisor    one call: its ranks, watched
-    server        the clean process that ranks are forked from
-    pool          the caller's side
-    plugin        the pytest plugin
-    meeting       the meeting of fake ranks
-    fake          all ranks in one process
-    masked        microbatches of the size of the batch
-    models        models that have broken a layout
-    training      parity with one process
-    faults        faults at a chosen place and step
-
 ::
 
     pytest ── Pool ──(socket)── server ── supervisor ─┬─ rank 0

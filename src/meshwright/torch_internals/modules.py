@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks_of_all
 
 __all__ = [
     "HOOKS",
     "STATE_HOOKS",
     "AnyBatchNorm",
+    "AnyInstanceNorm",
     "call_of",
     "check_input_dim",
     "compiled_call_of",

@@ -4,9 +4,6 @@ Bottom-up:
 
     lookup  the functions as they stand on `torch.distributed` at the moment of a call
     gloo    faster algorithms for Gloo, made of Gloo's own operations, chosen by size
-
-    lookup  the functions as they stand on `torch.distributed` at the moment of a call
-    gloo    faster algorithms for Gloo, made of Gloo's own operations, chosen by size
 """
 
 from __future__ import annotations

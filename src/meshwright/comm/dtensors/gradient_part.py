@@ -34,6 +34,7 @@ _NAMES = """
     log_softmax softmax softmin layer_norm rms_norm mse_loss l1_loss smooth_l1_loss huber_loss
     einsum tensordot chain_matmul addmm addmv addr addbmm bmm ger
     _foreach_norm _foreach_max __matmul__ __rmatmul__
+    all any allclose equal numpy tolist roll flip fliplr flipud rot90
 """
 """Of functions that look at several elements together."""
 

@@ -15,20 +15,6 @@ Bottom-up:
     membership   the time of a rank in a run, from its first word to its last
     comparison   the first comparison of what ranks are about to do
     events       the events of one root, compared with the other ranks
-
-    notices      short texts that ranks leave for each other in the store
-    board        the run's store, in a thread of its own
-    processes    processes as ``/proc`` shows them
-    whereabouts  the answer of a rank when others ask where it is
-    attendance   the roll, roll calls, and looks at processes that do not answer
-    failure      the first failure, and what a rank says of itself
-    waiting      the one rule of all waits
-    stuck_calls  calls of c10d that a thread does not come out of
-    watching     the thread that watches this process and its neighbours
-    outside      waits in calls of torch's own, and while joining
-    membership   the time of a rank in a run, from its first word to its last
-    comparison   the first comparison of what ranks are about to do
-    events       the events of one root, compared with the other ranks
 """
 
 from __future__ import annotations

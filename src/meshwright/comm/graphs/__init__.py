@@ -5,10 +5,6 @@ Bottom-up:
     functional  collectives that autograd and the compiler understand
     marks       operators that stand for gradient reductions until a pass fuses them
     untraced    functions that `torch.compile` calls and does not look into
-
-    functional  collectives that autograd and the compiler understand
-    marks       operators that stand for gradient reductions until a pass fuses them
-    untraced    functions that `torch.compile` calls and does not look into
 """
 
 from __future__ import annotations

@@ -5,10 +5,6 @@ Bottom-up:
     registry    communicators, observers, phases, the monitor: the state of a process
     rendezvous  the meeting of the ranks: the store, the roll, the backend of the world
     launch      ranks of this machine, started through torch's elastic launcher
-
-    registry    communicators, observers, phases, the monitor: the state of a process
-    rendezvous  the meeting of the ranks: the store, the roll, the backend of the world
-    launch      ranks of this machine, started through torch's elastic launcher
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Bottom-up:
 
     pages             pages that move between tensors instead of being freed and got anew
     reusable_storage  1-D tensors whose memory comes and goes, while views of them stay valid
-
-    pages             pages that move between tensors instead of being freed and got anew
-    reusable_storage  1-D tensors whose memory comes and goes, while views of them stay valid
 """
 
 from __future__ import annotations

@@ -6,11 +6,6 @@ Bottom-up:
     ranges     ranges in the traces of `torch.profiler`
     shown      the operations that ``CommDebugMode`` is shown
     timelines  the measurements of all ranks, as one timeline
-
-    observers  the protocol, a recorder, and a timer
-    ranges     ranges in the traces of `torch.profiler`
-    shown      the operations that ``CommDebugMode`` is shown
-    timelines  the measurements of all ranks, as one timeline
 """
 
 from __future__ import annotations

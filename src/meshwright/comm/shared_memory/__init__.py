@@ -16,21 +16,6 @@ Bottom-up:
     transport     the backend that c10d asks a group for
     group         the process group that c10d calls
     backend       the backend as `torch.distributed` learns of it
-
-    arena         segments of memory, tensors in them, the layout of a group's
-    waits         steps of others, sleep, lost ranks
-    fingerprints  the calls of ranks, compared before data moves
-    reductions    reductions in rank order
-    buffers       strided tensors as one stretch of memory
-    sparse        sums of sparse tensors
-    collectives   each collective, as a generator of steps
-    queue         the order of calls, and their works
-    channels      the channels of messages between ranks
-    transfers     point-to-point messages
-    joining       the way of ranks to one arena
-    transport     the backend that c10d asks a group for
-    group         the process group that c10d calls
-    backend       the backend as `torch.distributed` learns of it
 """
 
 from __future__ import annotations

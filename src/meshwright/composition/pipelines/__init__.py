@@ -12,17 +12,6 @@ Bottom-up:
     pipelined_layout   the stages of one rank as one layout
     pipelined          the training step of a pipeline
     pipeline_assembly  from a plan with axis pipeline to its stages
-
-    stages             where a model is cut, and its stages
-    other_stages       tensors of stages on other ranks, without values
-    own_tensors        stages with the model's own parameters and buffers
-    tied_values        tied parameters between steps
-    step_hooks         hooks of parameters, once a step
-    loss_sources       weights that a loss may read
-    taken_apart        modules that a pipeline has taken apart
-    pipelined_layout   the stages of one rank as one layout
-    pipelined          the training step of a pipeline
-    pipeline_assembly  from a plan with axis pipeline to its stages
 """
 
 from __future__ import annotations

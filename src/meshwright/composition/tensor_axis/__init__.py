@@ -6,11 +6,6 @@ Bottom-up:
     tensor_traffic  what a step over axis tensor sends
     tensor_check    whether the model that was cut computes the same
     tensor_twin     traced stages whose layers are cut
-
-    tensor_rules    styles by name, and sets of them for known models
-    tensor_traffic  what a step over axis tensor sends
-    tensor_check    whether the model that was cut computes the same
-    tensor_twin     traced stages whose layers are cut
 """
 
 from __future__ import annotations

@@ -9,14 +9,6 @@ Bottom-up:
     pass_notes      other notes that travel with the gradients of a pass
     order_record    one forward's order of units, and messages of it
     order           the order of units, recorded and compared
-
-    starting_state  the state before the first step: compared, or broadcast
-    forward_writes  parameters that a forward pass writes in place
-    step_watch      the steps of optimizers
-    alignment       numbers behind the gradients: of which pass they are
-    pass_notes      other notes that travel with the gradients of a pass
-    order_record    one forward's order of units, and messages of it
-    order           the order of units, recorded and compared
 """
 
 from __future__ import annotations

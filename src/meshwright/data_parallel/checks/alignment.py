@@ -22,6 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +47,10 @@ class Alignment:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._distributed = [each for each in parameters if is_dtensor(each)]
-        self._steps = StepWatch(lambda: parameters)
+        me = weakref.ref(self)
+        self._steps = StepWatch(lambda: parameters, check=lambda: _check_step(me()))
+        self._is_local = self._has_warned = False
+        """Gradients of this rank alone have come since the last reduction; it was said."""
         self._weights = 0
         self._backwards = 0
         self._version = -1
@@ -69,8 +74,28 @@ class Alignment:
             self._weights += 2 if steps is Steps.RAISED else 1
         self._backwards = 0
 
+    def stays_local(self) -> None:
+        """A gradient has come that is not reduced: the pass was in ``no_sync``."""
+        self._is_local = True
+
+    def check_step(self) -> None:
+        """Warn, once, of a step with gradients of this rank alone."""
+        if not self._is_local or self._has_warned:
+            return
+        self._has_warned = True
+        if any(parameter.grad is not None for parameter in self._parameters):
+            warnings.warn(
+                "an optimizer steps with gradients of this rank alone, so that the copies of the "
+                "model part: the last backward pass was in no_sync. Run the last one of a step "
+                "outside of it; for steps of each rank by itself use post_localSGD_hook of "
+                "meshwright.data_parallel.comm_hooks, which brings the copies together again",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def begin_backward(self) -> None:
         """A backward pass that reduces begins."""
+        self._is_local = False
         self._backwards += 1
 
     def write(self, notes: torch.Tensor) -> None:
@@ -132,3 +157,8 @@ def _digest(parameters: Sequence[torch.Tensor]) -> str:
         values = local_of(parameter).detach().cpu().contiguous().reshape(-1)
         digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _check_step(alignment: Alignment | None) -> None:
+    if alignment is not None:
+        alignment.check_step()

@@ -1,4 +1,4 @@
-"""Parameters that a forward pass writes in place: replicas part where that depends on the batch."""
+"""Parameters whose values or gradients depend on which rows a batch looks up: refused, or named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.torch_internals.tensors import version_of
 
-__all__ = ["ForwardWrites", "refuse_max_norm"]
+__all__ = ["ForwardWrites", "refuse_frequencies", "refuse_lookups", "refuse_max_norm"]
 
 
 def refuse_max_norm(module: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -29,6 +29,32 @@ def refuse_max_norm(module: nn.Module, parameters: Iterable[tuple[str, nn.Parame
                 f"max_norm={part.max_norm:g}, whose forward scales the rows that the batch of this "
                 "rank looks up, so that replicas would part. Leave max_norm out, and scale all "
                 "rows after each step of the optimizer, with torch.renorm"
+            )
+
+
+def refuse_lookups(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse embeddings whose rows, or gradients, depend on which rows one batch looks up."""
+    refuse_max_norm(module, parameters)
+    refuse_frequencies([module], parameters)
+
+
+def refuse_frequencies(
+    modules: Iterable[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Refuse embeddings whose gradients are divided by how often a batch looks each row up.
+
+    Raises ValueError that names those of ``parameters`` of which this is true.
+    """
+    held = {id(parameter): name for name, parameter in parameters}
+    for part in (part for module in modules for part in module.modules()):
+        is_scaled = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq
+        name = held.get(id(part._parameters.get("weight"))) if is_scaled else None
+        if name is not None:
+            raise ValueError(
+                f"parameter {name!r} is the weight of {type(part).__name__} with "
+                "scale_grad_by_freq=True, whose gradient is divided by how often each row is "
+                "looked up, here in the batch of one rank and not in that of all: one process "
+                "would train to other numbers. Leave it out, or weigh the loss of each token"
             )
 
 

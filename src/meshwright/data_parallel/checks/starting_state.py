@@ -155,9 +155,6 @@ def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
 def _broadcast_slab(
     communicator: Communicator, slab: Sequence[torch.Tensor], label: str, source: int
 ) -> None:
-    if len(slab) == 1 and slab[0].is_contiguous():
-        communicator.broadcast(slab[0].detach(), source=source, label=label).wait()
-        return
     total = sum(tensor.nbytes for tensor in slab)
     buffer = torch.empty(total, dtype=torch.uint8, device=slab[0].device)
     views: list[torch.Tensor] = []
@@ -171,7 +168,20 @@ def _broadcast_slab(
         foreach_copy_(views, targets)
     communicator.broadcast(buffer, source=source, label=label).wait()
     if communicator.rank != source:
-        foreach_copy_(targets, views)
+        # What is equal, as it is in general, is not written: a graph of before may need it.
+        pairs = [
+            (target, view)
+            for target, view in zip(targets, views, strict=True)
+            if not _is_same(target, view)
+        ]
+        if pairs:
+            foreach_copy_([target for target, _ in pairs], [view for _, view in pairs])
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Check that two tensors hold the same bits."""
+    mine, theirs = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(mine, theirs)
 
 
 def synchronise(

@@ -20,11 +20,6 @@ Bottom-up:
     power_sgd    two thin matrices
     local_steps  hooks beside which something else keeps ranks equal
     shard_hooks  hooks of sharded and hybrid units
-
-    compression  sums, half precision and quantisation
-    power_sgd    two thin matrices
-    local_steps  hooks beside which something else keeps ranks equal
-    shard_hooks  hooks of sharded and hybrid units
 """
 
 from __future__ import annotations

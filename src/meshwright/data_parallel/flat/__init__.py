@@ -4,9 +4,6 @@ Bottom-up:
 
     flat_parameters  parameters side by side in memory, with their gradients
     optimizer        the flat view: a tensor a unit, or one for all
-
-    flat_parameters  parameters side by side in memory, with their gradients
-    optimizer        the flat view: a tensor a unit, or one for all
 """
 
 from __future__ import annotations

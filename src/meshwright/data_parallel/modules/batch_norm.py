@@ -16,12 +16,17 @@ from torch.nn import SyncBatchNorm
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.functional import all_gather
-from meshwright.torch_internals.modules import AnyBatchNorm, check_input_dim
+from meshwright.torch_internals.modules import (
+    AnyBatchNorm,
+    AnyInstanceNorm,
+    check_input_dim,
+)
 
 __all__ = [
     "LocalStatistics",
     "batch_norms",
     "keep_batch_norm_local",
+    "running_instance_norms",
     "synchronise_batch_norm",
 ]
 
@@ -35,6 +40,19 @@ _WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 def batch_norms(module: nn.Module) -> dict[str, AnyBatchNorm]:
     """The BatchNorm modules inside ``module``, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, AnyBatchNorm)}
+
+
+def running_instance_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """The InstanceNorm modules inside ``module`` that keep running statistics, by name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, AnyInstanceNorm) and part._buffers.get("running_mean") is not None
+    }
+
+
+def _with_statistics(module: nn.Module) -> dict[str, nn.Module]:
+    return {**batch_norms(module), **running_instance_norms(module)}
 
 
 def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> None:
@@ -52,9 +70,10 @@ def synchronise_batch_norm(module: nn.Module, communicator: Communicator) -> Non
 def keep_batch_norm_local(module: nn.Module) -> None:
     """Keep every BatchNorm in ``module`` to the batch of each rank, without a warning.
 
-    That is what torch does, and other numbers than those of one process.
+    That is what torch does, and other numbers than those of one process. The same holds for the
+    running statistics of an InstanceNorm that has some.
     """
-    for part in batch_norms(module).values():
+    for part in _with_statistics(module).values():
         part.__dict__[IS_KNOWN] = True
 
 
@@ -69,7 +88,7 @@ class LocalStatistics:
 
     def follow(self, module: nn.Module) -> None:
         """Take the modules that ``module`` holds now for those that there are."""
-        self._named = batch_norms(module) if self._is_first else {}
+        self._named = _with_statistics(module) if self._is_first else {}
         self.is_due = bool(self._named)
         """True where there is one that has not trained yet."""
 
@@ -88,8 +107,22 @@ class LocalStatistics:
             waiting.clear()
         self._named = waiting
         self.is_due = bool(waiting)
-        if found:
-            self._warn([_WRAPPERS.sub("", n) or type(p).__name__ for n, p in found.items()])
+        named = {_WRAPPERS.sub("", n) or type(p).__name__: p for n, p in found.items()}
+        if batched := [n for n, part in named.items() if isinstance(part, AnyBatchNorm)]:
+            self._warn(batched)
+        if kept := [n for n, part in named.items() if not isinstance(part, AnyBatchNorm)]:
+            self._warn_of_running(kept)
+
+    def _warn_of_running(self, names: Sequence[str]) -> None:
+        ranks = " x ".join(str(axis.size) for axis in self._axes)
+        warnings.warn(
+            f"InstanceNorm {', '.join(map(repr, names[:3]))} keeps running statistics of the batch "
+            f"of each of {ranks} ranks alone, so an evaluation gives other numbers than one "
+            "process would. Leave track_running_stats out; if those of each rank are meant, call "
+            "keep_batch_norm_local(model) of meshwright.data_parallel",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _warn(self, names: Sequence[str]) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -105,12 +138,12 @@ class LocalStatistics:
         )
 
 
-def _uses_batch(part: AnyBatchNorm) -> bool:
+def _uses_batch(part: nn.Module) -> bool:
     # Past nn.Module's lookup of buffers, as frozen modules are asked in each pass.
     return part.training or part._buffers.get("running_mean") is None
 
 
-def _is_unasked(part: AnyBatchNorm) -> bool:
+def _is_unasked(part: nn.Module) -> bool:
     """Tell whether nobody has said whose statistics ``part`` uses."""
     if isinstance(part, SyncBatchNorm) or IS_KNOWN in vars(part):
         return False

@@ -15,7 +15,7 @@ from meshwright.comm.dtensors.after_hooks import step_in_backward, take_over_ste
 from meshwright.comm.dtensors.dtensor import known_at_rest
 from meshwright.comm.graphs.functional import broadcast_traced
 from meshwright.comm.graphs.untraced import apart, constant
-from meshwright.data_parallel.checks.forward_writes import ForwardWrites, refuse_max_norm
+from meshwright.data_parallel.checks.forward_writes import ForwardWrites, refuse_lookups
 from meshwright.data_parallel.checks.starting_state import (
     broadcast_tensors,
     compare_digests,
@@ -83,7 +83,7 @@ class Replica:
         may_be_frozen = may_be_frozen or self._held.is_lent
         _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
         if communicator.size > 1:
-            refuse_max_norm(module, parameters)
+            refuse_lookups(module, parameters)
         self._check_axes(parameters)
         mark_mean([parameter for _, parameter in parameters], [communicator])
         sparse = _sparse_names(module, parameters)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.comm import communicator
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
@@ -58,6 +59,8 @@ class ReplicateState:
         self._replica: Replica | None = None
         self._hook: tuple[object, CommunicationHook] | None = None
         self._body: TracedForward | None = None
+        self._watched: list[RemovableHandle] = []
+        """Hooks on the modules below, until one of them or the whole has run."""
         self._is_called = False
         """Whether the module was called, and its forward pass comes next."""
         # A stage without anything to train may still have buffers to keep equal.
@@ -87,6 +90,26 @@ class ReplicateState:
                 self._replica.reducer.register_hook(*self._hook)
         return self._replica
 
+    def watch_children(self, module: nn.Module) -> None:
+        """Set up before any module below ``module`` runs, which a program may call by itself."""
+        below = [part for part in module.modules() if part is not module]
+        self._watched = [
+            part.register_forward_pre_hook(self._begin_below, prepend=True) for part in below
+        ]
+
+    def _begin_below(self, part: nn.Module, args: object) -> None:
+        """Set up: a module below runs before the whole one ever has."""
+        self._stop_watching()
+        if self._replica is None:
+            self._set_up(may_be_frozen=False)
+
+    @constant
+    def _stop_watching(self) -> None:
+        """Take the hooks off the modules below, in a trace as well, which then sees none."""
+        for handle in self._watched:
+            handle.remove()
+        self._watched = []
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether forward passes from now on lead to a reduction of their gradients."""
         self.is_synchronised = requires_gradient_sync
@@ -114,6 +137,8 @@ class ReplicateState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module's forward pre-hook."""
         self._is_called = True
+        if self._watched:
+            self._stop_watching()
         if torch.compiler.is_compiling():
             if self._route() == "eager":
                 return untraced(self.before_forward, module, args, kwargs)
@@ -313,6 +338,7 @@ class Replicate:
             )
         module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state.after_forward)
+        state.watch_children(module)
         check_names("replicate", before, _names(module))
         return module
 

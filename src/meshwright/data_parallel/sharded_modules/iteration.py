@@ -277,9 +277,12 @@ class Iteration:
 
     def _check_reduced(self) -> None:
         """Raise RuntimeError where an optimizer would use gradients that wait for a reduction."""
-        if self.showing:
+        waiting = self.showing
+        if self.keeps_sums and not waiting:
+            waiting = [unit for unit in self._units if unit.has_gradient]
+        if waiting:
             raise RuntimeError(
-                f"an optimizer steps while gradients of {self.showing[0].name!r} wait for their "
+                f"an optimizer steps while gradients of {waiting[0].name!r} wait for their "
                 "reduction: the last backward pass was in no_sync. Run the last one of a step "
                 "outside of it"
             )

@@ -74,9 +74,16 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # ---------------------------------------------------------------------- accumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, also where whole parameters are in the place of the sharded ones."""
+        """As of any module, also where whole parameters are in the place of the sharded ones.
+
+        Whole gradients of this rank that wait for a reduction are dropped, too. An optimizer's
+        ``zero_grad`` does not see those.
+        """
         super().zero_grad(set_to_none)
-        zero_kept(_units(self, recurse=True), set_to_none=set_to_none)
+        units = list(_units(self, recurse=True))
+        zero_kept(units, set_to_none=set_to_none)
+        for unit in units:
+            unit.forget_gradients()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

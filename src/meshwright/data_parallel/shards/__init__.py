@@ -15,20 +15,6 @@ Bottom-up:
     dtensor_exposure     what optimizers, clipping and state dicts see of a unit
     shared_parameters    parameters that modules of several units share
     sharding             from modules to a unit
-
-    policies             dtypes, and the device of shards
-    placement            the ranks and the dim that each parameter is cut over
-    buffer               one line of elements: the shard, the whole, and gradients
-    gradient_lines       whole gradients on their way into a reduction, and their memory
-    tensor_extensions    parameters that say themselves how they are gathered
-    parameter_hooks      hooks of users on parameters
-    slot                 one parameter of a unit, with all its uses
-    parameter_group      the parameters of a unit that lie in one buffer
-    replaced_parameters  tensors that users put in the place of a parameter
-    unit                 parameters that come and go together
-    dtensor_exposure     what optimizers, clipping and state dicts see of a unit
-    shared_parameters    parameters that modules of several units share
-    sharding             from modules to a unit
 """
 
 from __future__ import annotations

@@ -316,6 +316,14 @@ class ParameterGroup:
             slot.full.grad is not None for slot in self.slots if slot.full is not slot.leaf
         )
 
+    def forget_gradients(self) -> None:
+        """Drop what autograd and passes without a reduction have left."""
+        for slot in self.slots:
+            slot.leaf.grad = slot.full.grad = None
+        self.buffer.release_gradients()
+        self.partial = None
+        self.used = [False] * len(self.slots)
+
     def take_mean(self) -> torch.Tensor:
         """Hand over the mean, with which ``.grad`` is set: the shards are about to change.
 

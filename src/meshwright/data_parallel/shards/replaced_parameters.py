@@ -15,7 +15,8 @@ An optimizer would train what is refused here on each rank alone, or not at all.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +24,20 @@ from torch.nn.utils import stateless
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
+from meshwright.comm.dtensors.unreadable import make_unreadable
 from meshwright.data_parallel.shards.slot import Slot
 
-__all__ = ["check_given", "data_assigned", "is_given_for_call", "rank_in", "replaced", "written"]
+__all__ = [
+    "check_given",
+    "data_assigned",
+    "is_given_for_call",
+    "rank_in",
+    "refuse_views",
+    "replaced",
+    "retire",
+    "stand_in",
+    "written",
+]
 
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
@@ -97,3 +109,59 @@ def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
         "lost. Write to the sharded "
         "parameter between passes, leave it out (ignored_params), or use replicate"
     )
+
+
+def retire(parameter: nn.Parameter, name: str) -> None:
+    """Refuse to show the values of ``parameter`` from now on, whose place a sharded one has taken.
+
+    Who has collected it before would read what nobody trains, and train what nobody reads. Tensor
+    subclasses and DTensors are left as they are.
+    """
+    if type(parameter) is nn.Parameter:
+        make_unreadable(
+            parameter,
+            f"this is parameter {name!r} as it was before its module was sharded, which trains "
+            "another one in its place",
+            "Shard the module first, and collect parameters from module.parameters() after that: "
+            "for optimizers, penalties, averages, and lists that a forward reads",
+        )
+
+
+def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Make a parameter that looks as ``parameter`` does, without values; subclasses stay."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    empty = torch.empty_like(parameter, device="meta")
+    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def refuse_views(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
+    """Raise ValueError for an attribute of a module that is a view of a parameter of ``slots``.
+
+    It would keep the values of now, and get no gradients. What a hook computes anew in each forward
+    from ``<name>_orig`` is let through.
+    """
+    names = {
+        slot.original.untyped_storage().data_ptr(): slot.name
+        for slot in slots
+        if type(slot.original) is nn.Parameter and slot.original.numel()
+    }
+    names.pop(0, None)  # on the meta device
+    for module in modules:
+        for attribute, value in vars(module).items():
+            listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+            found = [each for each in listed if type(each) is torch.Tensor and not each.is_meta]
+            shared = [each.untyped_storage().data_ptr() for each in found if _has_memory(each)]
+            name = next((names[at] for at in shared if at in names), None)
+            if name is not None and f"{attribute}_orig" not in module._parameters:
+                raise ValueError(
+                    f"attribute {attribute!r} of a {type(module).__name__} is a view of parameter "
+                    f"{name!r}, which is about to be sharded: it would keep the values of now. "
+                    "Compute it in the forward, from the parameter"
+                )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0

@@ -15,6 +15,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.made_dtensors import check_ties
 from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
 from meshwright.data_parallel.checks.starting_state import digest_of, is_of_one_rank, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
@@ -27,6 +28,7 @@ from meshwright.data_parallel.shards.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from meshwright.data_parallel.shards.replaced_parameters import refuse_views
 from meshwright.data_parallel.shards.shared_parameters import settle
 from meshwright.data_parallel.shards.tensor_extensions import Extension, extension_of
 from meshwright.data_parallel.shards.unit import (
@@ -74,9 +76,12 @@ def build_unit(
     local = {key: each for part in modules for key, each in local_parameters(part).items()}
     for slot in slots:
         slot.compute_as(local.get(id(slot.original), slot.computes))
+    if options.target.axes.size > 1:
+        refuse_frequencies(modules, [(slot.name, slot.original) for slot in slots])
     _move_buffers(modules, options)
     slots, moved = settle(modules, slots)
     _check_parameters(slots)
+    refuse_views((part for _, part in own_modules(modules)), slots)
     for slot in slots:
         at = place(slot.name, slot.original, options.target, options.placement_of)
         slot.settle(at, _extension(slot, at, options))

@@ -17,6 +17,7 @@ from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.shards.dtensor_exposure import HOME
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
+from meshwright.data_parallel.shards.replaced_parameters import retire
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
@@ -33,8 +34,9 @@ def remember(driver: Driver) -> None:
     for slot in unit.slots:
         # The parameter may live on in another module; its unit must not keep it alive.
         home = (weakref.ref(driver), weakref.ref(slot))
-        slot.original.__dict__[HOME] = home
-        slot.replace_original(slot.full)
+        before = slot.replace_original(slot.full)
+        before.__dict__[HOME] = home
+        retire(before, slot.name)
         unit.exposure.shown(slot).__dict__[HOME] = home
 
 

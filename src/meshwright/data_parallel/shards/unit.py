@@ -112,13 +112,13 @@ class Exposure(ABC):
     ) -> None:
         """Set or add to ``.grad``; ``used`` says which parameters had a gradient on any rank."""
 
-    @abstractmethod
     def show_waiting(self, unit: Unit) -> bool:
         """Show whole gradients that wait for a reduction as ``.grad``; True if there are any."""
+        return False
 
-    @abstractmethod
     def take_waiting(self, unit: Unit) -> bool:
         """Put ``.grad`` of before back, less what users have dropped; whether it was shown."""
+        return False
 
     # What only some exposures have.
 
@@ -374,6 +374,11 @@ class Unit:
         for group in self.groups:
             if group.types.compute != group.types.reduce:
                 group.accumulate()
+
+    def forget_gradients(self) -> None:
+        """Drop gradients that wait for a reduction; one that is under way goes on."""
+        for group in self.groups if not self.is_reducing else ():
+            group.forget_gradients()
 
     def reduce(self) -> None:
         """Start to sum gradients over the ranks; what this rank did not use counts as zero."""

@@ -9,14 +9,6 @@ Bottom-up:
     stopping      stopping on request
     tensor_trace  what each rank holds of every tensor
     tracing       the last steps as a timeline
-
-    digest        sums that do not depend on who holds which elements
-    metrics       a line of JSON a step, and progress
-    run_folder    where a run writes, and where it resumes from
-    snapshot      the state of a run as a checkpoint
-    stopping      stopping on request
-    tensor_trace  what each rank holds of every tensor
-    tracing       the last steps as a timeline
 """
 
 from __future__ import annotations

@@ -1,0 +1,127 @@
+"""Tensors without values: what they look like is known, and who asks for more is told why not.
+
+They stay the objects that they are, so that groups of an optimizer and lists of parameters that
+somebody holds go on, but their memory is given back: of parameters that are on other ranks, and of
+those that others have taken the place of.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.torch_internals.autograd import STATE_OF_TENSORS
+from meshwright.torch_internals.tensors import without_function
+from meshwright.torch_internals.trees import tree_leaves
+
+__all__ = ["FACTS", "SETTINGS", "Unreadable", "make_unreadable", "name_of"]
+
+_WHY = "_meshwright_why"
+FACTS = frozenset(
+    {
+        "__hash__",
+        "__len__",
+        *STATE_OF_TENSORS,
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "get_device",
+        "grad",
+        "grad_fn",
+        "is_complex",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "is_leaf",
+        "is_meta",
+        "is_nested",
+        "is_quantized",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "names",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "requires_grad",
+        "retains_grad",
+        "shape",
+        "size",
+        "stride",
+    }
+)
+"""What can be asked without a value, by the names of torch's functions and attributes."""
+SETTINGS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
+"""What may be said to a parameter on every rank alike."""
+
+
+class _Why(NamedTuple):
+    """The reason for which a tensor has no values, and the error for who asks for them."""
+
+    text: str
+    error: type[Exception]
+    remedy: str
+    allowed: frozenset[str]
+
+
+class Unreadable:
+    """A tensor without values: what it looks like is known, and its values are refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,  # noqa: ANN401 - a function or the getter of an attribute
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Answer what needs no value. Raises what `make_unreadable` was given for all else."""
+        given = [*args, *tree_leaves((args, dict(kwargs or {})))]
+        why = next(vars(value)[_WHY] for value in given if isinstance(value, Unreadable))
+        if name_of(func) not in why.allowed:
+            raise why.error(f"{why.text}. {why.remedy}")
+        with without_function():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        """Say why there are none."""
+        return f"<{vars(self)[_WHY].text}>"
+
+
+def name_of(func: object) -> str:
+    """The name of a function of torch, or of the attribute that is read or set."""
+    found = getattr(func, "__name__", "")
+    of = getattr(func, "__self__", None)
+    return getattr(of, "__name__", found) if found in ("__get__", "__set__") else found
+
+
+def make_unreadable(
+    tensor: torch.Tensor,
+    text: str,
+    remedy: str,
+    *,
+    error: type[Exception] = RuntimeError,
+    settings: frozenset[str] = frozenset(),
+) -> None:
+    """Give back the memory of ``tensor``, and answer nothing but `FACTS` and ``settings``.
+
+    All else raises ``error`` with ``text``, which says why there are no values, and ``remedy``. One
+    number is left that no training goes on with, should anybody get past this.
+    """
+    kind = type(tensor)
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    tensor.data = tensor.new_full((), math.nan if is_number else 0).expand(tensor.shape)
+    tensor.grad = None
+    tensor.__class__ = _unreadable(kind)
+    vars(tensor)[_WHY] = _Why(text, error, remedy, FACTS | settings)
+
+
+@functools.cache
+def _unreadable(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    return type(kind)(kind.__name__, (Unreadable, kind), {})

@@ -1,0 +1,279 @@
+"""Programs that use a model's modules and parameters around its own forward pass, or before it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import meshwright as mw
+from meshwright.composition import check_model
+from meshwright.data_parallel import keep_batch_norm_local
+from meshwright.errors import PlanError
+from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from meshwright.plan import Plan
+from meshwright.testing import Ranks
+
+
+def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def mine(tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    one, other = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors)
+    return one, other
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+
+
+def loss_of(model: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) - y).square().mean()
+
+
+def sums(model: nn.Module) -> torch.Tensor:
+    return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+
+# ---------------------------------------------------------------- before the first forward
+
+
+def body_children_first(calls_root_later: bool) -> None:
+    plain, model = net(), mw.replicate(net())
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        whole, own = batches(step), mine(batches(step))
+        loss_of(plain, *whole).backward()
+        if calls_root_later and step:
+            loss_of(model, *own).backward()
+        else:
+            x, y = own
+            (checkpoint_sequential(model, 2, x, use_reentrant=False) - y).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("calls_root_later", [False, True], ids=["parts", "then the whole"])
+def test_parts_of_a_replica_that_run_first_are_reduced(
+    ranks: Ranks, calls_root_later: bool
+) -> None:
+    ranks(2, body_children_first, calls_root_later)
+
+
+def body_penalty_first() -> None:
+    plain, model = net(), mw.replicate(net())
+    penalties = [sums(each) for each in (plain, model)]
+    (loss_of(plain, *batches(0)) + penalties[0]).backward()
+    (loss_of(model, *mine(batches(0))) + penalties[1]).backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_a_penalty_may_be_computed_before_the_first_forward(ranks: Ranks) -> None:
+    ranks(2, body_penalty_first)
+
+
+# ------------------------------------------------------ what was collected before sharding
+
+SHARDS: dict[str, Callable[[nn.Module], Any]] = {"fully_shard": mw.fully_shard, "class": FSDP}
+
+
+def body_collected_before(kind: str) -> None:
+    model = net()
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    SHARDS[kind](model)
+    assert [tuple(parameter.shape) for parameter in decayed] == [(8, 6), (6, 8)]
+    for use in (
+        lambda p: p.square().sum(),
+        lambda p: p.data.clamp_(-0.1, 0.1),
+        lambda p: p.detach().clone(),
+        lambda p: p.register_hook(print),
+        lambda p: p.requires_grad_(False),
+        lambda p: p.tolist(),
+    ):
+        with pytest.raises(RuntimeError, match=r"parameter '0\.weight' as it was before its mod"):
+            use(decayed[0])
+    assert "as it was before" in repr(decayed[0])
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_what_was_collected_before_sharding_is_refused(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_collected_before, kind)
+
+
+class Keeps(nn.Module):
+    """Keeps a view of its weight, or the weight in a list, from when it is made."""
+
+    def __init__(self, as_view: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+        self.kept: Any = self.layer.weight.T if as_view else [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.kept[0] if isinstance(self.kept, list) else self.kept
+        return self.layer(x) @ kept
+
+
+def body_kept(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"'kept' of a Keeps is a view of parameter 'layer\.weig"):
+        SHARDS[kind](Keeps(as_view=True))
+    model = SHARDS[kind](Keeps(as_view=False))
+    with pytest.raises(RuntimeError, match=r"'layer\.weight' as it was before its module was sha"):
+        model(batches(0)[0])
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_what_a_module_keeps_of_its_parameters_is_refused(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_kept, kind)
+
+
+# ------------------------------------------------------------- rows, statistics, schedulers
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "replicate": mw.replicate,
+    "DistributedDataParallel": mw.DistributedDataParallel,
+    "fully_shard": mw.fully_shard,
+    "flat": FSDP,
+    "original": lambda model: FSDP(model, use_orig_params=True),
+}
+
+
+def body_frequencies() -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        for wrap in WRAPS.values():
+            model = nn.Sequential(kind(5, 6, scale_grad_by_freq=True))
+            with pytest.raises(ValueError, match=r"divided by how often each row is looked up"):
+                wrap(model)(torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_gradients_divided_by_frequencies_are_refused(ranks: Ranks) -> None:
+    ranks(2, body_frequencies)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (nn.Embedding(5, 6, scale_grad_by_freq=True), "has scale_grad_by_freq=True"),
+        (nn.InstanceNorm1d(2, track_running_stats=True), "InstanceNorm with running statistics"),
+    ],
+    ids=["frequencies", "statistics"],
+)
+@pytest.mark.parametrize("plan", ["[axes]\nreplicate = 2", "[axes]\nshard = 2"])
+def test_plans_refuse_what_depends_on_one_rank(layer: nn.Module, text: str, plan: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        check_model(nn.Sequential(layer), Plan.from_toml(plan), 2)
+
+
+def body_instance_norm(kind: str) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True)
+        )
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        WRAPS[kind](made())(torch.ones(2, 6))
+    told = ["InstanceNorm '2' keeps running statistics" in str(each.message) for each in said]
+    assert told == ([True] if dist.get_rank() == 0 else [])
+    meant = made()
+    keep_batch_norm_local(meant)
+    WRAPS[kind](meant)(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("kind", ["replicate", "DistributedDataParallel", "fully_shard", "flat"])
+def test_running_statistics_of_one_rank_are_named_once(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_instance_norm, kind)
+
+
+def body_scheduled() -> None:
+    def scheduled(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer
+
+    plan = Plan.from_toml("[axes]\nreplicate = 2")
+    trainable = mw.parallelize(net(), plan, optimizer=scheduled, loss=nn.functional.mse_loss)
+    assert torch.isfinite(trainable.step(*mine(batches(0))).loss)
+
+
+def test_an_optimizer_may_have_a_scheduler_when_it_is_made(ranks: Ranks) -> None:
+    ranks(2, body_scheduled)
+
+
+# -------------------------------------------------------- gradients that were not reduced
+
+
+def body_dropped() -> None:
+    model, plain = net(), net()
+    sharded: Any = mw.fully_shard(model)
+    x, y = mine(batches(0))
+    sharded.set_requires_gradient_sync(False)
+    (sharded(x) * y).square().mean().backward()
+    sharded.zero_grad()
+    sharded.set_requires_gradient_sync(True)
+    loss_of(sharded, x, y).backward()
+    loss_of(plain, *batches(0)).backward()
+    for found, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+
+
+def test_a_module_drops_gradients_that_wait(ranks: Ranks) -> None:
+    ranks(2, body_dropped)
+
+
+def body_steps_alone(kind: str) -> None:
+    model: Any = WRAPS[kind](net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "DistributedDataParallel":
+        model.require_backward_grad_sync = False
+    else:
+        model.set_requires_gradient_sync(False)
+    loss_of(model, *mine(batches(0))).backward()
+    if kind == "fully_shard":
+        with pytest.raises(RuntimeError, match="steps while gradients of .* wait for their reduc"):
+            optimizer.step()
+        return
+    with pytest.warns(UserWarning, match="steps with gradients of this rank alone"):
+        optimizer.step()
+    optimizer.step()  # said once
+
+
+@pytest.mark.parametrize("kind", ["replicate", "DistributedDataParallel", "fully_shard"])
+def test_a_step_without_a_reduction_is_named(ranks: Ranks, kind: str) -> None:
+    ranks(2, body_steps_alone, kind)
+
+
+def body_tests_of_parts() -> None:
+    model = FSDP(net())
+    loss_of(model, *mine(batches(0))).backward()
+    gradient: Any = next(model.parameters()).grad
+    for use in (
+        lambda g: (g.abs() < 0.2).all(),
+        lambda g: (g > 0).any(),
+        lambda g: torch.allclose(g, torch.zeros_like(g)),
+        lambda g: torch.equal(g, g),
+        lambda g: g.numpy(),
+        lambda g: g.tolist(),
+        lambda g: g.roll(1),
+        lambda g: torch.flip(g, (0,)),
+    ):
+        with pytest.raises(RuntimeError, match="of which each rank holds a part"):
+            use(gradient)
+    assert "tensor" in repr(gradient)
+
+
+def test_parts_of_gradients_answer_no_test_of_all_elements(ranks: Ranks) -> None:
+    ranks(2, body_tests_of_parts)
