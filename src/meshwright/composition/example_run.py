@@ -66,6 +66,10 @@ class _Call:
     outputs: list[tuple[int, int]] = field(default_factory=list)
     has_keywords: bool = False
 
+    def end(self, output: object) -> None:
+        """Note what the call has returned."""
+        self.outputs = _marks(output)
+
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a model. Tensors among its attributes that autograd has made lose their graph."""
@@ -235,7 +239,7 @@ class _Run(TorchFunctionMode):
     def _closes(self, _: nn.Module, __: object, output: object) -> None:
         self._depth -= 1
         self._kept.append(output)
-        self._calls[-1].outputs = _marks(output)
+        self._calls[-1].end(output)
 
 
 def _marks(values: object) -> list[tuple[int, int]]:

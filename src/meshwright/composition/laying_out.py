@@ -120,7 +120,7 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
         part = module.get_submodule(name)
         if isinstance(part, Dropout):
             # Between layers that are cut it is given a part of the features.
-            part.parts = (DimPart(dim=-1, index=axis.rank, parts=axis.size),)
+            part.take_part(DimPart(dim=-1, index=axis.rank, parts=axis.size))
 
 
 def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:

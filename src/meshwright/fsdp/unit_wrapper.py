@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -52,6 +53,7 @@ from meshwright.fsdp.states.state_dicts import (
 )
 from meshwright.fsdp.traversal import CHECKPOINTED, WRAPPED, UnitDriver, clean_name
 from meshwright.gradients import SpreadGradients
+from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
 
 __all__ = [
@@ -412,11 +414,30 @@ class UnitWrapper(OfThisProcess, SteppedOver):
             unit = wrapper._unit
             if unit is not None:
                 exposed_of(unit).convert(unit)
-                wrapper._is_checked = False
-                device = unit.groups[0].buffer.shard.device
-                if not wrapper._offloads and device.type != "meta":
-                    wrapper._device = device
+                wrapper._follow_device(unit.groups[0].buffer.shard.device)
         return self
+
+    def _follow_device(self, device: torch.device) -> None:
+        """Check anew what was converted, to ``device``."""
+        self._is_checked = False
+        if not self._offloads and device.type != "meta":
+            self._device = device
+
+    def _be_inner(self) -> None:
+        """Lie inside of another wrapper from now on."""
+        self._is_inner = True
+
+    def _share_mesh(self, tensor: DeviceMesh | None) -> None:
+        """Know the mesh of the DTensors that any wrapper of the tree has had."""
+        self._groups = replace(self._groups, tensor=tensor)
+
+    def _keep_settings(self, settings: StateDictSettings) -> None:
+        """Make state dicts as ``settings`` say."""
+        self._state_dict_settings = settings
+
+    def _be_summoned(self, is_summoned: bool) -> None:
+        """Run no forward while whole parameters are shown."""
+        self._is_summoned = is_summoned
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -7,7 +7,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -239,13 +238,13 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         attach(self, self._driver)
         self.register_load_state_dict_post_hook(clean_reported_names)
         for inner in self.fsdp_modules(module):
-            inner._is_inner = True
+            inner._be_inner()
 
     def _share_tensor_mesh(self) -> None:
         """Tell all wrappers in this one of the mesh of the DTensors that any of them has had."""
         tensor = tensor_mesh(slot for unit in fsdp_units(self) for slot in unit.slots)
         for wrapper in wrappers_in(self) if tensor is not None else ():
-            wrapper._groups = replace(wrapper._groups, tensor=tensor)
+            wrapper._share_mesh(tensor)
 
     # --------------------------------------------------------------------------- methods
 
@@ -323,11 +322,14 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         if takes_bucket:
             register_bucket_hook(fsdp_units(self), state, hook)
         for wrapper in wrappers:
-            wrapper._hook = hook
+            wrapper._take_hook(hook)
             unit = wrapper._unit
             if unit is not None and not takes_bucket:
-                reduce = _engine_hook(unit, state, hook)
-                unit.change(reduce_hook=reduce)
+                unit.change(reduce_hook=_engine_hook(unit, state, hook))
+
+    def _take_hook(self, hook: object) -> None:
+        """Remember the communication hook: there is one to a wrapper."""
+        self._hook = hook
 
     @staticmethod
     @contextlib.contextmanager

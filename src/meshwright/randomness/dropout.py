@@ -58,6 +58,10 @@ class Dropout(nn.Dropout):
         self._channel_dims = channel_dims
         self._is_alpha = is_alpha
 
+    def take_part(self, *parts: DimPart) -> None:
+        """Be given this rank's ``parts`` of activations from now on."""
+        self.parts = parts
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``input`` with some elements dropped; the input itself in evaluation mode."""
         if not self.training or self.p == 0.0 or self._draws.is_rehearsal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def _traced(
     for module in modules if tensor.styles else ():
         restored |= restore(module, model, tensor.styles, restored)
     _keep_unused(model, modules)
-    info.ties = tuple(_renamed(tie, modules) for tie in info.ties)
+    info = replace(info, ties=tuple(_renamed(tie, modules) for tie in info.ties))
     return CutModel(modules, info.ties, info, seen.written)
 
 

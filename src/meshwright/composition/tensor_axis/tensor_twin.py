@@ -106,7 +106,7 @@ def restore(
         x = node.args[_OPERATORS[node.target][0]]
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (x,))
-        call.meta = copy.copy(node.meta)
+        call.meta.update(node.meta)
         node.replace_all_uses_with(call)
         held = [given for given in node.all_input_nodes if given.op == "get_attr"]
         graph_module.graph.erase_node(node)

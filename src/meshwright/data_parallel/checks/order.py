@@ -181,7 +181,7 @@ class OrderCheck:
         if order is not None:
             order.append(unit)
         elif reference is not None and reference.at(position) != unit:
-            now.order = [*reference.units[:position], unit]
+            now.leave([*reference.units[:position], unit])
             self._leave(position, unit)
         now.position = position + 1
         if now.asks:
@@ -194,13 +194,12 @@ class OrderCheck:
         if not self._is_active:
             return
         now = self._now
-        now.has_ended = True
-        record = now.record()
+        record = now.end()
         if now.reference is not None and now.order is None:
             if now.position == len(now.reference.units):
                 record = now.reference
             else:
-                now.order = list(record.units)
+                now.leave(list(record.units))
                 self._leave(now.position, END)
         if now.asks:
             self._ask(now.position, END)
@@ -254,7 +253,7 @@ class OrderCheck:
         if self._is_alone or self.is_unchecked or PROCESS.monitor is None:
             return
         PROCESS.monitor.deviate(self._deviation(position, unit))
-        self._now.asks = self._together < CONFIRMATIONS
+        self._now.ask(self._together < CONFIRMATIONS)
 
     def _ask(self, position: int, unit: int) -> None:
         """Compare the next unit with the other ranks'; raise before it is gathered if they differ.

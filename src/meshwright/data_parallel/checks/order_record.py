@@ -92,6 +92,19 @@ class Forward:
         """Whether the other ranks are asked before each unit."""
         self.has_ended = False
 
+    def leave(self, order: list[int]) -> None:
+        """Keep an order of its own, which begins as ``order``."""
+        self.order = order
+
+    def ask(self, asks: bool) -> None:
+        """Ask the other ranks before each unit from here on, or do not."""
+        self.asks = asks
+
+    def end(self) -> OrderRecord:
+        """End the forward; returns its units."""
+        self.has_ended = True
+        return self.record()
+
     def record(self) -> OrderRecord:
         """The units so far."""
         if self.order is not None:

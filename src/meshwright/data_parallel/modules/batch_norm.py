@@ -191,7 +191,7 @@ def _track(
         return
     factor = module.momentum
     if module.num_batches_tracked is not None:
-        module.num_batches_tracked += 1
+        module.num_batches_tracked.add_(1)
         if factor is None:
             factor = 1.0 / float(module.num_batches_tracked)
     weight = 0.0 if factor is None else factor

@@ -83,7 +83,8 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
     """Show the whole parameters of the unit of ``wrapper``."""
     _check(wrapper, options)
     unit = wrapper._unit
-    wrapper._is_summoned, is_waiting = True, False
+    is_waiting = False
+    wrapper._be_summoned(True)
     try:
         if unit is None:
             yield
@@ -110,7 +111,7 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
         if writes_back:
             _write_back(unit, lines)
     finally:
-        wrapper._is_summoned = False
+        wrapper._be_summoned(False)
         if unit is not None and is_waiting:
             exposed_of(unit).show_waiting(unit)
 

@@ -61,7 +61,7 @@ def set_settings(
             own = replace(own, _use_dtensor=has_mesh)
         if isinstance(own_optim, ShardedOptimStateDictConfig):
             own_optim = replace(own_optim, _use_dtensor=has_mesh)
-        wrapper._state_dict_settings = StateDictSettings(kind, own, own_optim)
+        wrapper._keep_settings(StateDictSettings(kind, own, own_optim))
     return before
 
 
@@ -115,4 +115,4 @@ def settings_for_a_while(
         yield
     finally:
         for wrapper, settings in zip(wrappers, before, strict=True):
-            wrapper._state_dict_settings = settings
+            wrapper._keep_settings(settings)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -383,7 +383,9 @@ class Transfers:
         found = self._open(leg, signature.tensors, signature)
         if signature.room:
             buffer = torch.empty(signature.room, dtype=torch.uint8)
-            found.constants = self._hear(buffer, stage, _CONSTANTS, rank, k), buffer
+            return replace(
+                found, constants=(self._hear(buffer, stage, _CONSTANTS, rank, k), buffer)
+            )
         return found
 
     def _learn(self, stage: int, rank: int, first: int) -> Signature:

@@ -14,7 +14,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import fx
@@ -210,7 +210,5 @@ def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
     except CommunicationError:  # One process.
         return costs
     payload = json.dumps([costs.each, costs.saved]).encode()
-    costs.each, costs.saved = json.loads(
-        communicator.gather_bytes(payload, label="costs of operators")[0]
-    )
-    return costs
+    each, saved = json.loads(communicator.gather_bytes(payload, label="costs of operators")[0])
+    return replace(costs, each=each, saved=saved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -204,9 +204,10 @@ def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
             runner.run(*given)
     for buffer, value in held:
         buffer.copy_(value)
-    costs = Costs(_by_position(nodes, module, runner.seconds), {}, "seconds")
-    costs.saved = _by_position(nodes, module, runner.saved)
-    return costs
+    seconds, saved = (
+        _by_position(nodes, module, found) for found in (runner.seconds, runner.saved)
+    )
+    return Costs(seconds, {}, "seconds", saved)
 
 
 def memory(costs: Costs, module: fx.GraphModule, nodes: Sequence[fx.Node], flying: int) -> Costs:
@@ -216,8 +217,8 @@ def memory(costs: Costs, module: fx.GraphModule, nodes: Sequence[fx.Node], flyin
         return float(_COPIES * parameter.numel() * parameter.element_size())
 
     found = _weighed(module, nodes, weight, "bytes")
-    found.each = [a + flying * b for a, b in zip(found.each, costs.saved, strict=True)]
-    return found
+    each = [a + flying * b for a, b in zip(found.each, costs.saved, strict=True)]
+    return replace(found, each=each)
 
 
 def _example(value: object, device: torch.device) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,7 +188,7 @@ class _Cutter:
             stage.args.append(Source(home, self.stages[home].outputs.index(value)))
             name = value.name if value.name not in taken else f"{value.name}_"
             given = stage.graph.placeholder(name)
-            given.meta = copy.copy(value.meta)
+            given.meta.update(value.meta)
             stage.env[value] = given
             if stage.index in self.placement.changed_in(value):
                 clones.append((value, given))
@@ -211,7 +210,7 @@ class _Cutter:
         nodes = [node for node, (owner, _) in self.leaf.items() if owner is argument]
         if argument.spec.is_leaf():
             stage.env[nodes[0]] = given
-            given.meta = copy.copy(nodes[0].meta)
+            given.meta.update(nodes[0].meta)
             return
         leaves = stage.graph.call_function(tree_leaves, (given,))
         for number, node in enumerate(nodes):
@@ -272,7 +271,7 @@ class _Cutter:
             name = _best_name(self.names.get(id(value), ()), name, user)
         self._put(stage, name, value)
         held = stage.graph.get_attr(name)
-        held.meta = copy.copy(node.meta)
+        held.meta.update(node.meta)
         return held
 
     def _put(self, stage: _Stage, name: str, value: object) -> None:
@@ -344,7 +343,7 @@ def _read_copies(graph: fx.Graph) -> None:
         if readers:
             with graph.inserting_after(node):
                 copied = graph.call_function(torch.ops.aten.clone.default, (node,))
-            copied.meta = copy.copy(node.meta)
+            copied.meta.update(node.meta)
             for reader in readers:
                 reader.replace_input_with(node, copied)
 

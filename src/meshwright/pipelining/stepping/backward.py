@@ -48,6 +48,10 @@ class Junction:
     gradients: tuple[torch.Tensor | None, ...] = ()
     """What arrived at the node in the input half; empty until then."""
 
+    def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Remember what arrives, or forget it."""
+        self.gradients = gradients
+
 
 def stage_backward(
     stage_output: object,
@@ -164,7 +168,7 @@ def stage_backward_weight(
                 if gradient is not None:
                     sums.add(edge, gradient)
             if not retain_graph:
-                junction.gradients = ()
+                junction.keep(())
 
     with torch.no_grad():
         if any(junction.edges and reads_hooked(junction.node) for junction in param_groups):
@@ -310,7 +314,7 @@ def _run_path(
     for junction in junctions:
         if not junction.edges:
             continue
-        handles.append(junction.node.register_prehook(_keep_in(junction)))
+        handles.append(junction.node.register_prehook(junction.keep))
         if isinstance(junction.node, torch.autograd.function.BackwardCFunction):
             branches = frozenset(junction.edges)
             needs.append((junction.node, junction.node.needs_input_grad))
@@ -329,13 +333,6 @@ def _run_path(
         for node, before in needs:
             node.needs_input_grad = before
     return {id(tensor): gradient for tensor, gradient in zip(inputs, found, strict=True)}
-
-
-def _keep_in(junction: Junction) -> Callable[[Gradients], None]:
-    def keep(gradients: Gradients) -> None:
-        junction.gradients = gradients
-
-    return keep
 
 
 def _branches(junction: Junction) -> Iterator[tuple[GradientEdge, torch.Tensor | None]]:

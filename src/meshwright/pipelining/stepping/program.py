@@ -170,19 +170,19 @@ class _Compiler:
         if residency is None and custom is None and operation in (UNSHARD, RESHARD, REDUCE_GRAD):
             return None
         stage = self._stages[index]
-        entry = Entry(action, part, str(part), operation, index, k, stage, residency, custom=custom)
+        found: dict[str, Any] = {}
         if operation is F:
-            entry.reads = self._read(part._replace(operation=RECV_F))
-            entry.targets = self._here(schedule.targets[index])
+            found["reads"] = self._read(part._replace(operation=RECV_F))
+            found["targets"] = self._here(schedule.targets[index])
         elif operation is RECV_F or operation is RECV_B:
-            messages = self._received[action]
-            entry.posts = tuple(self._leg(message) for message in messages)
+            found["posts"] = tuple(self._leg(message) for message in self._received[action])
         elif operation is SEND_F or operation is SEND_B:
-            entry.sends = tuple(self._leg(message) for message in sent(part, schedule))
+            found["sends"] = tuple(self._leg(message) for message in sent(part, schedule))
         elif operation in BACKWARD and operation is not W:
-            entry.reads = self._read(part._replace(operation=RECV_B))
-            entry.sources = self._here(schedule.sources[index])
-        return entry
+            found["reads"] = self._read(part._replace(operation=RECV_B))
+            found["sources"] = self._here(schedule.sources[index])
+        told = action, part, str(part), operation, index, k, stage, residency
+        return Entry(*told, custom=custom, **found)
 
     def _here(self, stages: tuple[int, ...]) -> tuple[PipelineStage, ...]:
         return tuple(self._stages[stage] for stage in stages if stage in self._stages)

@@ -104,6 +104,12 @@ class _Held:
     before: dict[int, torch.Tensor | None]
     """By stage of this rank, the gradient of earlier steps."""
 
+    def put_gradients_aside(self) -> None:
+        """Begin a step without gradients; those of earlier ones are kept."""
+        self.before = {stage: _gradient(p) for stage, p in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
 
 class TiedParameters:
     """The tied parameters of the stages of one rank.
@@ -167,9 +173,7 @@ class TiedParameters:
         """A training step begins: put the gradients of earlier ones aside."""
         self._look_up()
         for held in self._held:
-            held.before = {stage: _gradient(p) for stage, p in held.parameters.items()}
-            for parameter in held.parameters.values():
-                parameter.grad = None
+            held.put_gradients_aside()
         self._is_open = bool(self._held)
 
     def restore(self) -> None:
