@@ -70,6 +70,23 @@ def listings(tree: Tree) -> Found:
             yield source.path, 1, f"the listing has {name!r}, which the folder does not hold"
 
 
+def foreign_writes(tree: Tree) -> Found:
+    """Objects write their own fields: few writes to those of others, see `FOREIGN_WRITES`."""
+    found = [
+        (source.path, node.lineno, ast.unparse(node))
+        for source in tree.sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr not in table.NOT_FOREIGN
+        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+    ]
+    if len(found) > table.FOREIGN_WRITES:
+        limit = f"of {len(found)} in all; at most {table.FOREIGN_WRITES}"
+        for path, line, name in found:
+            yield path, line, f"{name} is written from outside, {limit}: give it a method"
+
+
 def function_length(function: Function) -> int:
     """Lines of a function without its docstring and decorators."""
     assert function.end_lineno is not None
@@ -474,6 +491,7 @@ RULES: dict[str, Rule] = {
         file_size,
         folder_size,
         listings,
+        foreign_writes,
         function_size,
         function_p90,
         arrows,

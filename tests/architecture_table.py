@@ -12,8 +12,10 @@ __all__ = [
     "CONSOLE_FILES",
     "FILE_LINES",
     "FOLDER_MODULES",
+    "FOREIGN_WRITES",
     "FUNCTION_LINES",
     "FUNCTION_P90",
+    "NOT_FOREIGN",
     "OPTIONAL",
     "OPTIONAL_ROOMS",
     "PEERS",
@@ -32,6 +34,11 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 FUNCTION_P90 = 30
 FOLDER_MODULES = 14
+
+# Fields of objects that others than these objects write, in all of the library; what belongs to
+# torch (gradients, contexts of autograd, nodes of graphs) is among them, but for these.
+FOREIGN_WRITES = 60
+NOT_FOREIGN = frozenset({"argtypes", "data", "grad", "restype"})
 
 # The largest rooms show at most so many files and folders on top.
 BOXES = 12

@@ -383,9 +383,8 @@ class Transfers:
         found = self._open(leg, signature.tensors, signature)
         if signature.room:
             buffer = torch.empty(signature.room, dtype=torch.uint8)
-            return replace(
-                found, constants=(self._hear(buffer, stage, _CONSTANTS, rank, k), buffer)
-            )
+            heard = self._hear(buffer, stage, _CONSTANTS, rank, k)
+            return replace(found, constants=(heard, buffer))
         return found
 
     def _learn(self, stage: int, rank: int, first: int) -> Signature:
