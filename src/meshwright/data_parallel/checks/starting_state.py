@@ -120,8 +120,11 @@ def broadcast_tensors(
     *,
     label: str,
     source: int = 0,
+    only_changed: bool = False,
 ) -> None:
     """Give every rank the values that rank ``source`` has, in place.
+
+    With ``only_changed`` what is equal already is not written: a graph of before may need it.
 
     Of DTensors the parts that this rank holds. Tensors travel together as bytes, whatever their
     dtypes, so that many small ones cost one broadcast.
@@ -134,13 +137,13 @@ def broadcast_tensors(
     size = 0
     for tensor in ordered:
         if slab and size + tensor.nbytes > SLAB_BYTES:
-            _broadcast_slab(communicator, slab, label, source)
+            _broadcast_slab(communicator, slab, label, source, only_changed=only_changed)
             slab.clear()
             size = 0
         slab.append(tensor)
         size += tensor.nbytes
     if size:
-        _broadcast_slab(communicator, slab, label, source)
+        _broadcast_slab(communicator, slab, label, source, only_changed=only_changed)
 
 
 def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,8 +156,16 @@ def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _broadcast_slab(
-    communicator: Communicator, slab: Sequence[torch.Tensor], label: str, source: int
+    communicator: Communicator,
+    slab: Sequence[torch.Tensor],
+    label: str,
+    source: int,
+    *,
+    only_changed: bool = False,
 ) -> None:
+    if len(slab) == 1 and slab[0].is_contiguous() and not only_changed:
+        communicator.broadcast(slab[0].detach(), source=source, label=label).wait()
+        return
     total = sum(tensor.nbytes for tensor in slab)
     buffer = torch.empty(total, dtype=torch.uint8, device=slab[0].device)
     views: list[torch.Tensor] = []
@@ -168,20 +179,22 @@ def _broadcast_slab(
         foreach_copy_(views, targets)
     communicator.broadcast(buffer, source=source, label=label).wait()
     if communicator.rank != source:
-        # What is equal, as it is in general, is not written: a graph of before may need it.
-        pairs = [
-            (target, view)
-            for target, view in zip(targets, views, strict=True)
-            if not _is_same(target, view)
-        ]
-        if pairs:
-            foreach_copy_([target for target, _ in pairs], [view for _, view in pairs])
+        changed = _changed(buffer, targets) if only_changed else range(len(targets))
+        if changed:
+            foreach_copy_([targets[n] for n in changed], [views[n] for n in changed])
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Check that two tensors hold the same bits."""
-    mine, theirs = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(mine, theirs)
+def _changed(buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[int]:
+    """Find the targets whose bits are not those that ``buffer`` has for them, one after another."""
+    found: list[int] = []
+    offset = 0
+    for number, target in enumerate(targets):
+        bits = torch.empty(target.shape, dtype=target.dtype, device=target.device).copy_(target)
+        piece = buffer[offset : offset + target.nbytes]
+        if not torch.equal(bits.view(-1).view(torch.uint8), piece):
+            found.append(number)
+        offset += target.nbytes
+    return found
 
 
 def synchronise(

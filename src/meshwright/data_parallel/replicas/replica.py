@@ -92,9 +92,8 @@ class Replica:
         buffers = self.buffers.look() if sends_buffers else {}
         compare_parameters(communicator, parameters, sparse, buffers=buffers)
         if options.init_sync:
-            tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
-            tensors += buffers.values() if starts_alike else ()
-            broadcast_tensors(communicator, tensors, label="broadcast parameters")
+            given = [parameter for _, parameter in parameters]
+            _send(communicator, [*given, *(buffers.values() if starts_alike else ())])
         lent = {id(tensor) for tensor in (lent_now() or {}).values()}
         self._unsent = [name for name, each in buffers.items() if id(each) in lent]
         """Buffers in whose place a call had lent others when rank 0's were sent."""
@@ -369,3 +368,8 @@ def move_inputs(
 
 def _moved(device: int | torch.device, value: object) -> object:
     return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _send(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
+    """Give all ranks the values of the first; a penalty may have been computed from equal ones."""
+    broadcast_tensors(communicator, tensors, label="broadcast parameters", only_changed=True)
