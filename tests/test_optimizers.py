@@ -224,7 +224,7 @@ def test_a_part_computes_as_a_plain_tensor_but_for_norms() -> None:
     plain = torch.arange(6.0) - 2
     for function in (
         lambda g: g.abs() * 2 - g**3,
-        lambda g: torch.where(g.isfinite() & (g > 0), g, 0.0).to(torch.float64),
+        lambda g: torch.where((g < 9) & (g > 0), g, 0.0).to(torch.float64),
         lambda g: torch.maximum(g, -g) + torch.max(g, torch.tensor(0.0)),
         lambda g: torch.cat([g.view(2, 3), g.detach().data.view(2, 3)]),
         lambda g: torch._foreach_mul([g, g], 3.0)[1],

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.collectives import Communicator
+from meshwright.comm.dtensors.gather_dtensor import held_boxes
 from meshwright.comm.groups.registry import hears_actions, observe, phase, tell_ran
 from meshwright.comm.observing.observers import Observer, Recorder, Timer
 from meshwright.comm.observing.timelines import gather_timeline
@@ -53,6 +54,7 @@ __all__ = [
     "disconnect",
     "gather_timeline",
     "hears_actions",
+    "held_boxes",
     "host_store",
     "is_connected",
     "observe",

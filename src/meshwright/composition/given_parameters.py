@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.comm.dtensors.unreadable import Unreadable
 from meshwright.composition.laying_out import optimized_parameters
+from meshwright.composition.pipelines.other_stages import is_elsewhere
 from meshwright.errors import PlanError
 from meshwright.gradients import check_optimizer
 from meshwright.plan import Plan
@@ -99,7 +99,7 @@ class GivenParameters:
             given[id(parameter)]
             for group in groups
             for parameter in group["params"]
-            if id(parameter) in given.keys() - held and not isinstance(parameter, Unreadable)
+            if id(parameter) in given.keys() - held and not is_elsewhere(parameter)
         ]
         if lost:
             raise PlanError(
@@ -116,4 +116,4 @@ class GivenParameters:
 
 
 def _is_elsewhere(parameter: object, nothing: nn.Parameter) -> bool:
-    return parameter is nothing or isinstance(parameter, Unreadable)
+    return parameter is nothing or is_elsewhere(parameter)

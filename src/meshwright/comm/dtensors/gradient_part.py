@@ -34,7 +34,7 @@ _NAMES = """
     log_softmax softmax softmin layer_norm rms_norm mse_loss l1_loss smooth_l1_loss huber_loss
     einsum tensordot chain_matmul addmm addmv addr addbmm bmm ger
     _foreach_norm _foreach_max __matmul__ __rmatmul__
-    all any allclose equal numpy tolist roll flip fliplr flipud rot90
+    all any numpy tolist roll flip fliplr flipud rot90
 """
 """Of functions that look at several elements together."""
 
@@ -55,10 +55,12 @@ _FRESH = frozenset(
     for name in (
         *("clone", "empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
         *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "as_subclass", "new"),
+        *("isfinite", "isinf", "isnan", "isneginf", "isposinf"),
     )
     if hasattr(home, name)
 )
-"""Functions whose result is no gradient any more: optimizers make their state by them."""
+"""Functions whose result is no gradient any more: optimizers make their state by them, and loops
+look for what is not finite, where a step that one rank leaves out is noticed by all."""
 
 _JOINED = frozenset(
     {torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.stack, torch.vstack}
@@ -172,9 +174,13 @@ def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: A
     part = _first_part(args)
     if part is None or (result.numel() != part.numel() and func not in _JOINED):
         return result
-    if _has_others(args):
-        return result
+    if _has_others(args) or (_is_comparison(part, result) and _is_pair(args, {})):
+        return result  # who compares two tensors knows what they are
     return gradient_part(result, part._meshwright_name)
+
+
+def _is_comparison(part: torch.Tensor, result: torch.Tensor) -> bool:
+    return result.dtype is torch.bool and part.dtype is not torch.bool
 
 
 def _first_part(values: Iterable[object]) -> GradientPart | None:

@@ -114,12 +114,16 @@ def make_unreadable(
     All else raises ``error`` with ``text``, which says why there are no values, and ``remedy``. One
     number is left that no training goes on with, should anybody get past this.
     """
+    why = _Why(text, error, remedy, FACTS | settings)
+    if isinstance(tensor, Unreadable):
+        vars(tensor)[_WHY] = why
+        return
     kind = type(tensor)
     is_number = tensor.is_floating_point() or tensor.is_complex()
     tensor.data = tensor.new_full((), math.nan if is_number else 0).expand(tensor.shape)
     tensor.grad = None
     tensor.__class__ = _unreadable(kind)
-    vars(tensor)[_WHY] = _Why(text, error, remedy, FACTS | settings)
+    vars(tensor)[_WHY] = why
 
 
 @functools.cache

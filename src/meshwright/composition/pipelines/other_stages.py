@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
+import torch
 from torch import nn
 
 from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
 from meshwright.errors import LayoutError
 
-__all__ = ["let_go"]
+__all__ = ["is_elsewhere", "let_go"]
+
+_ELSEWHERE = "_meshwright_elsewhere"
 
 _REMEDY = (
     "A loss can read what the last stage holds: compute what needs other parameters in the model's "
@@ -33,3 +36,9 @@ def let_go(model: nn.Module, held: Container[int], where: Mapping[str, str]) -> 
             if id(tensor) not in held and name in where:
                 text = f"{kind} {name!r} {where[name]}"
                 make_unreadable(tensor, text, _REMEDY, error=LayoutError, settings=SETTINGS)
+                vars(tensor)[_ELSEWHERE] = True
+
+
+def is_elsewhere(tensor: object) -> bool:
+    """True for a tensor of a stage on another rank."""
+    return isinstance(tensor, torch.Tensor) and _ELSEWHERE in vars(tensor)

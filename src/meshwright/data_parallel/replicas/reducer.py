@@ -389,7 +389,7 @@ class GradientReducer:
             return
         home = self._homes[index]
         if not self.is_synchronising:
-            if self.communicator.size > 1:
+            if not self.is_wanted and self.communicator.size > 1:
                 self.alignment.stays_local()
             if self.marking is not None:
                 self.marking.stays()

@@ -85,6 +85,9 @@ class ReplicateState:
                     options,
                     may_be_frozen=may_be_frozen,
                 )
+            for handle in self._watched:
+                handle.remove()
+            self._watched.clear()
             self._replica.reducer.want(self.is_synchronised)
             if self._hook is not None:
                 self._replica.reducer.register_hook(*self._hook)
@@ -99,16 +102,10 @@ class ReplicateState:
 
     def _begin_below(self, part: nn.Module, args: object) -> None:
         """Set up: a module below runs before the whole one ever has."""
-        self._stop_watching()
-        if self._replica is None:
+        if torch.compiler.is_compiling():
+            untraced(self._begin_below, part, args)
+        else:
             self._set_up(may_be_frozen=False)
-
-    @constant
-    def _stop_watching(self) -> None:
-        """Take the hooks off the modules below, in a trace as well, which then sees none."""
-        for handle in self._watched:
-            handle.remove()
-        self._watched = []
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether forward passes from now on lead to a reduction of their gradients."""
@@ -137,8 +134,6 @@ class ReplicateState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module's forward pre-hook."""
         self._is_called = True
-        if self._watched:
-            self._stop_watching()
         if torch.compiler.is_compiling():
             if self._route() == "eager":
                 return untraced(self.before_forward, module, args, kwargs)
