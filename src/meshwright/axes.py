@@ -63,7 +63,7 @@ class Axes:
         return cls(tuple(sizes), tuple(sizes.values()))
 
     def mapping(self) -> dict[str, int]:
-        """The sizes by name, in order: the inverse of ``of``."""
+        """List the sizes by name, in order: the inverse of ``of``."""
         return dict(zip(self.names, self.sizes, strict=True))
 
     @property
@@ -108,7 +108,7 @@ class Axes:
         return rank
 
     def groups(self, names: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """All sets of ranks that differ only along ``names``, each in ascending order.
+        """List all sets of ranks that differ only along ``names``, each in ascending order.
 
         Every rank is in exactly one group. ``Axes.of({"replicate": 2, "shard": 2})`` has the
         groups ``(0, 1), (2, 3)`` along ``"shard"`` and one group of four along both axes.
@@ -121,7 +121,7 @@ class Axes:
         return tuple(tuple(group) for group in groups.values())
 
     def peers(self, rank: int, names: str | Iterable[str]) -> tuple[int, ...]:
-        """The group of ``rank`` along ``names``, itself included, in ascending order."""
+        """List the group of ``rank`` along ``names``, itself included, in ascending order."""
         varying = (names,) if isinstance(names, str) else tuple(names)
         group = [self.coordinate(rank)]
         for name in dict.fromkeys(varying):

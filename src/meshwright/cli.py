@@ -441,7 +441,7 @@ def _parse(
     words: list[str],
     more_help: Callable[[], list[str]] = list,
 ) -> _Command:
-    """The command's own arguments; a mistake in them is one line and exit status 2."""
+    """Find the command's own arguments; a mistake in them is one line and exit status 2."""
     told = io.StringIO()
     about = inspect.cleandoc(kind.__doc__ or "")
     try:

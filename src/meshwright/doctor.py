@@ -48,7 +48,7 @@ class Finding:
 
 
 def examine(*, measure_collectives: bool = True) -> list[Finding]:
-    """All facts, in the order in which they are printed."""
+    """List all facts, in the order in which they are printed."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions,
         _devices,
@@ -65,7 +65,7 @@ def examine(*, measure_collectives: bool = True) -> list[Finding]:
 
 
 def report_lines(findings: list[Finding]) -> list[str]:
-    """The findings as text: a line for each, then what is wrong with what to do."""
+    """List the findings as text: a line for each, then what is wrong with what to do."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{finding.name:<{width}}  {finding.value}" for finding in findings]
     problems = [finding for finding in findings if finding.problem]

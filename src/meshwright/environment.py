@@ -21,7 +21,7 @@ LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun would set for this rank, with the store of an agent."""
+    """List the variables that torchrun would set for this rank, with the store of an agent."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -96,7 +96,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both boxes, or ``None`` when there are none."""
+        """Find the elements in both boxes, or ``None`` when there are none."""
         if len(self.shape) != len(other.shape):
             raise LayoutError(f"boxes of different tensors: {self} and {other}")
         start = tuple(map(max, self.offset, other.offset))
@@ -119,7 +119,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes of the elements ``start`` to ``stop`` (exclusive) of a row-major tensor.
+    """List the boxes of the elements ``start`` to ``stop`` (exclusive) of a row-major tensor.
 
     At most ``2 * ndim - 1`` boxes (one for a tensor without dims), disjoint, in flat order: the
     row-major elements of one box after the other are exactly the range. Per dim they are the rest
@@ -221,11 +221,11 @@ class TensorLayout:
                 )
 
     def placement(self, axis: str) -> Placement:
-        """The placement along one axis."""
+        """Find the placement along one axis."""
         return self.placements.get(axis, Replicate())
 
     def box(self, rank: int) -> Box:
-        """The box that ``rank`` holds; empty where there are more parts than chunks."""
+        """Find the box that ``rank`` holds; empty where there are more parts than chunks."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for axis, index in self.axes.coordinate(rank).items():
             placement = self.placement(axis)
@@ -237,7 +237,7 @@ class TensorLayout:
         return Box(tuple(offset), tuple(shape))
 
     def first_holder(self, rank: int) -> int:
-        """The lowest rank that is at the same place on every sharded axis.
+        """Find the lowest rank that is at the same place on every sharded axis.
 
         It holds the same box, so that each box is written once when only first holders write.
         """
@@ -250,7 +250,8 @@ class TensorLayout:
 
 
 def overlap(a: TensorLayout, rank_a: int, b: TensorLayout, rank_b: int) -> Box | None:
-    """The elements that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``; ``None`` if none.
+    """Find the elements that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``; ``None`` if
+    none.
 
     In coordinates of the whole tensor; ``Box.slices(within=layout.box(rank))`` makes them local.
     """
@@ -383,7 +384,9 @@ class FlatLayout:
         return part * self.shard_size, (part + 1) * self.shard_size
 
     def owned(self, part: int) -> tuple[Piece, ...]:
-        """The pieces of tensors that lie in shard ``part``, in order; none for empty tensors."""
+        """List the pieces of tensors that lie in shard ``part``, in order; none for empty
+        tensors.
+        """
         begin, end = self.shard_range(part)
         pieces: list[Piece] = []
         for index in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
@@ -396,7 +399,7 @@ class FlatLayout:
         return tuple(pieces)
 
     def boxes(self, piece: Piece) -> list[Box]:
-        """The boxes of the piece in its tensor; see the function ``boxes``."""
+        """List the boxes of the piece in its tensor; see the function ``boxes``."""
         return boxes(self.shapes[piece.index], piece.start, piece.stop)
 
 
@@ -445,7 +448,9 @@ class ChunkedLayout:
         return tuple(end - start for start, end in zip(self.offsets, ends, strict=True))
 
     def box(self, index: int, part: int) -> Box:
-        """The box of tensor ``index`` that lies in shard ``part``; empty where chunks run out."""
+        """Find the box of tensor ``index`` that lies in shard ``part``; empty where chunks run
+        out.
+        """
         if not 0 <= part < self.parts:
             raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         shape, dim = self.shapes[index], self.dims[index]
@@ -454,7 +459,7 @@ class ChunkedLayout:
         return Box(offset, tuple(length if d == dim else n for d, n in enumerate(shape)))
 
     def owned(self, part: int) -> tuple[tuple[int, Box], ...]:
-        """The tensors and boxes in shard ``part``, in order; none for empty chunks."""
+        """List the tensors and boxes in shard ``part``, in order; none for empty chunks."""
         boxes_of_part = ((index, self.box(index, part)) for index in range(len(self.names)))
         return tuple((index, box) for index, box in boxes_of_part if box.numel)
 

@@ -204,7 +204,7 @@ class Plan:
 
 
 def _once(source: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object whose keys are all different."""
+    """Make a JSON object whose keys are all different."""
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -214,7 +214,7 @@ def _once(source: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def match_names(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
-    """The dotted names that a pattern matches, in their order.
+    """List the dotted names that a pattern matches, in their order.
 
     ``*`` alone stands for exactly one component, ``**`` for any number of them, none included;
     within a component ``*`` stands for any characters. The root module is the empty name.

@@ -33,7 +33,7 @@ class Precision:
     """Master copy and optimizer state; by default that of ``parameters``."""
 
     def resolved(self) -> Precision:
-        """The same precision with every dtype named."""
+        """Find the same precision with every dtype named."""
         return Precision(
             parameters=self.parameters,
             compute=self.compute or self.parameters,

@@ -179,7 +179,8 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
 def first_difference(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
 ) -> Difference | None:
-    """The first loss, gradient, norm or weight that differs by more than ``tolerance``, relative.
+    """Find the first loss, gradient, norm or weight that differs by more than ``tolerance``,
+    relative.
 
     Steps in their order, in each the loss before the gradients and the norm of all of them, and
     weights at the end. A relative

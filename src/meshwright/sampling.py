@@ -49,7 +49,7 @@ class Permutation:
         object.__setattr__(self, "_keys", keys)
 
     def __getitem__(self, index: int) -> int:
-        """The sample at place ``index`` of the order."""
+        """Find the sample at place ``index`` of the order."""
         if not 0 <= index < self.size:
             raise IndexError(f"expected a place from 0 to {self.size - 1}, found {index}")
         # Both halves have at least one bit, so that every round changes something.
@@ -139,7 +139,7 @@ class Sampler:
         return self.next_indices()
 
     def state_dict(self) -> dict[str, int]:
-        """The position, equal on all ranks, and valid for any other number of ranks."""
+        """List the position, equal on all ranks, and valid for any other number of ranks."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> Self:

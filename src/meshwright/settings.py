@@ -114,7 +114,7 @@ class Origin:
         return ""
 
     def line(self, key: Key) -> float:
-        """The line of the key, to put problems in order; infinite where none is known."""
+        """Find the line of the key, to put problems in order; infinite where none is known."""
         place = self.place(key)
         return int(place[5:-2]) if place.startswith("line ") else math.inf
 
@@ -133,14 +133,14 @@ class RejectedError(Exception):
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name most like ``name``; ``None`` if none is similar."""
+    """Find the known name most like ``name``; ``None`` if none is similar."""
     lower = {candidate.lower(): candidate for candidate in known}
     found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
     return lower[found[0]] if found else None
 
 
 def default_of(item: Field[object]) -> object:
-    """The default of a field; ``MISSING`` if it has none."""
+    """Find the default of a field; ``MISSING`` if it has none."""
     return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
@@ -153,7 +153,7 @@ def fields_of(kind: type) -> Iterator[tuple[Field[object], object]]:
 
 
 def unmarked(hint: object) -> tuple[object, tuple[object, ...]]:
-    """A type without its marks, and the marks."""
+    """Make a type without its marks, and the marks."""
     if typing.get_origin(hint) is Annotated:
         kind, *markers = typing.get_args(hint)
         return kind, tuple(markers)
@@ -161,12 +161,12 @@ def unmarked(hint: object) -> tuple[object, tuple[object, ...]]:
 
 
 def marked(markers: tuple[object, ...], kind: type[T]) -> T | None:
-    """The mark of one kind, if there is one."""
+    """Find the mark of one kind, if there is one."""
     return next((marker for marker in markers if isinstance(marker, kind)), None)
 
 
 def members(hint: object) -> tuple[object, ...]:
-    """The alternatives of a union, with their marks; the type itself if it is not a union."""
+    """List the alternatives of a union, with their marks; the type itself if it is not a union."""
     kind, _ = unmarked(hint)
     if typing.get_origin(kind) in (Union, types.UnionType):
         return tuple(m for member in typing.get_args(kind) for m in members(member))
@@ -180,7 +180,7 @@ def origin_fields(kind: type) -> list[str]:
 
 
 def keys_of(kind: type) -> dict[str, dict[str, object]]:
-    """The keys of a table and, for those that are tables themselves, the keys in them."""
+    """List the keys of a table and, for those that are tables themselves, the keys in them."""
     found: dict[str, dict[str, object]] = {}
     for item, hint in fields_of(kind):
         inner, markers = unmarked(hint)
@@ -202,7 +202,7 @@ def item_hints(kind: object, count: int) -> list[object] | None:
 
 
 def scalar(value: object, hint: object, key: Key) -> object:
-    """The value if it is of the type (a whole number may stand for a float), or reject it."""
+    """Find the value if it is of the type (a whole number may stand for a float), or reject it."""
     kind, _ = unmarked(hint)
     if _is_huge(value):
         raise RejectedError(mismatch(value, hint, key))
@@ -239,7 +239,7 @@ def check_bounds(value: object, hint: object, key: Key) -> None:
 
 
 def mismatch(value: object, hint: object, key: Key) -> Problem:
-    """The problem of a value that is not of the type."""
+    """Find the problem of a value that is not of the type."""
     shown = "null" if value is None else literal(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     message = f"{named(key)}: expected {expected(hint)}, found {_what(value)}{shown}"
@@ -249,7 +249,7 @@ def mismatch(value: object, hint: object, key: Key) -> Problem:
 
 
 def _what(value: object) -> str:
-    """The kind of a value, where its literal alone is not clear to a reader."""
+    """Find the kind of a value, where its literal alone is not clear to a reader."""
     match value:
         case int() if _is_huge(value):
             return "a number of more than 64 bits, "
@@ -280,7 +280,7 @@ _NOUNS: Mapping[object, tuple[str, str]] = types.MappingProxyType(
 
 
 def expected(hint: object) -> str:
-    """A type in words, such as ``"auto" or a list of texts``."""
+    """Write a type in words, such as ``"auto" or a list of texts``."""
     words: list[str] = []
     for member in members(hint):
         kind, markers = unmarked(member)
@@ -315,7 +315,7 @@ def _plural(hint: object) -> str:
 
 
 def named(key: Key) -> str:
-    """A key as messages call it, such as ``key 'seed' in [train]``."""
+    """Write a key as messages call it, such as ``key 'seed' in [train]``."""
     if not key:
         return "the text"
     table = f" in [{dotted(key[:-1])}]" if len(key) > 1 else ""

@@ -141,7 +141,9 @@ class Event:
 
     @classmethod
     def of(cls, collective: Collective, *, rank: int, start: float, end: float) -> Event:
-        """The event of a collective that ``rank`` issued at ``start`` and was done at ``end``."""
+        """Find the event of a collective that ``rank`` issued at ``start`` and was done at
+        ``end``.
+        """
         return cls(
             name=collective.label or collective.kind,
             lane=collective.lane,
@@ -157,7 +159,7 @@ class Event:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as disjoint intervals in order; touching ones are joined."""
+    """List the same times as disjoint intervals in order; touching ones are joined."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -216,7 +218,7 @@ class Timeline:
         return Timeline([*self.events, *(event for other in others for event in other.events)])
 
     def select(self, *, rank: int | None = None, lane: str | None = None) -> Timeline:
-        """The events of one rank, of one lane, or of one lane of one rank."""
+        """Find the events of one rank, of one lane, or of one lane of one rank."""
         return Timeline(
             event
             for event in self.events

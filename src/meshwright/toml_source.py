@@ -111,12 +111,14 @@ def read_tree(tree: Mapping[str, object], kind: type[T], *, origin: Origin | Non
 
 
 def review(record: object, origin: Origin) -> list[Problem]:
-    """The problems of a configuration that was built in code, by the rules that ``read`` uses."""
+    """List the problems of a configuration that was built in code, by the rules that ``read``
+    uses.
+    """
     return _Reader(origin, type(record)).read(cast(Mapping[str, object], plain(record)))[1]
 
 
 def plain(record: object) -> object:
-    """A configuration as nested dictionaries, lists and scalars, every key included."""
+    """Make a configuration as nested dictionaries, lists and scalars, every key included."""
     if not (is_dataclass(record) and not isinstance(record, type)):
         return _plain_value(record)
     tree: dict[str, object] = {}
@@ -142,7 +144,7 @@ def _plain_value(value: object) -> object:
 
 
 def dump(record: object, *, every_key: bool = False) -> str:
-    """A configuration as TOML text: what differs from the defaults, or every key.
+    """Write a configuration as TOML text: what differs from the defaults, or every key.
 
     Raises ``ValueError`` for a ``None`` where the default is another value: TOML has no null.
     """
@@ -294,7 +296,7 @@ class _Reader:
         return result
 
     def _attempt(self, value: object, hint: object, key: Key) -> object:
-        """The converted value, or the ``RejectedError``, without a trace of what was tried."""
+        """Find the converted value, or the ``RejectedError``, without a trace of what was tried."""
         before = len(self._checks)
         try:
             return self._convert(value, hint, key)
@@ -345,7 +347,7 @@ class _Reader:
             raise RejectedError(Problem(key, str(error))) from error
 
     def _alternative(self, value: object, hint: object, key: Key) -> object:
-        """The first type of a union that takes the value."""
+        """Find the first type of a union that takes the value."""
         for member in members(hint):
             result = self._attempt(value, member, key)
             if not isinstance(result, RejectedError):

@@ -53,12 +53,12 @@ class Document:
 
 
 def dotted(key: Key) -> str:
-    """A key as it is written in TOML, such as ``tensor.rules."layers.*"``."""
+    """Write a key as it is written in TOML, such as ``tensor.rules."layers.*"``."""
     return ".".join(part if _BARE_KEY.fullmatch(part) else literal(part) for part in key)
 
 
 def literal(value: object) -> str:
-    """A value as TOML writes it: scalars, sequences, and mappings as inline tables."""
+    """Write a value as TOML writes it: scalars, sequences, and mappings as inline tables."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -82,7 +82,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def write(tree: Mapping[str, object], key: Key = ()) -> str:
-    """A tree as TOML text: values first, then each mapping as a table with its header."""
+    """Write a tree as TOML text: values first, then each mapping as a table with its header."""
     values = [
         f"{dotted((name,))} = {literal(value)}\n"
         for name, value in tree.items()
@@ -101,7 +101,7 @@ def write(tree: Mapping[str, object], key: Key = ()) -> str:
 
 
 def parse_key(text: str) -> Key | None:
-    """The path of a key as written before an equals sign; ``None`` if it is not a key."""
+    """Find the path of a key as written before an equals sign; ``None`` if it is not a key."""
     try:
         node: object = tomllib.loads(text + " = 0")
     except ValueError:
@@ -247,7 +247,7 @@ def _add_inner(lines: dict[Key, int], key: Key, value: object, line: int) -> Non
 
 
 def _recover(statements: list[_Reading]) -> tuple[dict[str, object], list[Fault]]:
-    """The tree of all statements that can be read, and the faults of the others."""
+    """List the tree of all statements that can be read, and the faults of the others."""
     tree: dict[str, object] = {}
     faults: list[Fault] = []
     given: dict[Key, int] = {}

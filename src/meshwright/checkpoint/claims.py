@@ -320,7 +320,7 @@ def _closed(handle: int) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """True when ``path`` still names the open file."""
+    """Check that ``path`` still names the open file."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

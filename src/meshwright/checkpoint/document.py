@@ -78,7 +78,7 @@ def check_json(value: object, where: str, depth: int = 0) -> None:
 
 
 def canonical(value: JSON | Mapping[str, JSON]) -> bytes:
-    """The one text of a JSON value."""
+    """Find the one text of a JSON value."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
 
@@ -100,7 +100,7 @@ def parse_canonical(text: bytes) -> JSON:
 
 
 def seal(body: Mapping[str, JSON]) -> bytes:
-    """The file for ``body``, with its checksum."""
+    """Find the file for ``body``, with its checksum."""
     text = canonical(body)
     sealed = _HEAD + text + b',\n"crc32":"%08x"}\n' % zlib.crc32(text)
     if len(sealed) > MAX_DOCUMENT_BYTES:
@@ -112,7 +112,9 @@ def seal(body: Mapping[str, JSON]) -> bytes:
 
 
 def unseal(data: bytes) -> JSON:
-    """The body of a sealed file. Raises ``ValueError`` if any bit differs from what was sealed."""
+    """Find the body of a sealed file. Raises ``ValueError`` if any bit differs from what was
+    sealed.
+    """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ValueError(f"{len(data)} bytes, the limit is {MAX_DOCUMENT_BYTES}")
     if not data.startswith(_HEAD):
@@ -150,21 +152,21 @@ class Fields:
         return self._take(key)
 
     def text(self, key: str) -> str:
-        """A string."""
+        """Write a string."""
         value = self._take(key)
         if not isinstance(value, str):
             raise self._wrong(key, "a string", value)
         return value
 
     def count(self, key: str) -> int:
-        """An integer from 0 to 2**63 - 1."""
+        """Compute an integer from 0 to 2**63 - 1."""
         value = self._take(key)
         if type(value) is not int or not 0 <= value < 2**63:
             raise self._wrong(key, "an integer from 0 to 2**63 - 1", value)
         return value
 
     def counts(self, key: str) -> tuple[int, ...]:
-        """A list of at most 64 integers from 0 to 2**63 - 1."""
+        """Make a list of at most 64 integers from 0 to 2**63 - 1."""
         value = self._take(key)
         expected = "a list of at most 64 integers from 0 to 2**63 - 1"
         if not isinstance(value, list) or len(value) > 64:
@@ -177,21 +179,21 @@ class Fields:
         return tuple(found)
 
     def checksum(self, key: str) -> int:
-        """A crc32 as eight hexadecimal digits."""
+        """Compute a crc32 as eight hexadecimal digits."""
         value = self.text(key)
         if not re.fullmatch("[0-9a-f]{8}", value):
             raise self._wrong(key, "eight hexadecimal digits", value)
         return int(value, 16)
 
     def items(self, key: str) -> list[JSON]:
-        """A list."""
+        """Make a list."""
         value = self._take(key)
         if not isinstance(value, list):
             raise self._wrong(key, "a list", value)
         return value
 
     def mapping(self, key: str) -> dict[str, JSON]:
-        """An object."""
+        """Make an object."""
         value = self._take(key)
         if not isinstance(value, dict):
             raise self._wrong(key, "an object", value)

@@ -101,7 +101,7 @@ class Manifest:
         return {name: file_map(name, self.step, entries[name]) for name in sorted(entries)}
 
     def owner(self, file: str, key: str) -> str:
-        """The tensor that the key of a file belongs to."""
+        """Find the tensor that the key of a file belongs to."""
         for name, record in self.tensors.items():
             if any(piece.file == file and piece.key == key for piece in record.pieces):
                 return name
@@ -179,7 +179,7 @@ def _show(box: Box) -> str:
 
 
 def to_bytes(manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("crc32")) -> bytes:
-    """The manifest file; ``checksum`` says that of each piece, by default the one it has."""
+    """Find the manifest file; ``checksum`` says that of each piece, by default the one it has."""
     files: dict[str, JSON] = {
         name: {"bytes": at.size, "header_crc32": f"{zlib.crc32(at.header):08x}"}
         for name, at in manifest.file_maps.items()

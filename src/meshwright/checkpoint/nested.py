@@ -29,7 +29,7 @@ _MAX_DEPTH = 32  # a marked level takes up to three of the 100 levels of JSON
 
 
 def flatten(value: object, prefix: str) -> tuple[dict[str, Tensor | ShardedPiece], JSON]:
-    """The tensors of nested state by names that begin with ``prefix``, and the rest as JSON.
+    """List the tensors of nested state by names that begin with ``prefix``, and the rest as JSON.
 
     Takes None, bool, int, float, str, bytes, tensors, ``ShardedPiece``, and lists, tuples, dicts
     and OrderedDicts of these. Raises ``TypeError`` naming the place of anything else: what would
@@ -40,7 +40,7 @@ def flatten(value: object, prefix: str) -> tuple[dict[str, Tensor | ShardedPiece
 
 
 def unflatten(structure: JSON, tensors: Mapping[str, Tensor | ShardedPiece]) -> object:
-    """The state that ``flatten`` took apart.
+    """Find the state that ``flatten`` took apart.
 
     Raises ``ValueError`` when the structure is malformed or names a tensor that is not there.
     """

@@ -65,7 +65,7 @@ def load_optimizer_state(
 
 
 def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The name of each parameter, in the order in which ``state_dict`` numbers them."""
+    """List the name of each parameter, in the order in which ``state_dict`` numbers them."""
     by_identity: dict[int, str] = {}
     for name, parameter in named_parameters:
         by_identity.setdefault(id(parameter), name)
@@ -82,7 +82,7 @@ def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]])
 
 
 def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
-    """The two halves of a saved state, with the types that they must have."""
+    """List the two halves of a saved state, with the types that they must have."""
     if isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}:
         state, groups = saved["state"], saved["param_groups"]
         if (

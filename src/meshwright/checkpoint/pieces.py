@@ -127,7 +127,7 @@ def describe(name: str, value: Tensor | ShardedPiece) -> Held:
 
 
 def parts(value: Tensor | ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes held, each with its elements as a 1-D tensor (a view where memory allows)."""
+    """List the boxes held, each with its elements as a 1-D tensor (a view where memory allows)."""
     if isinstance(value, ShardedPiece):
         flat, boxes = value.tensor.detach().reshape(-1), value.boxes
     else:
@@ -141,19 +141,19 @@ def parts(value: Tensor | ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
 
 
 def byte_view(flat: Tensor) -> memoryview:
-    """The bytes of a 1-D tensor; a view of its memory when that is plain and on the CPU."""
+    """Find the bytes of a 1-D tensor; a view of its memory when that is plain and on the CPU."""
     plain = flat.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(torch.uint8).numpy().data
 
 
 def held_to_json(held: Held) -> JSON:
-    """A row for the other ranks."""
+    """Make a row for the other ranks."""
     boxes: list[JSON] = [[list(box.offset), list(box.shape)] for box in held.boxes]
     return {"name": held.name, "dtype": held.dtype, "shape": list(held.shape), "boxes": boxes}
 
 
 def held_from_json(value: JSON) -> Held:
-    """The row that another rank described."""
+    """Find the row that another rank described."""
     fields = Fields(value, "description of a tensor")
     boxes: list[Box] = []
     for pair in fields.items("boxes"):

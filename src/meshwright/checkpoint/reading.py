@@ -98,7 +98,7 @@ class Reader:
     # ------------------------------------------------------------------ tensors
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """Make a whole tensor."""
         shape = self._record(name).shape
         return self.read_piece(name, Box((0,) * len(shape), shape))
 
@@ -223,7 +223,9 @@ class Reader:
         return CheckpointDamagedError(f"{self.directory / file}: {text}; {_ADVICE}")
 
     def _missing(self, file: str) -> CheckpointError:
-        """The error for a file that is not there: damage, unless all of the checkpoint has gone."""
+        """Make the error for a file that is not there: damage, unless all of the checkpoint has
+        gone.
+        """
         try:
             is_there = os.path.samestat(os.fstat(self._handle), self.directory.stat())
         except OSError:
@@ -420,7 +422,7 @@ def load_into(
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a checkpoint whose files are there with their right sizes."""
+    """Find the manifest of a checkpoint whose files are there with their right sizes."""
     with Reader(directory) as reader:
         return reader.manifest
 

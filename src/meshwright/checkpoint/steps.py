@@ -42,12 +42,12 @@ def step_directory(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def torso_directory(target: Path, kind: str = "tmp") -> Path:
-    """A fresh name beside ``target`` for what is not a checkpoint yet, or no longer."""
+    """Make a fresh name beside ``target`` for what is not a checkpoint yet, or no longer."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(4)}")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint of a folder; ``None`` when there is none to resume from.
+    """Find the newest complete checkpoint of a folder; ``None`` when there is none to resume from.
 
     Complete means: a sound manifest for this step, and every file there with its right size; the
     contents are verified when they are loaded. What is passed over is named in the log. A job may
@@ -121,7 +121,7 @@ def _incomplete(step: int, path: Path) -> str | None:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """The directories named after a step, by step, as they are at one moment."""
+    """List the directories named after a step, by step, as they are at one moment."""
     found: list[tuple[int, Path]] = []
     for name in _names(folder):
         match = _STEP.fullmatch(name)

@@ -58,7 +58,7 @@ def item_size(dtype: str) -> int:
 
 
 def file_name(rank: int) -> str:
-    """The file that ``rank`` writes."""
+    """Find the file that ``rank`` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -92,7 +92,7 @@ class FileMap:
 
 
 def file_map(name: str, step: int, entries: Iterable[Entry]) -> FileMap:
-    """The header and the byte spans of the file ``name`` of a step.
+    """Find the header and the byte spans of the file ``name`` of a step.
 
     Larger elements come first, so that each tensor is aligned to its element and the file has no
     gap. The header holds the step and the file's name: files of another step or rank do not fit.

@@ -79,7 +79,7 @@ class Communicator(Protocol):
         """Number of ranks."""
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """Every rank's payload, in rank order, on every rank."""
+        """List every rank's payload, in rank order, on every rank."""
 
 
 class _Alone:

@@ -246,7 +246,8 @@ class Communicator:
         *,
         label: str = "",
     ) -> Pending:
-        """An ``all_gather`` or ``reduce_scatter`` by a ``call`` of the user's in place of c10d.
+        """Make an ``all_gather`` or ``reduce_scatter`` by a ``call`` of the user's in place of
+        c10d.
 
         It is given ``output_tensor``, ``input_tensor`` and ``group``; a gather ``async_op=True``
         too, and what it returns is waited for unless None; a reduce-scatter ``op``, a sum.
@@ -381,7 +382,9 @@ class Communicator:
     # ------------------------------------------------------------------ control and memory
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """Every rank's ``payload``, in rank order: for small control data, JSON for example."""
+        """List every rank's ``payload``, in rank order: for small control data, JSON for
+        example.
+        """
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
         with shown.unseen():
@@ -399,7 +402,7 @@ class Communicator:
         return [row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)]
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
-        """Every rank's ``numbers`` (equally many on each), in rank order, in float64."""
+        """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""
         form = f"<{len(numbers)}d"
         payload = torch.frombuffer(bytearray(struct.pack(form, *numbers)), dtype=torch.uint8)
         mine = payload.to(self.device)
@@ -410,7 +413,7 @@ class Communicator:
         return [struct.unpack(form, row.numpy().tobytes()) for row in rows]
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor in the memory that this backend moves fastest, uninitialised."""
+        """Make a 1-D tensor in the memory that this backend moves fastest, uninitialised."""
         if self.device.type == "cpu":
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)

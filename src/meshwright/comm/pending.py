@@ -239,7 +239,7 @@ class Pending:
         return self._value
 
     def describe(self) -> str:
-        """The operation in one phrase: kind, number, label, axis."""
+        """Find the operation in one phrase: kind, number, label, axis."""
         label = f' "{self.label}"' if self.label else ""
         peer = ""
         if self.peer is not None:

@@ -137,7 +137,7 @@ def _be_member() -> None:
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """A store in this process where the ranks of a run can meet, as in torchrun's agent.
+    """Make a store in this process where the ranks of a run can meet, as in torchrun's agent.
 
     The system chooses a free port for 0; it is the store's ``port``.
     """
@@ -205,7 +205,7 @@ def communicator(
     *,
     timeout: float | None = None,
 ) -> Communicator:
-    """The communicator of ``group`` (all ranks when None); one for each group.
+    """Find the communicator of ``group`` (all ranks when None); one for each group.
 
     ``axis`` is what the caller's operations are recorded and reported under: a group that serves
     two axes counts its operations once and names each by its own. Without it the group's first
@@ -285,7 +285,8 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
 
 
 def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator:
-    """The communicator of ``ranks`` (numbers of the world), among them this one, of ``parent``.
+    """Find the communicator of ``ranks`` (numbers of the world), among them this one, of
+    ``parent``.
 
     Only they call it, so the rest of the world may do something else. No group is made for ranks
     that have one already, under that axis or as ``parent``.
@@ -312,7 +313,8 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
 
 
 def union(axes: Sequence[Communicator]) -> Communicator:
-    """The communicator of all ranks that are reached along ``axes``, which are those of one grid.
+    """Find the communicator of all ranks that are reached along ``axes``, which are those of one
+    grid.
 
     All of them call it with the same axes in the same order. The first time they tell each other
     who they are, and a group is made where there is none. Raises LayoutError where the axes form
@@ -417,7 +419,8 @@ def _transport_timeout(limit: float | None) -> timedelta:
 
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """The timeout in seconds that the user gave to ``group``; None for c10d's default, and ours.
+    """Find the timeout in seconds that the user gave to ``group``; None for c10d's default, and
+    ours.
 
     c10d's own comes later from now on, where somebody watches the run in its place.
     """

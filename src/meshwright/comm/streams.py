@@ -64,14 +64,14 @@ class _CudaStream:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream on which the caller's work for ``device`` runs."""
+    """Find the stream on which the caller's work for ``device`` runs."""
     if device.type == "cuda":
         return _CudaStream(torch.cuda.current_stream(device))
     return _HostStream()
 
 
 def new_stream(device: torch.device, *, high_priority: bool = False) -> Stream:
-    """A stream of its own for ``device``; on a CPU, the calling thread."""
+    """Make a stream of its own for ``device``; on a CPU, the calling thread."""
     if device.type == "cuda":
         return _CudaStream(torch.cuda.Stream(device, priority=-1 if high_priority else 0))
     return _HostStream()

@@ -85,7 +85,7 @@ class BucketPlan:
 
 
 def marks_of(graph: fx.Graph) -> list[Mark]:
-    """The marks of ``graph``, in the order of its nodes."""
+    """List the marks of ``graph``, in the order of its nodes."""
     found: list[Mark] = []
     for node in graph.find_nodes(op="call_function", target=GRAD_REDUCE):
         gradient, index, ranks, group, model, mode, sizes = node.args
@@ -138,6 +138,6 @@ def _buckets(marks: Sequence[Mark]) -> list[BucketPlan]:
 
 
 def describe(buckets: Sequence[BucketPlan]) -> str:
-    """A text that is equal on ranks with equal plans: mode, and dtype and indices of each."""
+    """Write a text that is equal on ranks with equal plans: mode, and dtype and indices of each."""
     rows = [[str(b.dtype).removeprefix("torch."), list(b.indices)] for b in buckets]
     return json.dumps([buckets[0].marks[0].mode, rows], separators=(",", ":"))

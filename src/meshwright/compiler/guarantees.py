@@ -51,7 +51,9 @@ def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> 
 
 
 def peak_bytes(graph: fx.Graph) -> int:
-    """The most bytes that values of ``graph`` hold at once, if each is freed after its last use."""
+    """Compute the most bytes that values of ``graph`` hold at once, if each is freed after its last
+    use.
+    """
     last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for argument in node.all_input_nodes:
@@ -80,7 +82,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def _storages(node: fx.Node, before: Mapping[fx.Node, Mapping[int, int]]) -> dict[int, int]:
-    """The memory of a node's value, with its bytes. Reductions run in what they are given."""
+    """List the memory of a node's value, with its bytes. Reductions run in what they are given."""
     if node.op == "output":
         return {}
     if node.target in _IN_PLACE:

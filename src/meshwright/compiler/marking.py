@@ -92,7 +92,8 @@ class _Marking:
         )
 
     def frame(self, module: nn.Module) -> Callable[..., Any]:
-        """A call of ``module`` in a frame that `torch.compile` takes, which torch's own are not.
+        """Make a call of ``module`` in a frame that `torch.compile` takes, which torch's own are
+        not.
 
         Graphs belong to the code of a frame, and there are only so many to one. Modules of equal
         build share theirs, others do not.

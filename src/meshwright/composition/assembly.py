@@ -120,7 +120,7 @@ def parallelize(
 
 
 def _inputs(plan: Plan, example: object) -> Inputs:
-    """The arguments of the model in ``example``, read as `call_module` reads a batch."""
+    """Find the arguments of the model in ``example``, read as `call_module` reads a batch."""
     for axis, why in (
         ("pipeline", "needs to see how the model runs"),
         ("tensor", "is checked against the whole model"),

@@ -38,7 +38,7 @@ class Peers:
 
     @classmethod
     def of(cls, plan: Plan, everyone: Communicator) -> Peers:
-        """The peers of the calling rank. All ranks of ``everyone`` call it together."""
+        """Find the peers of the calling rank. All ranks of ``everyone`` call it together."""
 
         def along(axes: Sequence[str], name: str) -> Communicator:
             numbers = plan.axes.peers(everyone.rank, axes)
@@ -62,7 +62,9 @@ class Peers:
         )
 
     def mesh_of(self, *names: str) -> DeviceMesh | None:
-        """The part of the mesh with those of the axes ``names`` that have more than one rank."""
+        """Find the part of the mesh with those of the axes ``names`` that have more than one
+        rank.
+        """
         known = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         wanted = tuple(name for name in known if name in names)
         if self.mesh is None or not wanted:

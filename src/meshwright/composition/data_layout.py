@@ -53,7 +53,7 @@ class DataLayout(Protocol):
         ...
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """The layout, in words and numbers."""
+        """Find the layout, in words and numbers."""
         ...
 
 

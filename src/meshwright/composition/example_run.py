@@ -162,7 +162,9 @@ def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, froze
 
 
 def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The modules that the forward of ``model`` can call: its children, lists by their items."""
+    """List the modules that the forward of ``model`` can call: its children, lists by their
+    items.
+    """
     for name, child in model.named_children():
         full = f"{prefix}{name}"
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)

@@ -172,7 +172,7 @@ def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
 
 
 def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
-    """The modules that are one unit each, inner ones first; the root takes what is left."""
+    """List the modules that are one unit each, inner ones first; the root takes what is left."""
     names = [name for name, _ in model.named_modules()]
     if isinstance(plan.shard.units, str):
         found = _blocks(model)
@@ -182,7 +182,7 @@ def _unit_names(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """The modules in lists of modules of one class: the layers of a transformer."""
+    """List the modules in lists of modules of one class: the layers of a transformer."""
     return [
         f"{name}.{number}" if name else number
         for name, part in model.named_modules()

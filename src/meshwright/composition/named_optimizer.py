@@ -69,7 +69,9 @@ def load_named_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str
 def _flats(
     optimizer: Optimizer, module: nn.Module, known: Mapping[int, str]
 ) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters, each by the names of what it holds, if any of them is flat."""
+    """List the optimizer's parameters, each by the names of what it holds, if any of them is
+    flat.
+    """
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if all(id(parameter) in known for parameter in given):
         return {}
@@ -103,7 +105,7 @@ def _joined(
     known: Mapping[int, str],
     saved: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state of flat parameters from that of the parameters in them.
+    """List the state of flat parameters from that of the parameters in them.
 
     Raises CheckpointMismatchError where those differ in what is one for a flat parameter.
     """

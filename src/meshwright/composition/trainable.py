@@ -238,7 +238,8 @@ class Trainable:
         return dict(self.module.named_parameters())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Each gradient by original name, as one process would hold it, between the two halves.
+        """List each gradient by original name, as one process would hold it, between the two
+        halves.
 
         All ranks call it together where parameters are sharded.
         """
@@ -268,7 +269,7 @@ class Trainable:
     # ------------------------------------------------------------------------ what it holds
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The state of the model by original name, in whole tensors, on every rank.
+        """List the state of the model by original name, in whole tensors, on every rank.
 
         All ranks call it together where parameters are sharded.
         """
@@ -305,7 +306,9 @@ class Trainable:
         self._start_over()
 
     def describe(self) -> Description:
-        """The layout of each parameter, the collectives of one step, and what each setting did."""
+        """Find the layout of each parameter, the collectives of one step, and what each setting
+        did.
+        """
         is_piped = self.plan.axes.size("pipeline") > 1
         passes = self.plan.train.accumulate * (self.plan.pipeline.microbatches if is_piped else 1)
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
@@ -478,7 +481,7 @@ def autocast_of(
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:
-    """The tensors of any nested value."""
+    """List the tensors of any nested value."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 

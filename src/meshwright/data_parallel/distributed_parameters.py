@@ -92,7 +92,7 @@ class LocalParameter:
 
 
 def local_parameters(module: nn.Module) -> Mapping[int, LocalParameter]:
-    """The DTensor parameters below ``module``, by their ``id``."""
+    """List the DTensor parameters below ``module``, by their ``id``."""
     inside: set[nn.Module] = set()
     sums: dict[tuple[nn.Module, str], PartialSum] = {}
     for part in module.modules():

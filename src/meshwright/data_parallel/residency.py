@@ -68,7 +68,7 @@ class ReplicaResidency:
         """The parameters stay."""
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """The parameters themselves."""
+        """Find the parameters themselves."""
         return None
 
     def written(self, module: nn.Module, name: str) -> None:
@@ -152,7 +152,7 @@ class ShardedResidency:
             unit.reshard()
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """The whole parameter of a unit that ``module`` uses as ``name``.
+        """Find the whole parameter of a unit that ``module`` uses as ``name``.
 
         Raises TypeError where it or its gradient has another dtype at rest.
         """
@@ -222,7 +222,9 @@ class ShardedResidency:
 def sharded_residency(
     module: nn.Module, kind: type[ShardedResidency] = ShardedResidency
 ) -> ShardedResidency:
-    """The residency of the root that ``module`` belongs to, which is the outermost that asks."""
+    """Find the residency of the root that ``module`` belongs to, which is the outermost that
+    asks.
+    """
     driver = driver_of(module)
     if driver is None:
         raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")

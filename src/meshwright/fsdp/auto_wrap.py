@@ -27,7 +27,7 @@ def choose_targets(
     precision: MixedPrecision | None,
     wrapper: type[nn.Module],
 ) -> Targets:
-    """The modules below ``root`` that become units, with their own arguments."""
+    """Find the modules below ``root`` that become units, with their own arguments."""
     for name, module in root.named_modules():
         if isinstance(module, wrapper):
             raise ValueError(

@@ -67,7 +67,9 @@ class UnitPlan:
 def named_unmanaged(
     root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> list[tuple[str, nn.Parameter]]:
-    """The parameters below ``root`` that belong to it: neither ignored nor taken nor deferred."""
+    """List the parameters below ``root`` that belong to it: neither ignored nor taken nor
+    deferred.
+    """
     return [
         (clean_name(name), parameter)
         for name, parameter in root.named_parameters()
@@ -172,7 +174,7 @@ def send_states(
 def build_unit(
     root: nn.Module, plan: UnitPlan, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> Unit | None:
-    """The unit of all parameters below ``root`` that no other unit has; None without any."""
+    """Make the unit of all parameters below ``root`` that no other unit has; None without any."""
     check_ties(root)
     local = local_parameters(root)
     slots = list(_slots(root, ignored, deferred))

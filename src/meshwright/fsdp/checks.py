@@ -34,7 +34,7 @@ class Ignored:
     """Those of the modules included."""
 
     def left_out(self, root: nn.Module) -> frozenset[nn.Module]:
-        """The modules below ``root`` of which nothing is managed."""
+        """List the modules below ``root`` of which nothing is managed."""
         left_out = {id(parameter) for parameter in self.parameters}
         if not left_out:
             return self.modules

@@ -12,7 +12,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def own_member(kind: type[E], value: object) -> E:
-    """The member of ``kind`` that ``value`` is, or is called like in an enum of the same name.
+    """Find the member of ``kind`` that ``value`` is, or is called like in an enum of the same name.
 
     Raises TypeError for anything else.
     """

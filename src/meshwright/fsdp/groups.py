@@ -52,7 +52,7 @@ def hybrid_process_groups(
     global_pg: Any,  # noqa: ANN401 - c10d's types stay in comm
     devices_per_node: int,
 ) -> tuple[Any, Any]:
-    """The groups ``(shard, replicate)`` of this rank: within its node, and over the nodes.
+    """List the groups ``(shard, replicate)`` of this rank: within its node, and over the nodes.
 
     Every rank of the world calls it. Groups that exist already are used again. Raises ValueError
     when the ranks do not fill their nodes.
@@ -87,7 +87,7 @@ def find_groups(
     *,
     has_policy: bool,
 ) -> Groups:
-    """The groups that the constructor's arguments name; may make the automatic ones."""
+    """Find the groups that the constructor's arguments name; may make the automatic ones."""
     chosen = own_member(ShardingStrategy, strategy or ShardingStrategy.FULL_SHARD)
     if process_group is not None and mesh is not None:
         raise ValueError(

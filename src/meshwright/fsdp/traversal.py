@@ -146,13 +146,13 @@ class UnitDriver(Driver):
 
 
 def name_alike(name: str, paths: Mapping[str, str]) -> str:
-    """The ``name`` of a module or of its tensor by `paths_alike`."""
+    """Find the ``name`` of a module or of its tensor by `paths_alike`."""
     path, _, last = name.rpartition(".")
     return paths.get(name) or f"{paths.get(path, path)}.{last}".lstrip(".")
 
 
 def paths_alike(root: nn.Module, left_out: Collection[nn.Module]) -> Mapping[str, str]:
-    """The paths that ranks compare, of modules whose own count children that are ``left_out``.
+    """List the paths that ranks compare, of modules whose own count children that are ``left_out``.
 
     Two ranks may leave out more or fewer: ``layers.3`` is ``layers.2`` behind one of them.
     """

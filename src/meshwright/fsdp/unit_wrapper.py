@@ -311,7 +311,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """The state under the names before wrapping, of the kind that is set; on every rank."""
+        """List the state under the names before wrapping, of the kind that is set; on every
+        rank.
+        """
         settings = self._settings_in_force()
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}
@@ -341,7 +343,9 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return ".".join((*place_of(self, WRAPPED)[1:], ""))
 
     def _flat_names(self) -> dict[str, nn.Parameter]:
-        """The flat parameter under all names of its parameters, as torch's functions have them."""
+        """List the flat parameter under all names of its parameters, as torch's functions have
+        them.
+        """
         unit = self._unit
         flat = None if unit is None else unit.exposure.one_flat
         if flat is None:
@@ -495,7 +499,7 @@ def _take_changes(unit: Unit) -> None:
 
 
 def wrappers_in(module: nn.Module) -> list[UnitWrapper]:
-    """All wrappers in ``module``, itself included."""
+    """List all wrappers in ``module``, itself included."""
     return [part for part in module.modules() if isinstance(part, UnitWrapper)]
 
 
@@ -537,7 +541,7 @@ def _check_stepped(root: nn.Module) -> None:
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below ``module`` down to the next wrappers."""
+    """List the modules below ``module`` down to the next wrappers."""
     waiting = [module]
     while waiting:
         part = waiting.pop()
@@ -564,6 +568,6 @@ def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[tor
 
 
 def fsdp_units(module: nn.Module) -> list[Unit]:
-    """The units of all wrappers in ``module`` that own parameters."""
+    """List the units of all wrappers in ``module`` that own parameters."""
     wrappers = wrappers_in(module)
     return [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]

@@ -51,7 +51,7 @@ class ModuleWrapPolicy:
         return f"ModuleWrapPolicy({sorted(cls.__name__ for cls in self._classes)})"
 
     def targets(self, modules: Sequence[nn.Module]) -> Targets:
-        """Those of ``modules`` that are to be wrapped."""
+        """Find those of ``modules`` that are to be wrapped."""
         return {module: {} for module in modules if isinstance(module, self._classes)}
 
 
@@ -62,7 +62,7 @@ class CustomPolicy:
         self._choose = lambda_fn
 
     def targets(self, modules: Sequence[nn.Module]) -> Targets:
-        """Those of ``modules`` that are to be wrapped. Raises ValueError for other answers."""
+        """Find those of ``modules`` that are to be wrapped. Raises ValueError for other answers."""
         found: Targets = {}
         for module in modules:
             answer = self._choose(module)
@@ -155,7 +155,9 @@ def find_targets(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> Targets:
-    """The modules below ``root`` (without it) that ``policy`` wraps, children before parents."""
+    """Find the modules below ``root`` (without it) that ``policy`` wraps, children before
+    parents.
+    """
     ordered = [m for m in _bottom_up(root, set(ignored_modules)) if m is not root]
     if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
         found = policy.targets([*ordered, root])

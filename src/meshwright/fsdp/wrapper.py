@@ -250,7 +250,9 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, itself included; only outermost ones with ``root_only``."""
+        """List all wrappers in ``module``, itself included; only outermost ones with
+        ``root_only``.
+        """
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m.check_is_root()] if root_only else found
 
@@ -270,7 +272,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
             yield
 
     def pipeline_residency(self) -> ShardedResidency:
-        """The units that a pipeline's schedule drives: all wrappers of the root."""
+        """Find the units that a pipeline's schedule drives: all wrappers of the root."""
         return sharded_residency(self, WrapperResidency)
 
     @torch.no_grad()

@@ -112,7 +112,7 @@ class NonFiniteValues:
 def agree_on_non_finite(
     communicator: Communicator, found: Sequence[str], *, what: str, sums: Sequence[str] = ()
 ) -> NonFiniteError:
-    """The same error on every rank, naming the first rank and parameter that broke the step.
+    """Find the same error on every rank, naming the first rank and parameter that broke the step.
 
     ``found`` names this rank's parameters whose own gradient was not finite, in order of arrival,
     ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
@@ -128,7 +128,7 @@ def agree_on_non_finite(
 def non_finite_error(
     found: Mapping[int, Sequence[str]], what: str, sums: Sequence[str] = ()
 ) -> NonFiniteError:
-    """The error that names, by rank, what was ``found`` there, or else the ``sums``."""
+    """Make the error that names, by rank, what was ``found`` there, or else the ``sums``."""
     culprits = {rank: names for rank, names in found.items() if names}
     if not culprits:
         whose = f", that of {sums[0]} first" if sums else ""
@@ -150,7 +150,8 @@ def non_finite_error(
 
 
 def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of parameters of whose gradients this rank's part is not finite. Sends nothing.
+    """List the names of parameters of whose gradients this rank's part is not finite. Sends
+    nothing.
 
     The last of ``named`` first, as a backward pass comes to them.
     """

@@ -215,7 +215,7 @@ class LossWindow:
         self._pending = self._communicator.all_reduce(self._sums, label="loss and counts")
 
     def factor(self) -> float:
-        """The factor of the summed gradients: one over the global count.
+        """Compute the factor of the summed gradients: one over the global count.
 
         Raises ValueError when nothing was counted on any rank.
         """
@@ -228,12 +228,12 @@ class LossWindow:
         return 1.0 / count
 
     def mean(self) -> torch.Tensor:
-        """The global mean of the loss, on the CPU, in float64."""
+        """Compute the global mean of the loss, on the CPU, in float64."""
         total, count = self._global()[:2]
         return torch.tensor(total / count if count else math.nan, dtype=torch.float64)
 
     def beside(self) -> list[float]:
-        """The sums over the ranks of what was given to `close`."""
+        """Compute the sums over the ranks of what was given to `close`."""
         self._global()
         return self._beside
 

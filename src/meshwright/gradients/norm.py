@@ -152,7 +152,8 @@ def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]
 
 
 def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of order ``norm_type`` of all gradients together, over all axes, as a 0-dim tensor.
+    """Compute the norm of order ``norm_type`` of all gradients together, over all axes, as a 0-dim
+    tensor.
 
     Every rank of the axes calls it with groups over the same axes, in the same order. One number
     is reduced, and two where the norm is the maximum. Raises ValueError for an order not above 0.
@@ -189,7 +190,7 @@ def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> to
 
 
 def _axes_of(spread: Sequence[SpreadGradients]) -> Communicator | None:
-    """All ranks that hold elements which others do not; None where each rank holds all."""
+    """Find all ranks that hold elements which others do not; None where each rank holds all."""
     axes = [axis for group in spread for axis in group.communicators]
     return union(axes) if axes else None
 

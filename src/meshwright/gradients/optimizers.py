@@ -187,7 +187,9 @@ class _Watch:
 def _with_mean_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a step whose closure returns the mean over the ranks of one data axis."""
+    """List the arguments of a step whose closure returns the mean over the ranks of one data
+    axis.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
@@ -330,7 +332,7 @@ def _unlike_one_process(held: Sequence[torch.Tensor], looks: _Looks) -> tuple[st
 
 
 def _wanted(step: Callable[..., object]) -> str:
-    """The arguments that ``step`` cannot be called without, such as ``closure``.
+    """Find the arguments that ``step`` cannot be called without, such as ``closure``.
 
     A scheduler of learning rates puts a function of its own in the place of a bound ``step``, which
     shows the signature of the one that is not bound.

@@ -30,19 +30,19 @@ class StageEdges:
     """By keyword. Keywords of the batch that no stage names go to any stage that is given them."""
 
     def sources(self) -> Iterator[int]:
-        """The stages it reads from, with repetitions."""
+        """List the stages it reads from, with repetitions."""
         for source in (*self.args, *(source for _, source in self.kwargs)):
             if source.stage is not None:
                 yield source.stage
 
 
 def adjacent(stage: int) -> StageEdges:
-    """A stage of a plain chain: all outputs of the one before are its positional arguments."""
+    """Make a stage of a plain chain: all outputs of the one before are its positional arguments."""
     return StageEdges() if stage == 0 else StageEdges((Source(stage - 1),))
 
 
 def only_source(edges: StageEdges) -> int | None:
-    """The stage all of whose outputs are all arguments, if there is one."""
+    """Find the stage all of whose outputs are all arguments, if there is one."""
     if len(edges.args) == 1 and not edges.kwargs and edges.args[0].output is None:
         return edges.args[0].stage
     return None

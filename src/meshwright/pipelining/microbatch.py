@@ -42,12 +42,12 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
-        """The specs of positional arguments, from their dims."""
+        """List the specs of positional arguments, from their dims."""
         return tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
-        """The specs of keyword arguments, from their dims."""
+        """List the specs of keyword arguments, from their dims."""
         return tree_map(TensorChunkSpec, chunk_dims)
 
 
@@ -164,7 +164,7 @@ def _named(specs: object, given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _leaves(name: str, value: object, spec: object) -> list[_Leaf]:
-    """The leaves of one argument with the part of ``spec`` that is meant for each."""
+    """List the leaves of one argument with the part of ``spec`` that is meant for each."""
     flat, tree = tree_flatten(value, is_leaf=_is_block_mask)
     if _is_spec(spec):
         specs: Sequence[object] = [spec] * len(flat)
@@ -278,7 +278,7 @@ def _moved(mask_mod: Callable[..., Any], start: int) -> Callable[..., Any]:
 
 
 def chunk_weights(targets: Sequence[Any], spec: object = None) -> list[float]:
-    """Each microbatch's share of the batch, by the rows of its first tensor that is cut."""
+    """List each microbatch's share of the batch, by the rows of its first tensor that is cut."""
     if spec is None and all(type(target) is torch.Tensor and target.dim() for target in targets):
         rows = [target.shape[0] for target in targets]
         return [size / sum(rows) for size in rows]

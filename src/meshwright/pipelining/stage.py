@@ -196,7 +196,7 @@ class PipelineStage:
         self._starts[microbatch] = start
 
     def take_outputs(self, microbatch: int) -> Values:
-        """The outputs of a microbatch, flat, after its forward."""
+        """Find the outputs of a microbatch, flat, after its forward."""
         return self._values[microbatch]
 
     def has_left(self, operation: Operation, microbatch: int) -> bool:
@@ -221,7 +221,7 @@ class PipelineStage:
         self.inbox.put_outputs(mb_index, self.stage_index - 1, Values.of(prev_stage_outputs))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """The gradients for the stage before, which is on this rank."""
+        """Compute the gradients for the stage before, which is on this rank."""
         if self.is_first:
             raise AssertionError("can't get bwd output if this stage is first")
         self._check_chunk(mb_index)
@@ -282,7 +282,7 @@ class PipelineStage:
     def _arguments(
         self, microbatch: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of the module, those from other stages as fresh leaves."""
+        """List the arguments of the module, those from other stages as fresh leaves."""
         if self.is_first and self.takes_any_keyword:
             return list(args), dict(kwargs)
         nested = self.inbox.read(microbatch, has_backward=self.has_backward)
@@ -481,7 +481,7 @@ class StageBuilder(Protocol):
     def built(
         self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
     ) -> PipelineStage:
-        """The stage ``stage_index``."""
+        """Find the stage ``stage_index``."""
         ...
 
 
@@ -492,7 +492,7 @@ def build_stage(
     device: torch.device,
     group: Any = None,  # noqa: ANN401
 ) -> PipelineStage:
-    """A stage from a module of a `Pipe`, wrapped or not, on ``device``.
+    """Make a stage from a module of a `Pipe`, wrapped or not, on ``device``.
 
     Raises ``ValueError`` for an index outside the stages, `PipeliningShapeError` for an info of
     another pipe.

@@ -79,7 +79,7 @@ def _words(keys: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The place in a sample of each element of ``box``."""
+    """Compute the place in a sample of each element of ``box``."""
     at = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -90,7 +90,7 @@ def _places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Ten
 
 
 def _flat_start(box: Box, shape: tuple[int, ...]) -> int | None:
-    """The place of the first element when those of ``box`` follow each other, else None."""
+    """Find the place of the first element when those of ``box`` follow each other, else None."""
     start, is_cut = 0, False
     for dim, size in enumerate(shape):
         start = start * size + box.offset[dim]

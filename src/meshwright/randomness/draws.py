@@ -191,7 +191,7 @@ class Draws:
         return call
 
     def _recall(self, site: str) -> _Call:
-        """The call of the forward pass that is being computed again, in a backward pass."""
+        """Find the call of the forward pass that is being computed again, in a backward pass."""
         now = self._now
         known = [call for call in self._recorded.get(self._token(), ()) if call.site == site]
         if now is not None:
@@ -209,7 +209,9 @@ class Draws:
         return known[0]
 
     def _token(self) -> int:
-        """The next number of torch's generator, which checkpoints put back before they rerun."""
+        """Find the next number of torch's generator, which checkpoints put back before they
+        rerun.
+        """
         self.is_drawing = True
         try:
             return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -88,7 +88,7 @@ class Dropout(nn.Dropout):
         return input.mul_(noise) if self.inplace else input * noise
 
     def extra_repr(self) -> str:
-        """The arguments, for `repr`."""
+        """Find the arguments, for `repr`."""
         return f"{super().extra_repr()}, site={self.site!r}"
 
     def _kept(self, input: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ Step = Callable[[nn.Module], object]
 
 
 def held_whole(tensor: torch.Tensor) -> Sequence[tuple[Box, torch.Tensor]]:
-    """The one box of a plain tensor. Raises `LayoutError` for a DTensor."""
+    """List the one box of a plain tensor. Raises `LayoutError` for a DTensor."""
     if hasattr(tensor, "device_mesh"):
         raise LayoutError(
             f"a parameter of shape {tuple(tensor.shape)} is a DTensor: pass "
@@ -86,7 +86,7 @@ def initialize(
 
 
 def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None) -> Step:
-    """A ``param_init_fn``: initialises one module of ``model`` as `initialize` does all.
+    """Make a ``param_init_fn``: initialises one module of ``model`` as `initialize` does all.
 
     For `FullyShardedDataParallel`, which wants modules in an order of its own: each module is
     drawn twice, once here to learn where its numbers begin. ``model`` is on the meta device.

@@ -14,7 +14,7 @@ __all__ = ["adamw", "learning_rate", "set_learning_rate"]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of step ``step`` (the first is 1) in a run of ``steps``.
+    """Find the rate of step ``step`` (the first is 1) in a run of ``steps``.
 
     It rises linearly to ``config.learning_rate`` over the warm-up, then falls along half a cosine
     to ``final_fraction`` of it at the last step (Loshchilov and Hutter, 2017).

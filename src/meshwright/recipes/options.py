@@ -19,7 +19,7 @@ __all__ = ["option_lines"]
 
 
 def option_lines(kind: type = TrainConfig) -> list[str]:
-    """A line for each key of the configuration, table by table: option, default, meaning."""
+    """Make a line for each key of the configuration, table by table: option, default, meaning."""
     usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
     lines = [
         "Keys of the configuration, with their defaults:",
@@ -52,7 +52,7 @@ def _default(item: Field[object]) -> str:
 
 
 def _meanings(record: type) -> dict[str, str]:
-    """The first line of the text below each field, as it stands in the source."""
+    """List the first line of the text below each field, as it stands in the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0]
     statements = body.body if isinstance(body, ast.ClassDef) else []
     found: dict[str, str] = {}

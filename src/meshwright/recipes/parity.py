@@ -145,7 +145,9 @@ def _compare(
 
 
 def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, str]:
-    """The largest difference and where it is: climbs from each difference to the next larger."""
+    """List the largest difference and where it is: climbs from each difference to the next
+    larger.
+    """
     error, place = 0.0, ""
     while (found := first_difference(parallel, reference, error)) is not None:
         what = found.kind if not found.name else f"{found.kind} of {found.name}"
@@ -160,7 +162,7 @@ def _model(config: TrainConfig) -> LanguageModel:
 
 
 def _optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer]:
-    """The run's optimizer, which sets its own learning rate before each step."""
+    """Find the run's optimizer, which sets its own learning rate before each step."""
 
     def build(parameters: Iterable[Parameter]) -> Optimizer:
         optimizer = adamw(config.optimizer)(parameters)
@@ -187,7 +189,7 @@ def _batches(
 def _with_barriers(
     batches: Iterator[tuple[Tensor, Tensor]], communicator: Communicator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, and after each one's step a sign of life to the ranks that wait."""
+    """List the batches, and after each one's step a sign of life to the ranks that wait."""
     for step, batch in enumerate(batches):
         yield batch
         communicator.barrier(label=f"parity: one process, step {step}").wait()

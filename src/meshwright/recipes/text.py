@@ -111,7 +111,7 @@ def open_text(config: DataConfig, context: int) -> ByteText:
 
 
 def example_of(text: ByteText) -> tuple[Tensor]:
-    """A small batch of inputs, for layouts that look at how a model runs."""
+    """Make a small batch of inputs, for layouts that look at how a model runs."""
     inputs, _ = text.training.batch([0, min(1, len(text.training) - 1)])
     return (inputs,)
 
@@ -159,7 +159,7 @@ def _read_folder(root: Path, config: DataConfig) -> tuple[Tensor, Tensor, str]:
 
 
 def _list_files(root: Path, config: DataConfig) -> list[_File]:
-    """All files that match, sorted by relative path."""
+    """List all files that match, sorted by relative path."""
     files: list[_File] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in config.exclude]
@@ -173,7 +173,9 @@ def _list_files(root: Path, config: DataConfig) -> list[_File]:
 
 
 def _sample(files: list[_File], max_bytes: int) -> list[_File]:
-    """The files, by hash, that fit in ``max_bytes`` together (at least one), sorted by path."""
+    """List the files, by hash, that fit in ``max_bytes`` together (at least one), sorted by
+    path.
+    """
     chosen: list[_File] = []
     total = 0
     for file in sorted(files, key=lambda file: file.order):

@@ -61,7 +61,7 @@ def write_chrome_trace(
 
 
 def trace_events(timeline: Timeline, *, is_simulated: bool = False) -> Iterator[dict[str, object]]:
-    """The records of the trace: names of ranks and rows, then one record for each event."""
+    """List the records of the trace: names of ranks and rows, then one record for each event."""
     for rank in timeline.ranks:
         process = rank + _SIMULATED * is_simulated
         name = f"rank {rank}" + (", simulated" if is_simulated else "")
@@ -95,7 +95,7 @@ def _span(event: Event, origin: float) -> _Span:
 
 
 def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
-    """The first row of each span, ordered by start, on which it hides and crosses no other."""
+    """List the first row of each span, ordered by start, on which it hides and crosses no other."""
     stacks: list[list[_Span]] = []
     rows: list[int] = []
     for span in spans:

@@ -237,7 +237,9 @@ class _StepComparison:
     def _sum(
         self, number: int, whole: _Rows, rows: _Rows, samples: tuple[int, int] | None
     ) -> Sums | None:
-        """All of a piece of a tensor; None where a run that was cut short did not write it all."""
+        """Find all of a piece of a tensor; None where a run that was cut short did not write it
+        all.
+        """
         one = whole[0][1]
         total = Sums.of([row.sums for _, row in rows]) if rows else None
         expected = math.prod(one.shape) * (1 if samples is None else samples[1] - samples[0])
@@ -325,7 +327,7 @@ def _order(row: TensorRow) -> tuple[int, int, int]:
 
 
 def _regions(a: _Rows, b: _Rows) -> list[tuple[int, int] | None]:
-    """The smallest ranges of samples that are pieces in both runs; None for what has none."""
+    """List the smallest ranges of samples that are pieces in both runs; None for what has none."""
     edges = [
         {edge for _, row in rows if row.samples is not None for edge in row.samples}
         for rows in (a, b)
@@ -335,7 +337,7 @@ def _regions(a: _Rows, b: _Rows) -> list[tuple[int, int] | None]:
 
 
 def _piece(rows: _Rows, samples: tuple[int, int] | None) -> _Rows:
-    """Each row within ``samples`` that no earlier rank has written."""
+    """Find each row within ``samples`` that no earlier rank has written."""
     first: dict[object, tuple[int, TensorRow]] = {}
     for rank, row in rows:
         is_inside = samples is None or (

@@ -39,13 +39,14 @@ _HIGH, _THIN, _GAP, _TOP, _AXIS = 24, 7, 12, 6, 26
 
 
 def kind_of(event: Event) -> str:
-    """The operation of the action that ``event`` is named after; empty for other events."""
+    """Find the operation of the action that ``event`` is named after; empty for other events."""
     match = _ACTION.fullmatch(event.name)
     return match[2] if match is not None and (match[2] in COLOURS) else ""
 
 
 def draw_timeline(timeline: Timeline, *, span: float | None = None) -> str:
-    """An ``<svg>`` element, 1150 units wide. ``span`` is how many seconds its width stands for.
+    """Write an ``<svg>`` element, 1150 units wide. ``span`` is how many seconds its width stands
+    for.
 
     Posted receives are left out: a message is drawn where it is sent.
     """
@@ -132,7 +133,7 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in a unit that fits it."""
+    """Write a time in a unit that fits it."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.4g} {unit}"

@@ -55,7 +55,7 @@ class Sums:
 
     @staticmethod
     def of(parts: Sequence[Sums]) -> Sums:
-        """All parts together."""
+        """Find all parts together."""
         return Sums(
             numel=sum(part.numel for part in parts),
             hash=sum(part.hash for part in parts) % 2**64,
@@ -92,7 +92,7 @@ class TensorRow:
     """
 
     def to_json(self) -> dict[str, object]:
-        """A line of the file, flat."""
+        """Make a line of the file, flat."""
         fields = {name: getattr(self, name) for name in _ROW}
         return {**fields, **asdict(self.sums), "hash": f"{self.sums.hash:016x}"}
 
@@ -157,7 +157,7 @@ class Header:
     """The configuration and the text."""
 
     def to_json(self) -> dict[str, object]:
-        """The first line of a file."""
+        """List the first line of a file."""
         return {"meshwright_tensors": FORMAT, **asdict(self)}
 
     @staticmethod
@@ -187,7 +187,7 @@ class Step:
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """The file of ``rank`` in the ``folder`` of a run."""
+    """Find the file of ``rank`` in the ``folder`` of a run."""
     return folder / "tensors" / f"rank_{rank:05}.jsonl"
 
 
@@ -225,7 +225,7 @@ class RunTrace:
         self._ranks = ranks
 
     def steps(self) -> Iterator[Step]:
-        """Every step, in order, up to the first that not all ranks finished."""
+        """List every step, in order, up to the first that not all ranks finished."""
         files = [self._steps_of(rank) for rank in range(self._ranks)]
         heads = [next(file, None) for file in files]
         while any(head is not None for head in heads):

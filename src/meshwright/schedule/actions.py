@@ -106,7 +106,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that ``str`` writes as ``text``; nothing else is accepted.
+        """Find the action that ``str`` writes as ``text``; nothing else is accepted.
 
         Raises ``RuntimeError``.
         """
@@ -184,7 +184,7 @@ def overlap(first: Action, second: Action) -> Action:
 
 
 def chain(stages: int) -> tuple[tuple[int, int], ...]:
-    """The edges of a pipeline without skips: each stage feeds the next."""
+    """List the edges of a pipeline without skips: each stage feeds the next."""
     return tuple((stage, stage + 1) for stage in range(stages - 1))
 
 
@@ -210,7 +210,7 @@ class Schedule:
         microbatches: int,
         edges: Iterable[tuple[int, int]] | None = None,
     ) -> Schedule:
-        """A schedule from any iterables; without ``edges`` each stage feeds the next."""
+        """Make a schedule from any iterables; without ``edges`` each stage feeds the next."""
         ranks = tuple(stage_ranks)
         joins = chain(len(ranks)) if edges is None else tuple(sorted(set(edges)))
         return cls(name, tuple(map(tuple, rows)), ranks, microbatches, joins)
@@ -226,11 +226,11 @@ class Schedule:
         return len(self.stage_ranks)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of ``rank`` in order, without idle slots."""
+        """List the actions of ``rank`` in order, without idle slots."""
         return (action for action in self.rows[rank] if action is not None)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, ascending."""
+        """List the stages that ``rank`` holds, ascending."""
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
     @cached_property
@@ -278,7 +278,7 @@ def _neighbours(stages: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[in
 
 
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions, of any rank, that must be over before ``action`` can run.
+    """List the actions, of any rank, that must be over before ``action`` can run.
 
     The one rule that runtime, simulator and checks share. In a compute-only schedule the transfers
     and gathers that it names do not occur; who asks passes over what its schedule lacks. Of an
@@ -318,6 +318,6 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _gradients(stage: int, microbatch: int | None, schedule: Schedule) -> Action:
-    """The action that makes the gradients of what ``stage`` has read."""
+    """Find the action that makes the gradients of what ``stage`` has read."""
     split = (stage, microbatch) in schedule.split_backward
     return Action(stage, I if split else B, microbatch)

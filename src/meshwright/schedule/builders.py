@@ -49,7 +49,7 @@ class Builder(Protocol):
     def __call__(
         self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
     ) -> Schedule:
-        """The schedule of ``chunks`` stages a rank; without ``edges`` a chain of stages."""
+        """Build the schedule of ``chunks`` stages a rank; without ``edges`` a chain of stages."""
         ...
 
 
@@ -72,7 +72,7 @@ def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]
 
 
 def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """All forwards, chunk by chunk; no backward."""
+    """Find all forwards, chunk by chunk; no backward."""
     _check_sizes(ranks, microbatches, chunks)
     rows = [
         [Action(chunk * ranks + rank, F, k) for chunk in range(chunks) for k in range(microbatches)]
@@ -82,7 +82,7 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = 
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """All forwards, then all backwards. With several chunks a rank this is `looped_bfs`."""
+    """Find all forwards, then all backwards. With several chunks a rank this is `looped_bfs`."""
     return _breadth_first("gpipe", ranks, microbatches, chunks, edges)
 
 
@@ -203,7 +203,7 @@ def _forwards(
 def _backwards(
     ranks: int, rank: int, microbatches: int, chunks: int, group: int
 ) -> list[tuple[int, int]]:
-    """The same of all backwards: the chunks in reverse."""
+    """List the same of all backwards: the chunks in reverse."""
     last = (chunks - 1) * ranks + 2 * rank
     forwards = _forwards(ranks, rank, microbatches, chunks, group)
     return [(last - stage, k) for stage, k in forwards]
@@ -229,7 +229,7 @@ def zbv(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> 
 
 
 def _zigzag(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """The row of one rank with all of the V busy: fill, steady state, drain."""
+    """List the row of one rank with all of the V busy: fill, steady state, drain."""
     row = _VRow(ranks, rank)
     below = ranks - rank
     for _ in range(2 * below - 1):
@@ -279,7 +279,7 @@ class _ListSchedule:
         }
 
     def run(self) -> list[list[Action]]:
-        """The rows of all ranks."""
+        """List the rows of all ranks."""
         now, left = 0, 6 * self._ranks * self._microbatches
         while left:
             chosen = [self._choose(rank, now) for rank in range(self._ranks)]
@@ -341,7 +341,9 @@ def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = Non
 
 
 def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """The row of one rank: its phases differ in which half leads, and in what is still to come."""
+    """List the row of one rank: its phases differ in which half leads, and in what is still to
+    come.
+    """
     row = _VRow(ranks, rank)
     below, down, up = ranks - 1 - rank, row.down, row.up
     for _ in range(2 * below):
@@ -446,7 +448,8 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 def build(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, edges: Edges = None
 ) -> Schedule:
-    """The schedule called ``name`` in a plan; ``chunks`` a rank default to what it is made for.
+    """Build the schedule called ``name`` in a plan; ``chunks`` a rank default to what it is made
+    for.
 
     Raises ``ValueError`` for an unknown name and for sizes that the schedule cannot have.
     """

@@ -19,7 +19,7 @@ WHOLE = 40
 
 
 def draw(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """The rows of ``schedule``; ``marks`` gives for ranks the position of a marked cell.
+    """Find the rows of ``schedule``; ``marks`` gives for ranks the position of a marked cell.
 
     A position behind the last cell marks the end of the row. Long rows without a mark are cut at
     the end, those with one around it.

@@ -70,7 +70,7 @@ def lower(
 
 
 def forward_part(schedule: Schedule) -> Schedule:
-    """The forwards of a compute-only schedule, in their order: what an evaluation runs."""
+    """Find the forwards of a compute-only schedule, in their order: what an evaluation runs."""
     rows = tuple(
         tuple(part for a in schedule.actions(rank) for part in parts_of(a) if part.operation is F)
         for rank in range(schedule.ranks)
@@ -170,7 +170,9 @@ class _Posts:
                         self._carrier.setdefault(message, recv)
 
     def place(self) -> list[list[tuple[int, Action]]]:
-        """For each rank its RECVs with their positions, in the order in which they are posted."""
+        """List, for each rank its RECVs with their positions, in the order in which they are
+        posted.
+        """
         self._unblock()
         return [
             sorted(((at, recv) for recv, at in where.items()), key=lambda item: item[0])

@@ -55,7 +55,7 @@ class Comparison:
 
 
 def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None:
-    """The last step of ``timeline`` beside what its schedule should have done at its costs.
+    """Find the last step of ``timeline`` beside what its schedule should have done at its costs.
 
     ``edges`` says which stages feed which; without it each feeds the next. None when the timeline
     holds no actions of a pipeline. Raises `ScheduleError` for one that cannot have run.
@@ -71,7 +71,9 @@ def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None
 
 
 def bubble(timeline: Timeline) -> float:
-    """The share of the ranks' time, from the first to the last compute action, without any."""
+    """Compute the share of the ranks' time, from the first to the last compute action, without
+    any.
+    """
     actions = [event for event in timeline.events if _is_compute(event)]
     if not actions:
         return 0.0
@@ -83,7 +85,7 @@ def bubble(timeline: Timeline) -> float:
 
 
 def last_step(timeline: Timeline) -> Timeline:
-    """The events since the last compute action of a rank that is the first of a step.
+    """Find the events since the last compute action of a rank that is the first of a step.
 
     Where a rank's actions come again, another step has begun.
     """
@@ -109,7 +111,7 @@ def last_step(timeline: Timeline) -> Timeline:
 
 
 def schedule_of(timeline: Timeline, edges: Edges | None = None) -> Schedule | None:
-    """The compute actions of one step, rank by rank; None when there are none."""
+    """Find the compute actions of one step, rank by rank; None when there are none."""
     ranks = _ranks(timeline)
     rows: dict[int, list[Action]] = {rank: [] for rank in ranks}
     for event in timeline.events:
@@ -181,7 +183,7 @@ def _is_compute(event: Event) -> bool:
 
 
 def _action(event: Event) -> Action | None:
-    """The action that ``event`` is, None for anything else."""
+    """Find the action that ``event`` is, None for anything else."""
     try:
         return Action.parse(event.name)
     except RuntimeError:

@@ -40,12 +40,12 @@ class Message(NamedTuple):
 
 
 def parts_of(action: Action) -> tuple[Action, ...]:
-    """The parts of an overlap; any other action itself."""
+    """List the parts of an overlap; any other action itself."""
     return action.parts or (action,)
 
 
 def produced(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The SENDs that follow the compute action ``action``."""
+    """List the SENDs that follow the compute action ``action``."""
     found = []
     for stage, operation, microbatch, _ in parts_of(action):
         if operation is F and schedule.remote_targets[stage]:
@@ -56,7 +56,7 @@ def produced(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def wanted(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The RECVs that the compute action ``action`` waits for."""
+    """List the RECVs that the compute action ``action`` waits for."""
     found = []
     for stage, operation, microbatch, _ in parts_of(action):
         if operation is F and schedule.remote_sources[stage]:
@@ -67,7 +67,7 @@ def wanted(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
-    """The messages of a SEND, in the order in which they leave."""
+    """List the messages of a SEND, in the order in which they leave."""
     stage, operation, microbatch, _ = action
     here, k = schedule.stage_ranks[stage], microbatch or 0
     if operation is SEND_F:
@@ -107,7 +107,9 @@ def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]
 
 
 def read(action: Action, schedule: Schedule) -> tuple[Message, ...]:
-    """All messages that the stage of a RECV reads, in the order of the stages they come from."""
+    """List all messages that the stage of a RECV reads, in the order of the stages they come
+    from.
+    """
     stage, operation, microbatch, _ = action
     here, k, ranks = schedule.stage_ranks[stage], microbatch or 0, schedule.stage_ranks
     if operation is RECV_F:

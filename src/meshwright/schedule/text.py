@@ -66,7 +66,7 @@ def load_csv(source: str | Path | TextIO, *, stage_ranks: Iterable[int] | None =
 def parse_csv(
     text: str, source: str = "CSV", *, stage_ranks: Iterable[int] | None = None
 ) -> Schedule:
-    """The schedule in ``text``, which messages call ``source``.
+    """Find the schedule in ``text``, which messages call ``source``.
 
     ``stage_ranks`` overrides what the first line, or else the actions, say. Raises ``ValueError``
     naming row, column and text of what is no action.

@@ -107,14 +107,18 @@ def _is_for_itself(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> bool:
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that no style has made DTensors, but for those that a user's style knows."""
+    """List the parameters that no style has made DTensors, but for those that a user's style
+    knows.
+    """
     for name, parameter in module.named_parameters():
         if not is_dtensor(parameter) and _THEIRS not in vars(parameter):
             yield name, parameter
 
 
 def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in ``module``, itself included, whose names match ``pattern`` part by part."""
+    """List the modules in ``module``, itself included, whose names match ``pattern`` part by
+    part.
+    """
     if not pattern:
         yield "", module
         return

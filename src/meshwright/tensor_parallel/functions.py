@@ -65,7 +65,7 @@ class Labels:
 
     @staticmethod
     def of(name: str) -> Labels:
-        """The labels of the module that is called ``name``."""
+        """Find the labels of the module that is called ``name``."""
         return Labels(name, f"{name} forward", f"{name} backward")
 
     def turned(self) -> Labels:
@@ -79,7 +79,7 @@ def copy_to(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor
 
 
 def reduce_from(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
-    """The sum of every rank's ``x``, on every rank."""
+    """Compute the sum of every rank's ``x``, on every rank."""
     return _apply(x, _Sum(axis, labels.forward), _Same(), axis)
 
 
@@ -92,7 +92,8 @@ def gather_from(
     total: int,
     partial: bool = False,
 ) -> torch.Tensor:
-    """The whole of which every rank holds a chunk along ``dim``, of ``total`` rows together.
+    """Compute the whole of which every rank holds a chunk along ``dim``, of ``total`` rows
+    together.
 
     ``partial`` says that each rank computes another part of what is made of the whole, so that the
     gradients which come back are to be summed.
@@ -118,7 +119,7 @@ def reduce_scatter_to(
 def exchange(
     x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int, to: int, total: int
 ) -> torch.Tensor:
-    """The chunk along dim ``to`` of what lies in chunks of ``total`` rows along ``dim``."""
+    """Compute the chunk along dim ``to`` of what lies in chunks of ``total`` rows along ``dim``."""
     there = _Exchange(axis, labels.forward, dim, to, total)
     return _apply(x, there, _Exchange(axis, labels.backward, to, dim, x.shape[to]), axis)
 
@@ -133,7 +134,7 @@ def own_part(x: torch.Tensor, axis: Communicator, dim: int) -> torch.Tensor:
 
 
 def gathered(x: torch.Tensor, axis: Communicator, label: str, dim: int, total: int) -> torch.Tensor:
-    """All chunks of ``x`` along ``dim``, of ``total`` rows together."""
+    """Compute all chunks of ``x`` along ``dim``, of ``total`` rows together."""
     if axis.size == 1:
         return x
     rows = -(-total // axis.size)

@@ -86,7 +86,7 @@ class Site:
 
     @staticmethod
     def of(mesh: DeviceMesh, name: str) -> Site:
-        """The site of the module that is called ``name``, on a mesh of one dim."""
+        """Find the site of the module that is called ``name``, on a mesh of one dim."""
         return Site(mesh, mesh_communicators(mesh, "tensor")[0], Labels.of(name))
 
     def arrive(
@@ -97,7 +97,8 @@ class Site:
         features: int | None = None,
         is_copied: bool = False,
     ) -> Arrival:
-        """The local tensor of ``tensor``: a DTensor says how it is placed, any other as declared.
+        """Find the local tensor of ``tensor``: a DTensor says how it is placed, any other as
+        declared.
 
         ``features`` is the size of the whole last dim, where that is known. Other dims of a local
         tensor are taken to be cut in equal chunks.

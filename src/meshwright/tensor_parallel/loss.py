@@ -100,7 +100,7 @@ def cross_entropy_of_parts(
 
 
 def _columns(found: int, axis: Communicator, classes: int | None) -> tuple[int, int]:
-    """The class of the first column, and the number of classes."""
+    """List the class of the first column, and the number of classes."""
     whole = found * axis.size
     if classes is None:
         return axis.rank * found, whole
@@ -242,7 +242,7 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def _classes(logits: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """The columns that are classes, in at least float32."""
+    """Compute the columns that are classes, in at least float32."""
     kept = min(max(terms.classes - terms.start, 0), logits.shape[-1])
     x = logits.detach()[..., :kept]
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -268,7 +268,7 @@ def _of_target(weight: torch.Tensor, target: torch.Tensor, terms: _Terms) -> tor
 
 
 def _own_weights(weight: torch.Tensor | None, x: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """The weights of this rank's classes."""
+    """Compute the weights of this rank's classes."""
     if weight is None:
         return x.new_ones(x.shape[-1])
     return weight[terms.start : terms.start + x.shape[-1]].to(x.dtype)

@@ -103,7 +103,7 @@ def _cross_entropy(
 
 
 def _cutting(placements: Sequence[Placement], dim: int) -> int:
-    """The dim of the mesh that shards the classes."""
+    """Find the dim of the mesh that shards the classes."""
     cutting = [number for number, found in enumerate(placements) if found == Shard(dim)]
     if len(cutting) != 1:
         raise ValueError(
@@ -120,14 +120,14 @@ def _cutting(placements: Sequence[Placement], dim: int) -> int:
 
 
 def _without(placement: Placement, dim: int) -> Placement:
-    """The placement after dim ``dim`` of the tensor has gone."""
+    """Find the placement after dim ``dim`` of the tensor has gone."""
     if isinstance(placement, Shard) and placement.dim > dim:
         return Shard(placement.dim - 1)
     return placement
 
 
 def _local(tensor: torch.Tensor, placements: Sequence[Placement], like: AtRest) -> torch.Tensor:
-    """The local tensor of what is to be placed so on the mesh of ``like``."""
+    """Compute the local tensor of what is to be placed so on the mesh of ``like``."""
     rest = known_at_rest(tensor)
     if rest is None:
         if any(isinstance(found, Shard) for found in placements):

@@ -39,7 +39,7 @@ def masked_microbatches(batch: Any, microbatches: int) -> list[Any]:  # noqa: AN
 
 
 def unmasked(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
-    """The outputs for the whole batch, of each microbatch its own rows.
+    """Find the outputs for the whole batch, of each microbatch its own rows.
 
     Raises ``ValueError`` for tensors without rows, or whose shapes differ between microbatches.
     """

@@ -61,7 +61,7 @@ class Call:
         return self.ranks[self.rank]
 
     def form(self) -> tuple[object, ...]:
-        """The part of a call that has to be equal on all ranks."""
+        """List the part of a call that has to be equal on all ranks."""
         c = self.collective
         size = None if c.kind in {"all_to_all", "barrier"} else self.tensor.numel()
         dtype = None if c.kind == "barrier" else c.dtype

@@ -44,7 +44,7 @@ class Sample:
     def example_batch(
         self, batch_size: int, generator: torch.Generator
     ) -> tuple[object, torch.Tensor]:
-        """A batch and its target, in float32 or int64, drawn from ``generator``."""
+        """Make a batch and its target, in float32 or int64, drawn from ``generator``."""
         return self.inputs(batch_size, generator), self.targets(batch_size, generator)
 
 

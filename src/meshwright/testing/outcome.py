@@ -152,7 +152,7 @@ def _report(outcomes: Sequence[Outcome], first: Outcome) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The line of a traceback that names the exception: the first after the last frame."""
+    """Find the line of a traceback that names the exception: the first after the last frame."""
     lines = text.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     named = [line for line in lines[max(frames, default=0) :] if line[:1].strip()]

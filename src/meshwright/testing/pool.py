@@ -233,7 +233,7 @@ def ranks(
 
 
 def shared_pool() -> Pool:
-    """The pool of this process; a forked child has its own."""
+    """Find the pool of this process; a forked child has its own."""
     return _pool_of(os.getpid())
 
 
@@ -245,7 +245,7 @@ def _pool_of(process: int) -> Pool:
 
 
 def _environment(backend: str | None) -> dict[str, str]:
-    """The caller's environment; a body that connects by itself finds the backend in it."""
+    """List the caller's environment; a body that connects by itself finds the backend in it."""
     environment = dict(os.environ)
     if backend in ("gloo", "shm"):
         environment["MESHWRIGHT_CPU_BACKEND"] = backend
@@ -253,7 +253,7 @@ def _environment(backend: str | None) -> dict[str, str]:
 
 
 def _warning_filters() -> tuple[wire.WarningFilter, ...]:
-    """The filters in force, as text that `warnings.filterwarnings` takes."""
+    """List the filters in force, as text that `warnings.filterwarnings` takes."""
 
     def text(pattern: re.Pattern[str] | str | None) -> str:
         if pattern is None:
@@ -267,7 +267,7 @@ def _warning_filters() -> tuple[wire.WarningFilter, ...]:
 
 
 def _values(outcomes: Sequence[Outcome]) -> list[object]:
-    """The returned values, or the error that the outcomes make."""
+    """List the returned values, or the error that the outcomes make."""
     __tracebackhide__ = True
     loaded = [_loaded(outcome) for outcome in outcomes]
     unwell = [outcome for outcome in loaded if outcome.ending != Ending.RETURNED]

@@ -163,7 +163,7 @@ def _is_skip(error: BaseException) -> bool:
 
 
 def _trace_of(error: BaseException) -> str:
-    """The traceback from the body on: the harness's own frames say nothing."""
+    """Find the traceback from the body on: the harness's own frames say nothing."""
     trace: types.TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -278,7 +278,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _status_fields(pid: int) -> list[str]:
-    """The kernel's state, parent and so on of a process; empty when it is gone."""
+    """List the kernel's state, parent and so on of a process; empty when it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -299,7 +299,7 @@ def _wait_for_stacks(children: list[_Child]) -> None:
 
 
 def _content(file: int) -> str:
-    """The end of what was written to ``file``."""
+    """Find the end of what was written to ``file``."""
     size = os.fstat(file).st_size
     start = max(0, size - _OUTPUT_SHOWN)
     text = os.pread(file, size - start, start).decode("utf-8", errors="replace")

@@ -49,7 +49,9 @@ class LaidOut(Trainee, Protocol):
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The default optimizer: its update is linear in the gradient, so rounding stays rounding."""
+    """Find the default optimizer: its update is linear in the gradient, so rounding stays
+    rounding.
+    """
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -128,7 +130,7 @@ def assert_same_training(
 
 
 def _built(sample: Sample, seed: int, dtype: torch.dtype) -> nn.Module:
-    """The same weights on every rank and in the reference, whatever was drawn before."""
+    """Find the same weights on every rank and in the reference, whatever was drawn before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return sample.build().to(dtype)
@@ -142,7 +144,7 @@ def _trained(
     seed: int,
     dtype: torch.dtype,
 ) -> ReferenceRun:
-    """The run of one rank."""
+    """Find the run of one rank."""
     inputs = tree_map(partial(_in_dtype, dtype), batches[0][0])
     example: Any = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     laid_out = layout(_built(sample, seed, dtype), replace(training, example=example))
@@ -173,7 +175,8 @@ def _in_dtype(dtype: torch.dtype, value: object) -> object:
 
 
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Layout:
-    """The layout of a data-parallel function on modules, with the loop that its user would write.
+    """Find the layout of a data-parallel function on modules, with the loop that its user would
+    write.
 
     ``wrap`` makes gradients the mean over all ranks; its module may be the same or a new one that
     holds the model as ``module``.

@@ -94,7 +94,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes) -> object:
-    """The value of `pack`'s bytes."""
+    """Find the value of `pack`'s bytes."""
     return pickle.loads(data)  # noqa: S301 - see the module's docstring
 
 
@@ -128,7 +128,7 @@ def exception_bytes(error: BaseException) -> bytes:
 
 
 def exception_from(data: bytes) -> BaseException | None:
-    """The exception of `exception_bytes`, or None when it could not travel."""
+    """Make the exception of `exception_bytes`, or None when it could not travel."""
     if not data:
         return None
     try:
@@ -144,7 +144,7 @@ def send(channel: socket.socket, message: object) -> None:
 
 
 def receive(channel: socket.socket) -> object:
-    """The next message; ``EOFError`` when the other side has closed."""
+    """Find the next message; ``EOFError`` when the other side has closed."""
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     return unpack(_exactly(channel, length))
 
@@ -167,7 +167,7 @@ class Inbox:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[object]:
-        """The messages that ``data`` completes."""
+        """List the messages that ``data`` completes."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

@@ -107,7 +107,7 @@ def root_mesh(mesh: Any) -> Any:  # noqa: ANN401 - also a stand-in for a mesh
 
 
 def asks_for_size_alone(*mode: object, **modes: object) -> bool:
-    """True where torch asks a strided placement for the size of a part, and not for its offsets.
+    """Check that torch asks a strided placement for the size of a part, and not for its offsets.
 
     ``mode`` and ``modes`` are what it says of offsets: until torch 2.12 that it wants the first
     one alone, which it passes over then, from 2.13 on one of three modes.

@@ -65,7 +65,7 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:  # noqa: ANN401
 
 
 def is_forward_compiled(module: nn.Module) -> bool:
-    """True where ``module.forward`` itself was given to `torch.compile`."""
+    """Check that ``module.forward`` itself was given to `torch.compile`."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 

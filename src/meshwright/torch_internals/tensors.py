@@ -132,7 +132,7 @@ def writes_to(value: object) -> int:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """True for a tensor that autograd knows as a view of another one."""
+    """Check for a tensor that autograd knows as a view of another one."""
     return tensor._is_view()
 
 

@@ -100,7 +100,7 @@ def reduction(name: str) -> dist.ReduceOp.RedOpType:
 
 
 def replacement(kind: str) -> Callable[..., Any] | None:
-    """The function that somebody has put in the place of ``kind`` since the import, if any."""
+    """Find the function that somebody has put in the place of ``kind`` since the import, if any."""
     for name in SPELLINGS[kind]:
         function = getattr(dist, name, None)
         if function is not None and function is not _AT_IMPORT.get(name):
@@ -109,7 +109,9 @@ def replacement(kind: str) -> Callable[..., Any] | None:
 
 
 def current(kind: str) -> Callable[..., Any]:
-    """The function that ``kind`` must call now: a replaced spelling first, then torch's own."""
+    """Find the function that ``kind`` must call now: a replaced spelling first, then torch's
+    own.
+    """
     function = replacement(kind)
     if function is not None:
         return function

@@ -49,7 +49,7 @@ def run_after_hooks(parameter: torch.Tensor) -> None:
 
 
 def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    """Those that torch's hooks step in the backward: from now on `step_in_backward` does."""
+    """List those that torch's hooks step in the backward: from now on `step_in_backward` does."""
     found = tuple(p for p in parameters if _OPTIMIZERS in p.__dict__ and _stepping(p))
     hooked = getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
     for parameter in found:
@@ -90,7 +90,7 @@ def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> 
 
 
 def _stepping(parameter: torch.Tensor) -> Sequence[Optimizer]:
-    """The optimizers that step it in the backward: none where torch's hook was not wanted."""
+    """List the optimizers that step it in the backward: none where torch's hook was not wanted."""
     hooked = getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
     is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in hooked
     return parameter.__dict__[_OPTIMIZERS] if is_hooked else ()

@@ -73,7 +73,9 @@ __all__ = [
 
 
 def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
-    """The one number of a DTensor as Python has it: of the whole tensor, so all its ranks ask."""
+    """Find the one number of a DTensor as Python has it: of the whole tensor, so all its ranks
+    ask.
+    """
     (tensor,) = args
     if all(is_replicated(placement) for placement in tensor.placements):
         return local_tensor_of(tensor).item()
@@ -109,7 +111,7 @@ def dtensor_at_rest(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """A DTensor of global ``shape`` and ``stride`` around ``local``, which it does not copy.
+    """Make a DTensor of global ``shape`` and ``stride`` around ``local``, which it does not copy.
 
     ``placements`` has one entry a dim of ``mesh``, ours or torch's. Nothing is sent. The shape is
     given and not derived, so that short and empty last chunks are right.
@@ -136,7 +138,7 @@ def dtensor_at_rest(
 
 
 def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """A DTensor around ``local`` that is placed as ``like``, which it does not copy.
+    """Make a DTensor around ``local`` that is placed as ``like``, which it does not copy.
 
     For every step: it takes a twentieth of the time of `dtensor_at_rest`, which derives and checks
     the placement. Raises `LayoutError` when ``local`` has another shape or dtype than the part of
@@ -154,14 +156,17 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
 
 
 def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
-    """A DTensor placed as ``rest`` around ``local``, on the device and in the memory of that."""
+    """Make a DTensor placed as ``rest`` around ``local``, on the device and in the memory of
+    that.
+    """
     meta = TensorMeta(torch.Size(rest.shape), rest.stride, local.dtype)
     spec = DTensorSpec(rest.mesh, rest.placements, tensor_meta=meta)
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def savable(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor that `copy.deepcopy` and `torch.save` take, on the same memory; others as they are.
+    """Make a DTensor that `copy.deepcopy` and `torch.save` take, on the same memory; others as they
+    are.
 
     They look for memory of the wrapper's own where its local tensor is a view with an offset.
     """
@@ -174,7 +179,7 @@ def savable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _around(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor without an offset, whatever that of ``local`` is."""
+    """Make a DTensor without an offset, whatever that of ``local`` is."""
     begins = local.new_empty(0) if local.storage_offset() else local
     found = DTensor(begins, spec_of(like), requires_grad=False)
     set_local_tensor(found, local)
@@ -221,7 +226,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(tensor: DTensor, name: str) -> TensorLayout:
-    """The layout of ``tensor``. Raises `LayoutError` for placements that ours cannot say."""
+    """Find the layout of ``tensor``. Raises `LayoutError` for placements that ours cannot say."""
     mesh = tensor.device_mesh
     sizes = tuple(mesh.mesh.shape)
     names = mesh.mesh_dim_names or tuple(f"dim{index}" for index in range(len(sizes)))
@@ -240,7 +245,7 @@ def layout_of(tensor: DTensor, name: str) -> TensorLayout:
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TorchPlacement]
 ) -> Box | None:
-    """The box of a tensor of ``shape`` that this rank holds.
+    """Find the box of a tensor of ``shape`` that this rank holds.
 
     None where the part is not one box: on a rank outside the mesh, or where a strided placement
     gives each rank rows from all over the dim. What `cut_once_more` made is one box.
@@ -273,12 +278,15 @@ def local_box(
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh whose ``with`` block the caller is in. Raises RuntimeError where there is none."""
+    """Find the mesh whose ``with`` block the caller is in. Raises RuntimeError where there is
+    none.
+    """
     return mesh_resources.get_current_mesh()
 
 
 def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Communicator, ...]:
-    """The communicator of each dim of ``mesh``, under the mesh's own axis names, or ``unnamed``.
+    """List the communicator of each dim of ``mesh``, under the mesh's own axis names, or
+    ``unnamed``.
 
     Raises `CommunicationError` when the group of one was destroyed.
     """
@@ -297,7 +305,8 @@ def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Commun
 
 
 def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:
-    """A mesh of the ranks of ``parent``, which ``axes`` number, with the axes ``names`` as dims.
+    """Make a mesh of the ranks of ``parent``, which ``axes`` number, with the axes ``names`` as
+    dims.
 
     Only the ranks of ``parent`` call it. ``names`` are those axes with more than one rank, in any
     order; each dim has a group of its own, made for its ranks where there is none.
@@ -329,7 +338,7 @@ def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def flattened_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """The dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
+    """Find the dims ``names`` of ``mesh`` as one dim. Collective when there are several."""
     if len(names) == 1:
         return mesh[names[0]]
     return flatten_mesh(mesh[tuple(names)], "_".join(names))

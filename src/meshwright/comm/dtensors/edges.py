@@ -64,7 +64,7 @@ def left(
     shape: Sequence[int],
     convert: Convert,
 ) -> torch.Tensor:
-    """A DTensor of global ``shape`` on ``mesh``, which has one dim.
+    """Make a DTensor of global ``shape`` on ``mesh``, which has one dim.
 
     ``placements`` are that of ``local`` and that of the DTensor; ``convert`` leads from one to the
     other, and from the gradient, however that is placed, to the gradient of ``local``.
@@ -75,7 +75,7 @@ def left(
 def wrapped(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
 ) -> torch.Tensor:
-    """A DTensor of global ``shape`` around ``local``, on a mesh of any dims.
+    """Make a DTensor of global ``shape`` around ``local``, on a mesh of any dims.
 
     Raises ValueError in the backward for a gradient that is a part of a sum.
     """

@@ -69,7 +69,7 @@ def held(tensor: torch.Tensor, name: str) -> Holding:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
-    """All of ``tensor``, on every rank; any tensor but a DTensor as it is.
+    """Compute all of ``tensor``, on every rank; any tensor but a DTensor as it is.
 
     All ranks of the DTensor's mesh call it together: one gather for each axis that shards.
     """
@@ -141,7 +141,7 @@ def part(
 
 
 def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of the whole of ``tensor`` that this rank holds, each with its local memory.
+    """List the boxes of the whole of ``tensor`` that this rank holds, each with its local memory.
 
     One box for a plain tensor and for a plain placement; several where a strided placement gives
     this rank rows from all over a dim; none where it holds nothing. Raises `LayoutError`, with
@@ -158,7 +158,9 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
-    """A cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of each."""
+    """Make a cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of
+    each.
+    """
     return _SideBySide(dim, split_factor=parts)
 
 
@@ -173,7 +175,8 @@ class _SideBySide(StridedShard):
         *mode: Any,
         **modes: Any,
     ) -> tuple[int, int | list[int] | None]:
-        """The size; raises NotImplementedError where torch goes on to copy a box that begins there.
+        """List the size; raises NotImplementedError where torch goes on to copy a box that begins
+        there.
 
         Those are its checkpoints, and what is broadcast from rank 0 into a state dict.
         """
@@ -200,7 +203,7 @@ _Ranges = list[tuple[int, int]]
 
 
 def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]:
-    """For each dim, what the rank at ``coordinate`` of the mesh holds."""
+    """List, for each dim, what the rank at ``coordinate`` of the mesh holds."""
     found = [[(0, size)] for size in rest.shape]
     for size, index, placement in zip(
         rest.mesh.mesh.shape, coordinate, rest.placements, strict=True
@@ -225,7 +228,7 @@ def _ranges(rest: AtRest, coordinate: Sequence[int], name: str) -> list[_Ranges]
 
 
 def _boxes(ranges: Sequence[_Ranges], local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of ``ranges``, each with its memory in ``local``."""
+    """List the boxes of ``ranges``, each with its memory in ``local``."""
     found: list[tuple[Box, torch.Tensor]] = []
     starts = [list(itertools.accumulate((n for _, n in held), initial=0)) for held in ranges]
     for numbers in itertools.product(*(range(len(held)) for held in ranges)):

@@ -131,7 +131,8 @@ def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
-    """A gradient for ``like`` of what this rank has and waits for its reduction; its data is new.
+    """Make a gradient for ``like`` of what this rank has and waits for its reduction; its data is
+    new.
 
     It computes as a part does: a norm of it is that of one rank.
     """
@@ -160,7 +161,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The ``.grad`` of ``parameter``, `plain`."""
+    """Find the ``.grad`` of ``parameter``, `plain`."""
     gradient = parameter.grad
     return None if gradient is None else plain(gradient)
 

@@ -107,7 +107,7 @@ class _Held:
 
 
 def local_leaf(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter on which modules compute in place of ``parameter``, which is a DTensor.
+    """Find the parameter on which modules compute in place of ``parameter``, which is a DTensor.
 
     * It lies over the storage of this rank's part, so what an optimizer writes is seen, and there
       is one for each DTensor parameter: tied modules get the same. Conversion of the module
@@ -164,7 +164,7 @@ def give_up(parameter: nn.Parameter) -> None:
 
 
 def take_over(parameter: nn.Parameter) -> nn.Parameter:
-    """Its `local_leaf`, whose gradient stays with it until the caller calls `hand_over`.
+    """Find its `local_leaf`, whose gradient stays with it until the caller calls `hand_over`.
 
     For a data-parallel unit, which reduces the gradient of the leaf over its axes first. Call it
     wherever `local_leaf` would be called: it holds for the leaf, not for the parameter.
@@ -180,7 +180,7 @@ def take_over(parameter: nn.Parameter) -> nn.Parameter:
 def sum_partial(
     parameter: nn.Parameter, add: Callable[[nn.Parameter, torch.Tensor], None]
 ) -> nn.Parameter:
-    """Its `local_leaf`, whose gradient is a part of a sum over ranks: ``add`` receives it.
+    """Find its `local_leaf`, whose gradient is a part of a sum over ranks: ``add`` receives it.
 
     `hand_over` calls ``add(parameter, gradient)``, and that `deliver` with the sum, now or later.
     """

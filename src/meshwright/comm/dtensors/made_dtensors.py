@@ -47,7 +47,7 @@ def what_became(given: torch.Tensor) -> Became | None:
 
 
 def became(tensor: torch.Tensor) -> str:
-    """The name of the DTensor that a plain parameter has become; "" for any other tensor."""
+    """Find the name of the DTensor that a plain parameter has become; "" for any other tensor."""
     found = what_became(tensor)
     return "" if found is None else found.name
 

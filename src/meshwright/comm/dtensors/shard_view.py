@@ -122,7 +122,7 @@ class ShardView(torch.Tensor):
         return self._name
 
     def boxes(self) -> list[tuple[Box, torch.Tensor]]:
-        """The boxes of the range, each with its elements as a view of ``local``."""
+        """List the boxes of the range, each with its elements as a view of ``local``."""
         found: list[tuple[Box, torch.Tensor]] = []
         at = 0
         for box in boxes(tuple(self.shape), self.start, self.stop):
@@ -137,7 +137,9 @@ class ShardView(torch.Tensor):
         return self._local
 
     def local_shards(self) -> list[Shard]:
-        """The boxes as ShardedTensor gives them: each ``tensor`` shares memory with ``local``."""
+        """List the boxes as ShardedTensor gives them: each ``tensor`` shares memory with
+        ``local``.
+        """
         rank = 0 if self.communicator is None else self.communicator.ranks[self.communicator.rank]
         return [
             Shard.from_tensor_and_offsets(part, list(box.offset), rank)
@@ -145,7 +147,7 @@ class ShardView(torch.Tensor):
         ]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank; a collective over the communicator.
+        """Compute the whole tensor, on every rank; a collective over the communicator.
 
         Raises RuntimeError without a communicator, or when its ranks do not hold all elements.
         """
@@ -197,11 +199,11 @@ class ShardView(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes of the range."""
+        """List the boxes of the range."""
         return [_chunk(box) for box, _ in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of the box that begins at ``index.offset``, as a view."""
+        """Compute the elements of the box that begins at ``index.offset``, as a view."""
         for box, part in self.boxes():
             if index.offset is None or tuple(index.offset) == box.offset:
                 return part
@@ -336,7 +338,7 @@ _COMPARISONS = frozenset(
 
 
 def _rebuild(local: torch.Tensor, start: int, shape: Sequence[int], name: str) -> ShardView:
-    """A view from a pickle, without its communicator."""
+    """Make a view from a pickle, without its communicator."""
     return ShardView(local, start, shape, name=name)
 
 

@@ -152,12 +152,13 @@ def is_line(tensor: torch.Tensor) -> bool:
 
 
 def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The parameters that ``tensor`` is the memory of, itself where it is no `ManyInOne`."""
+    """List the parameters that ``tensor`` is the memory of, itself where it is no `ManyInOne`."""
     return tensor.singles if isinstance(tensor, ManyInOne) else (tensor,)
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
-    """The communicators over which ``tensor`` lies spread; none where each rank holds the whole.
+    """List the communicators over which ``tensor`` lies spread; none where each rank holds the
+    whole.
 
     Raises `LayoutError` for a partial sum, of which no rank holds any element, for a line of
     several tensors that lie spread in several ways, and for a `ShardView` of a part that does not

@@ -16,19 +16,19 @@ PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_protocol(tensor: torch.Tensor) -> bool:
-    """True for a subclass that says how it is gathered; also where it says one half only."""
+    """Check for a subclass that says how it is gathered; also where it says one half only."""
     return any(hasattr(type(tensor), name) for name in PROTOCOL)
 
 
 def dispatches(tensor: torch.Tensor) -> bool:
-    """True for a subclass whose operators are calls of its own."""
+    """Check for a subclass whose operators are calls of its own."""
     if isinstance(tensor, AsyncCollectiveTensor):  # a plain one, to be waited for
         return False
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def has_calls(tensor: torch.Tensor) -> bool:
-    """True for a user's subclass whose functions or operators are calls of its own."""
+    """Check for a user's subclass whose functions or operators are calls of its own."""
     names = ("__torch_function__", "__torch_dispatch__")
     owners = (next(c for c in type(tensor).__mro__ if name in vars(c)) for name in names)
     return any(
@@ -37,7 +37,7 @@ def has_calls(tensor: torch.Tensor) -> bool:
 
 
 def holder_of(tensor: torch.Tensor) -> str | None:
-    """The attribute of a wrapper that holds its values; None where it is no such wrapper."""
+    """Find the attribute of a wrapper that holds its values; None where it is no such wrapper."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     names = list(vars(tensor)) if flatten is None else flatten()[0]
     inner = [name for name in names if isinstance(getattr(tensor, name), torch.Tensor)]
@@ -49,7 +49,8 @@ def holder_of(tensor: torch.Tensor) -> str | None:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with the values of a subclass that says how it is gathered, or ``tensor``.
+    """Compute the plain tensor with the values of a subclass that says how it is gathered, or
+    ``tensor``.
 
     It is on the same memory.
     """

@@ -95,7 +95,7 @@ class Unreadable:
 
 
 def name_of(func: object) -> str:
-    """The name of a function of torch, or of the attribute that is read or set."""
+    """Find the name of a function of torch, or of the attribute that is read or set."""
     found = getattr(func, "__name__", "")
     of = getattr(func, "__self__", None)
     return getattr(of, "__name__", found) if found in ("__get__", "__set__") else found

@@ -57,7 +57,7 @@ class _Order(Generic[T]):
         self.ended.release()
 
     def result(self) -> T:
-        """The value, or the error, after the end."""
+        """Find the value, or the error, after the end."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
@@ -160,7 +160,7 @@ class Board:
         self._request(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str | None:
-        """The value under ``key``; None when there is none."""
+        """Find the value under ``key``; None when there is none."""
         return self._request(lambda: self._found(key))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -204,7 +204,9 @@ class Board:
             self._busy_since = None
 
     def _again(self) -> RankFailedError:
-        """A new error, as one that is raised by several threads would mix up their tracebacks."""
+        """Make a new error, as one that is raised by several threads would mix up their
+        tracebacks.
+        """
         lost = self.give_up("it is closed")
         return RankFailedError(str(lost), lost.rank)
 

@@ -417,7 +417,7 @@ class FailureMonitor:
         return json.dumps({**notice, "from": f"{self.rank}-{time.monotonic_ns()}"})
 
     def _first(self, *, of_others: bool = False, is_due: bool = True) -> tuple[int, Failure] | None:
-        """The first failure that ends what this rank does, with its slot.
+        """List the first failure that ends what this rank does, with its slot.
 
         Without ``is_due`` only failures that stand count.
         """

@@ -45,7 +45,9 @@ class Notices:
 
 
 def _board(communicator: Communicator) -> Board:
-    """The run's board; where nobody watches the run, one that is kept with the communicator."""
+    """Find the run's board; where nobody watches the run, one that is kept with the
+    communicator.
+    """
     if PROCESS.monitor is not None:
         return PROCESS.monitor.board
     if "board" not in communicator.kept:

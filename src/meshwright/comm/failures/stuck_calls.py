@@ -129,7 +129,9 @@ class CallWatch:
 
 
 def _position(ident: int) -> tuple[object, ...] | None:
-    """The innermost frames of a thread, as numbers, and where they are; None where it has ended."""
+    """List the innermost frames of a thread, as numbers, and where they are; None where it has
+    ended.
+    """
     frame = sys._current_frames().get(ident)
     here: list[object] = []
     while frame is not None and len(here) < 8:

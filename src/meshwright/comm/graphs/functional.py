@@ -52,14 +52,16 @@ def is_traced(tensor: torch.Tensor) -> bool:
 def all_reduce(
     tensor: torch.Tensor, communicator: Communicator, *, label: str = ""
 ) -> torch.Tensor:
-    """The sum of every rank's ``tensor``, same shape on every rank."""
+    """Compute the sum of every rank's ``tensor``, same shape on every rank."""
     return _apply(tensor, _AllReduce(communicator, label))
 
 
 def all_gather(
     tensor: torch.Tensor, communicator: Communicator, *, dim: int = 0, label: str = ""
 ) -> torch.Tensor:
-    """Every rank's ``tensor`` concatenated along ``dim``, in rank order; shapes are equal."""
+    """Compute every rank's ``tensor`` concatenated along ``dim``, in rank order; shapes are
+    equal.
+    """
     moved = tensor.movedim(dim, 0).contiguous()
     return _apply(moved, _AllGather(communicator, label)).movedim(0, dim)
 
@@ -108,12 +110,14 @@ def all_to_all(
 
 
 def traced_all_reduce(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
-    """The sum of every rank's ``x``, in the graph that is being traced."""
+    """Compute the sum of every rank's ``x``, in the graph that is being traced."""
     return _OPERATORS.wait_tensor(_OPERATORS.all_reduce(x.contiguous(), "sum", axis.name))
 
 
 def traced_all_gather(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
-    """Every rank's ``x`` one after another along dim 0, in the graph that is being traced."""
+    """Compute every rank's ``x`` one after another along dim 0, in the graph that is being
+    traced.
+    """
     found = _OPERATORS.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
     return _OPERATORS.wait_tensor(found)
 

@@ -52,7 +52,9 @@ class MarkedModel(Protocol):
         ...
 
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-        """A new contiguous tensor with ``gradient``, of parameter ``index``, over ``ranks``."""
+        """Make a new contiguous tensor with ``gradient``, of parameter ``index``, over
+        ``ranks``.
+        """
         ...
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
@@ -164,7 +166,7 @@ def grad_reduce(
     mode: str,
     sizes: Sequence[int],
 ) -> torch.Tensor:
-    """The mean of ``gradient`` over ``ranks`` ranks of ``group``, same shape and dtype.
+    """Compute the mean of ``gradient`` over ``ranks`` ranks of ``group``, same shape and dtype.
 
     ``index`` counts the parameters of ``model``; buckets hold descending ones. ``mode`` is
     ``"coalesced"``, ``"shared"`` (as that, and large gradients lie in memory that ranks of a host

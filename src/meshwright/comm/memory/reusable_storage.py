@@ -87,7 +87,7 @@ class _PagedLine:
 
 
 def line_of(numel: int, dtype: torch.dtype, device: torch.device) -> Line:
-    """A line of ``numel`` elements that has memory, uninitialised."""
+    """Make a line of ``numel`` elements that has memory, uninitialised."""
     is_large = numel * dtype.itemsize >= LARGE
     if is_large and device.type == "cpu" and PROCESS.pages.is_available:
         return _PagedLine(numel, dtype, PROCESS.pages)

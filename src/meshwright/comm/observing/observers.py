@@ -72,7 +72,7 @@ class Recorder:
         return [(c.kind, c.label) for c in self.collectives]
 
     def bytes(self) -> int:
-        """The bytes of all recorded tensors on this rank."""
+        """Compute the bytes of all recorded tensors on this rank."""
         return sum(c.bytes for c in self.collectives)
 
     def clear(self) -> None:

@@ -96,7 +96,9 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int, *, populate: bool = False) -> Segment:
-        """A new segment of ``nbytes``, rounded up to pages. Pages are used when first touched."""
+        """Make a new segment of ``nbytes``, rounded up to pages. Pages are used when first
+        touched.
+        """
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
@@ -193,7 +195,7 @@ class SharedTensors:
         )
 
     def address_of(self, pid: int, location: Location) -> int:
-        """The address in this process of bytes that lie in a segment of process ``pid``."""
+        """Compute the address in this process of bytes that lie in a segment of process ``pid``."""
         if pid == self._pid:
             start = next(s for s in self._segments() if s.words[1] == location.serial)
             return start.address + location.offset
@@ -220,7 +222,7 @@ class SharedTensors:
         return segment
 
     def _take(self, nbytes: int) -> Segment | None:
-        """A segment of the pool or a new one; None when there are too many."""
+        """Make a segment of the pool or a new one; None when there are too many."""
         size = _rounded(nbytes)
         with self._lock:
             free = self._pool.get(size)

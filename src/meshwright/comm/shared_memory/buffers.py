@@ -23,7 +23,7 @@ __all__ = [
 
 
 def over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over ``numel`` elements at ``address``, outside autograd."""
+    """Make a tensor over ``numel`` elements at ``address``, outside autograd."""
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=dtype)
@@ -37,7 +37,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(flat: torch.Tensor, first: int, nbytes: int) -> torch.Tensor:
-    """The elements of ``flat`` that lie in ``nbytes`` bytes from byte ``first``."""
+    """Compute the elements of ``flat`` that lie in ``nbytes`` bytes from byte ``first``."""
     width = flat.dtype.itemsize
     return flat[first // width : (first + max(0, nbytes)) // width]
 

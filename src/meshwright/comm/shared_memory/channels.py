@@ -77,7 +77,7 @@ class Message:
 
 @functools.lru_cache(maxsize=64)
 def dtype_digest(dtype: torch.dtype) -> int:
-    """The digest of a dtype's name."""
+    """Compute the digest of a dtype's name."""
     return digest(str(dtype))
 
 
@@ -113,7 +113,7 @@ class Transfer(SharedWork):
         return self.source
 
     def source_rank(self) -> int:
-        """The rank of the group that the message came from."""
+        """Find the rank of the group that the message came from."""
         return self.source
 
     def take(self, message: Message, address: int | None) -> bool:
@@ -242,7 +242,9 @@ class Inbox:
         """Bytes of the first of ``granted`` that were drained."""
 
     def take(self) -> tuple[Message, int] | None:
-        """The next message of the ring and the address of its bytes; it stays until `release`."""
+        """List the next message of the ring and the address of its bytes; it stays until
+        `release`.
+        """
         channel = self.channel
         if channel.words[POSTED] <= self._count:
             return None

@@ -71,7 +71,7 @@ class Exchange:
     # ------------------------------------------------------------------ steps and memory
 
     def _view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A remembered tensor over ``numel`` elements of shared memory, outside autograd.
+        """Make a remembered tensor over ``numel`` elements of shared memory, outside autograd.
 
         Not for other memory: a gradient has another address in each step, and what is remembered of
         it takes small pieces of C's heap between large ones, which then never fit a gradient again.
@@ -84,7 +84,7 @@ class Exchange:
         return view
 
     def _next(self) -> tuple[int, ...]:
-        """The slots of all ranks for the next step."""
+        """List the slots of all ranks for the next step."""
         return self._slots[(self.meeting.step + 1) & 1]
 
     def _enter(self, call: Call, source: Location | None = None) -> int:
@@ -480,12 +480,14 @@ class Exchange:
 
 
 def _share(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """The elements that ``rank`` reduces, in multiples of 64 so that no cache line is shared."""
+    """List the elements that ``rank`` reduces, in multiples of 64 so that no cache line is
+    shared.
+    """
     length = -(-numel // (size * 64)) * 64
     return min(rank * length, numel), min((rank + 1) * length, numel)
 
 
 def _cut(address: int, total: int, turn: int, piece: int, rank: int, size: int) -> Part:
-    """The piece that ``rank`` reduces in round ``turn``, cut at the end of the tensor."""
+    """Find the piece that ``rank`` reduces in round ``turn``, cut at the end of the tensor."""
     first = min((turn * size + rank) * piece, total)
     return address + first, min(piece, total - first)

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @functools.lru_cache(maxsize=1024)
 def digest(text: str) -> int:
-    """A positive number of 62 bits, the same in every process."""
+    """Compute a positive number of 62 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -64,7 +64,7 @@ class Call:
         return self.describe()
 
     def describe(self) -> str:
-        """The call in one phrase."""
+        """Find the call in one phrase."""
         parts = [self.kind]
         if self.reduction:
             parts.append(self.reduction)
@@ -120,7 +120,7 @@ class Records:
         self._words[first : first + len(notes)] = array("q", notes)
 
     def notes(self, parity: int, rank: int) -> list[int]:
-        """The numbers that ``rank`` wrote beside its record."""
+        """List the numbers that ``rank`` wrote beside its record."""
         first = self._first[parity][rank] + NOTES
         return self._words[first : first + len(self._first[parity])].tolist()
 
@@ -150,7 +150,7 @@ class Records:
                 raise CollectiveMismatchError(self._describe(parity))
 
     def refuse(self, parity: int, reason: str) -> CollectiveMismatchError:
-        """The error for calls whose fingerprints agree but whose sizes do not."""
+        """Make the error for calls whose fingerprints agree but whose sizes do not."""
         return CollectiveMismatchError(f"{reason}; {self._describe(parity)}")
 
     def _describe(self, parity: int) -> str:

@@ -468,11 +468,11 @@ class SharedMemoryGroup(ProcessGroup):
         return self._rank
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Count the ranks."""
         return self._size
 
     def name(self) -> str:
-        """The name of the backend."""
+        """Find the name of the backend."""
         return BACKEND
 
     getBackendName = name  # noqa: N815
@@ -494,7 +494,7 @@ class SharedMemoryGroup(ProcessGroup):
         return self._description
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The name by which c10d finds the group."""
+        """Find the name by which c10d finds the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
@@ -525,7 +525,7 @@ class SharedMemoryGroup(ProcessGroup):
 
 
 def _reduction(opts: Options) -> str:
-    """The name of the reduction in c10d's options, or in the reduction itself."""
+    """Find the name of the reduction in c10d's options, or in the reduction itself."""
     if opts is None:
         return "sum"
     reduction = getattr(opts, "reduceOp", opts)

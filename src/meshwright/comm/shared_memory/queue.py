@@ -77,7 +77,7 @@ class SharedWork(Work):
             root.set_result(None)
 
     def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
-        """A future of the list of tensors.
+        """Make a future of the list of tensors.
 
         Its error comes from a callback: C++ does not see what ``Future.set_exception`` sets.
         """
@@ -105,11 +105,11 @@ class SharedWork(Work):
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """The error of the operation, if it has ended with one."""
+        """Make the error of the operation, if it has ended with one."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors of the operation, after waiting for them."""
+        """List the tensors of the operation, after waiting for them."""
         self.wait()
         return list(self.outputs)
 
@@ -152,7 +152,7 @@ class JoinedWork(SharedWork):
         self.works = works
 
     def get_future(self) -> Future[Sequence[torch.Tensor]]:  # type: ignore[override]
-        """A future of the tensors of all operations, in their order."""
+        """Make a future of the tensors of all operations, in their order."""
         futures = [work.get_future() for work in self.works]
         return torch.futures.collect_all(futures).then(self._values)
 
@@ -170,7 +170,7 @@ class JoinedWork(SharedWork):
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
-        """The first error of an operation."""
+        """Find the first error of an operation."""
         return next((work.error for work in self.works if work.error is not None), None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

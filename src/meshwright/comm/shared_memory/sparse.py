@@ -16,7 +16,7 @@ class Gathering(Protocol):
     """The operations of a group that the sum is made of."""
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Count the ranks."""
         ...
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:

@@ -32,7 +32,7 @@ class CpuTransport:
         return dist.ProcessGroupGloo
 
     def name(self) -> str:
-        """The name of the backend."""
+        """Find the name of the backend."""
         return self._name
 
     def supports_tensor_alloc(self, device: object) -> bool:

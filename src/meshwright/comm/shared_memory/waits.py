@@ -274,7 +274,7 @@ class Meeting:
     # ------------------------------------------------------------------ messages
 
     def doorbell(self) -> int:
-        """The value of this rank's bell, to be read before looking for messages."""
+        """Find the value of this rank's bell, to be read before looking for messages."""
         return self._words[self._bells[self.peers.me]]
 
     def ring(self, rank: int, count: int) -> None:
@@ -324,7 +324,7 @@ class Meeting:
             )
 
     def state(self, rank: int) -> int:
-        """The state that ``rank`` of the group has given itself; 0 while it takes part."""
+        """Find the state that ``rank`` of the group has given itself; 0 while it takes part."""
         return self._words[self.layout.states + rank]
 
     def _has_arrived(self, rank: int) -> bool:
@@ -390,7 +390,7 @@ class Meeting:
 
 
 def unusable(cause: BaseException) -> CommunicationError:
-    """The error of every call after the first error, of the same kind and naming it."""
+    """Make the error of every call after the first error, of the same kind and naming it."""
     text = f"the group is unusable since an earlier error: {cause}"
     error: CommunicationError
     if isinstance(cause, RankFailedError):

@@ -40,5 +40,5 @@ def let_go(model: nn.Module, held: Container[int], where: Mapping[str, str]) -> 
 
 
 def is_elsewhere(tensor: object) -> bool:
-    """True for a tensor of a stage on another rank."""
+    """Check for a tensor of a stage on another rank."""
     return isinstance(tensor, torch.Tensor) and _ELSEWHERE in vars(tensor)

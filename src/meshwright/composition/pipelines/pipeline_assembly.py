@@ -167,7 +167,7 @@ def _let_others_go(
 
 
 def _names_in(modules: StageModules) -> frozenset[str]:
-    """The modules of this rank's stages, by their names in the model."""
+    """List the modules of this rank's stages, by their names in the model."""
     return frozenset(name for stage in modules.stages for name, _ in stage.named_modules())
 
 
@@ -195,7 +195,7 @@ def _stages_of(
     peers: Peers,
     draws: Draws | None,
 ) -> CutModel:
-    """All stages of ``model``, which has been seen to compute the same when it is ``cut``."""
+    """Find all stages of ``model``, which has been seen to compute the same when it is ``cut``."""
     rehearsal = contextlib.nullcontext() if draws is None else draws.rehearsal()
     # A trace knows the dtypes of what stages hand on.
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
@@ -225,13 +225,13 @@ def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
 
 
 def _other_names(found: CutModel) -> dict[str, str]:
-    """For each name of a tied parameter that is not its first, that one."""
+    """List, for each name of a tied parameter that is not its first, that one."""
     names = ((tie.names[0][1], name) for tie in found.ties for _, name in tie.names)
     return {name: first for first, name in names if name != first}
 
 
 def _copies(found: CutModel, mine: Collection[int]) -> list[nn.Parameter]:
-    """The parameters of this rank that another stage has as well, and counts."""
+    """List the parameters of this rank that another stage has as well, and counts."""
     return [
         found.modules[stage].get_parameter(name)
         for tie in found.ties

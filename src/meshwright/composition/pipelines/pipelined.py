@@ -201,7 +201,7 @@ class PipelinedTrainable(Trainable):
         return dict(reversed(first.items()))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Each gradient by original name, as one process would hold it; all ranks call it."""
+        """List each gradient by original name, as one process would hold it; all ranks call it."""
         return self._ordered(union(super().gradients(), self._pipeline))
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class PipelinedTrainable(Trainable):
         return EvalResult(output=output, loss=loss)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The state of the model by original name, in whole tensors, on every rank."""
+        """List the state of the model by original name, in whole tensors, on every rank."""
         return self._ordered(union(super().weights(), self._pipeline))
 
     def state_dict(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class PipelinedTrainable(Trainable):
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _lose(self, output: object, target: object) -> torch.Tensor:
-        """The loss of one microbatch, on the last stage."""
+        """Compute the loss of one microbatch, on the last stage."""
         sizes = (tensor.shape[0] for tensor in tensors_in(target) if tensor.dim())
         goal = target if self._has_target else None
         with self._scope():
@@ -334,7 +334,9 @@ class PipelinedTrainable(Trainable):
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
-        """The loss of ``output``, which the rank with the last stage has: it may read weights."""
+        """Compute the loss of ``output``, which the rank with the last stage has: it may read
+        weights.
+        """
         said: object = None
         failure: Exception | None = None
         if self._pipeline.rank == self._last:
@@ -362,7 +364,7 @@ class PipelinedTrainable(Trainable):
 
 
 def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a model for ``batch``, as `call_module` reads it."""
+    """List the arguments of a model for ``batch``, as `call_module` reads it."""
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return tuple(batch), {}
     if isinstance(batch, Mapping):
@@ -376,7 +378,7 @@ def _has_graph(module: nn.Module) -> bool:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The states of the optimizers of all stages as that of one, in the order of ``names``."""
+    """List the states of the optimizers of all stages as that of one, in the order of ``names``."""
     counts = {len(part["param_groups"]) for part in parts}
     if len(counts) > 1:
         raise PlanError(

@@ -190,7 +190,7 @@ class PipelinedLayout:
         ]
 
     def _over(self, name: str) -> Communicator | None:
-        """An axis that cuts parameters, where it has more than one rank."""
+        """Make an axis that cuts parameters, where it has more than one rank."""
         found = self._peers.tensor if name == "tensor" else self.communicators.get(name)
         return None if found is None or found.size == 1 else found
 
@@ -236,7 +236,7 @@ def _one() -> float:
 
 
 def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torch.Tensor]:
-    """The tensors of all ranks of ``axis``, on each; where several have a name, the first's.
+    """List the tensors of all ranks of ``axis``, on each; where several have a name, the first's.
 
     Sparse ones become dense.
     """
@@ -270,7 +270,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401
-    """The ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank.
+    """Find the ``output`` of rank ``source`` of ``axis``, nested as it is, on every rank.
 
     Raises `PipeliningShapeError` there, and elsewhere `PipelinePeerError`, for what cannot be sent.
     """

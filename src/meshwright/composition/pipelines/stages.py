@@ -64,7 +64,7 @@ def cut_model(
     *,
     tensor: ModelCut,
 ) -> CutModel:
-    """The stages of ``model``, with its parameters under its names.
+    """Find the stages of ``model``, with its parameters under its names.
 
     ``split`` names the modules that stages begin with. By default stages are balanced by what they
     multiply by (``auto``: the operations of a traced model; of the modules of a chain parameters of
@@ -246,7 +246,7 @@ def _order_as(stage: nn.Module, model: nn.Module) -> None:
 
 
 def _made(module: nn.Module, path: str) -> nn.Module:
-    """The submodule at ``path``, with all above it."""
+    """Make the submodule at ``path``, with all above it."""
     for name in path.split(".") if path else ():
         if not isinstance(getattr(module, name, None), nn.Module):
             module.add_module(name, nn.Module())
@@ -269,7 +269,7 @@ def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
 def _starts(
     model: nn.Module, plan: PipelinePlan, links: Sequence[str], count: int
 ) -> Sequence[str]:
-    """The names of the modules that stages begin with, but for the first stage."""
+    """List the names of the modules that stages begin with, but for the first stage."""
     if not isinstance(plan.split, str):
         unknown = [name for name in plan.split if name not in links]
         if unknown or [*plan.split] != [name for name in links if name in plan.split]:

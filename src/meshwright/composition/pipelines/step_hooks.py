@@ -138,7 +138,7 @@ class StepHooks:
 
 
 def _hooks(found: Hooks | None) -> Hooks:
-    """The hooks of one kind; the object that handles know, where there is one."""
+    """Find the hooks of one kind; the object that handles know, where there is one."""
     return OrderedDict[int, Any]() if found is None else found
 
 

@@ -48,7 +48,7 @@ def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
 
 
 def _leaves(output: object) -> list[object]:
-    """The leaves of ``output``, those of dataclasses that nobody has registered included."""
+    """List the leaves of ``output``, those of dataclasses that nobody has registered included."""
     found: list[object] = []
     for leaf in tree_leaves(output):
         if dataclasses.is_dataclass(leaf):
@@ -158,7 +158,9 @@ class WholeRun:
         return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
 
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
-        """The differentiable tensors that ``model`` returns; of a frozen one all it computes."""
+        """List the differentiable tensors that ``model`` returns; of a frozen one all it
+        computes.
+        """
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
         drops = self._draws is not None and bool(rows)
         with contextlib.ExitStack() as stack:
@@ -229,7 +231,7 @@ def _output_problems(
 
 
 def _seed(output: torch.Tensor) -> torch.Tensor:
-    """The same gradient of an output for all ranks and both runs, without any symmetry."""
+    """Compute the same gradient of an output for all ranks and both runs, without any symmetry."""
     generator = torch.Generator().manual_seed(output.numel())
     values = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     return values.to(device=output.device, dtype=output.dtype)

@@ -43,7 +43,9 @@ class TensorTraffic:
         return replace(self, forward=mine[0], backward=mine[1])
 
     def of_step(self, module: nn.Module, passes: int, sums: int) -> Iterator[Collective]:
-        """The collectives of ``passes`` passes; partial gradients are added up ``sums`` times."""
+        """List the collectives of ``passes`` passes; partial gradients are added up ``sums``
+        times.
+        """
         partial = list(self._partial(module))
         for number in range(passes):
             yield from self.forward

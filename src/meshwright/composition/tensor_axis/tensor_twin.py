@@ -37,7 +37,7 @@ _OPERATORS: Mapping[object, tuple[int, int]] = {
 
 
 def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
-    """A copy of ``model`` that computes on one rank's sizes, to be traced and never to be run.
+    """Make a copy of ``model`` that computes on one rank's sizes, to be traced and never to be run.
 
     Raises PlanError for styles whose modules cannot be found again in a trace.
     """
@@ -124,7 +124,7 @@ def _graph_of(stage: nn.Module) -> fx.GraphModule:
 
 
 def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:
-    """The calls of layers that are to be cut, each with its name."""
+    """List the calls of layers that are to be cut, each with its name."""
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target not in _OPERATORS:
             continue

@@ -117,7 +117,7 @@ class Alignment:
     def refuse(
         self, communicator: Communicator, *, gave_up: bool = False
     ) -> CollectiveMismatchError | None:
-        """The error that every rank raises then; collective. Who ``gave_up`` raised before.
+        """Make the error that every rank raises then; collective. Who ``gave_up`` raised before.
 
         None where all have the same weights and are in the same pass: they go on.
         """

@@ -59,11 +59,11 @@ class OrderRecord:
         return END - 1 - (int.from_bytes(number, "little") >> 2)
 
     def at(self, position: int) -> int:
-        """The unit at ``position``, or `END` behind the last."""
+        """Find the unit at ``position``, or `END` behind the last."""
         return self.units[position] if position < len(self.units) else END
 
     def differs_at(self, other: OrderRecord) -> int | None:
-        """The first position where ``other`` has another unit, or has ended; None if none."""
+        """Find the first position where ``other`` has another unit, or has ended; None if none."""
         pairs = zip_longest(self.units, other.units, fillvalue=END)
         return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
 
@@ -113,7 +113,7 @@ class Forward:
         return OrderRecord(units[: self.position])
 
     def expected(self, position: int) -> int:
-        """The unit that the reference has at ``position``."""
+        """Find the unit that the reference has at ``position``."""
         return END if self.reference is None else self.reference.at(position)
 
     @property
@@ -144,13 +144,13 @@ class UnitNames:
         self._units = tuple(units)
 
     def of(self, unit: int) -> str:
-        """The unit's own name, or that the forward ends."""
+        """Find the unit's own name, or that the forward ends."""
         if unit == END:
             return "the end of the forward"
         return self._units[unit].name if unit < len(self._units) else NEW
 
     def parameters(self, unit: int) -> str:
-        """The names of its parameters."""
+        """Find the names of its parameters."""
         return str(list(self._units[unit].parameters)) if unit < len(self._units) else NEW
 
     def may_mix(self, unit: int, other: int) -> bool:
@@ -165,7 +165,7 @@ class UnitNames:
         )
 
     def drawn(self, record: OrderRecord, position: int) -> str:
-        """The units around ``position``."""
+        """Find the units around ``position``."""
         first = max(position - AROUND, 0)
         names = [self.of(unit) for unit in record.units[first : position + AROUND + 1]]
         before = ["..."] if first else []

@@ -72,7 +72,7 @@ class PassNotes:
     def refuse(
         self, notes: torch.Tensor, communicator: Communicator, *, is_own: bool
     ) -> Exception | None:
-        """The error that every rank raises for a pass that is void, if one has said so.
+        """Make the error that every rank raises for a pass that is void, if one has said so.
 
         ``notes`` are the sums, so that all ranks ask alike, and nothing is sent where all is well.
         ``is_own`` says that this rank has reduced a pass of its own with those of the others.
@@ -88,7 +88,7 @@ class PassNotes:
     def refuse_non_finite(
         self, notes: torch.Tensor, communicator: Communicator, *, is_local: bool
     ) -> NonFiniteError | None:
-        """The error that every rank raises for gradients that are not finite, if it is to.
+        """Make the error that every rank raises for gradients that are not finite, if it is to.
 
         ``is_local`` says that a communication hook has left all gradients on their rank.
         """
@@ -127,7 +127,7 @@ class NonFinite:
         return cls(flags=(bool(found or in_sums),), found=found, sums=in_sums)
 
     def error(self) -> NonFiniteError:
-        """The error that every rank of `axes` raises; collective."""
+        """Make the error that every rank of `axes` raises; collective."""
         return agree_on_non_finite(union(self.axes), self.found, what=STOPPED, sums=self.sums)
 
 

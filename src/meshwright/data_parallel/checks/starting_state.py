@@ -261,7 +261,7 @@ class StartingBuffer:
 
 
 def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
-    """True for a module whose parameters are all ``ignored``, by ``id``, as those of an expert."""
+    """Check for a module whose parameters are all ``ignored``, by ``id``, as those of an expert."""
     parameters = list(module.parameters())
     return bool(parameters) and all(id(parameter) in ignored for parameter in parameters)
 
@@ -269,7 +269,7 @@ def is_of_one_rank(module: nn.Module, ignored: Collection[int]) -> bool:
 def starting_buffers(
     modules: Iterable[nn.Module], ignored: Collection[int], axes: tuple[Communicator, ...]
 ) -> tuple[StartingBuffer, ...]:
-    """The buffers of ``modules`` that a state dict has.
+    """List the buffers of ``modules`` that a state dict has.
 
     Left out are those of modules `is_of_one_rank`, and what no state dict has.
     """
@@ -319,7 +319,7 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def has_values_of(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    """True where ``tensor`` is ``before``, perhaps converted."""
+    """Check that ``tensor`` is ``before``, perhaps converted."""
     if tensor.is_meta or before.is_meta or tensor.shape != before.shape:
         return False
     return torch.equal(before.to(tensor.device, tensor.dtype), tensor)
@@ -362,7 +362,7 @@ def compare_digests(
 
 
 def _to_host(compared: Sequence[Compared]) -> list[int | None]:
-    """The digests of whole tensors whose parts are what they were."""
+    """List the digests of whole tensors whose parts are what they were."""
     flat = [digest for each in compared if each is not None for digest in each]
     on: dict[torch.device, list[int]] = {}
     for index, digest in enumerate(flat):

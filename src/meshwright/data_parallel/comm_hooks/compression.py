@@ -31,7 +31,7 @@ LEVELS = 255
 
 
 def allreduce_hook(state: object, bucket: GradBucket) -> Future:
-    """The mean over the axis, as without a hook."""
+    """Compute the mean over the axis, as without a hook."""
     axis = reduction_axis(state, bucket)
     buffer = bucket.buffer().div_(axis.size)
     pending = axis.all_reduce(buffer, label=bucket.label)
@@ -44,12 +44,14 @@ def allreduce_hook(state: object, bucket: GradBucket) -> Future:
 
 
 def fp16_compress_hook(state: object, bucket: GradBucket) -> Future:
-    """The mean of the gradients in float16: divided by the number of ranks, then summed."""
+    """Compute the mean of the gradients in float16: divided by the number of ranks, then summed."""
     return _compressed(state, bucket, torch.float16)
 
 
 def bf16_compress_hook(state: object, bucket: GradBucket) -> Future:
-    """The mean of the gradients in bfloat16: divided by the number of ranks, then summed."""
+    """Compute the mean of the gradients in bfloat16: divided by the number of ranks, then
+    summed.
+    """
     return _compressed(state, bucket, torch.bfloat16)
 
 
@@ -72,7 +74,7 @@ noop_hook.__dict__["is_local"] = True
 
 
 def quantization_pertensor_hook(state: object, bucket: GradBucket) -> Future:
-    """The mean of gradients that were rounded to 256 levels between a bucket's extremes."""
+    """Compute the mean of gradients that were rounded to 256 levels between a bucket's extremes."""
     buffer = bucket.buffer()
     return _quantised(reduction_axis(state, bucket), bucket, buffer.view(1, -1))
 
@@ -120,7 +122,7 @@ def _narrowed(hook: CommunicationHook, dtype: torch.dtype) -> CommunicationHook:
 
 
 def _quantised(axis: Communicator, bucket: GradBucket, rows: torch.Tensor) -> Future:
-    """Each row of ``rows`` with a scale and an offset of its own."""
+    """Find each row of ``rows`` with a scale and an offset of its own."""
     buffer = bucket.buffer()
     low = rows.amin(1, keepdim=True).clamp(max=0)
     high = rows.amax(1, keepdim=True).clamp(min=0)

@@ -60,7 +60,9 @@ class PostLocalSGDState:
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future:  # noqa: N802
-    """The mean over the process group, and from ``start_localSGD_iter`` on over the subgroup."""
+    """Compute the mean over the process group, and from ``start_localSGD_iter`` on over the
+    subgroup.
+    """
     is_global = state.iter < state.start_localSGD_iter
     if is_global and bucket.is_last():
         state.count_pass()
@@ -101,7 +103,7 @@ class OptimizerInBackward:
 
 
 def optimizer_in_backward_hook(state: OptimizerInBackward, bucket: GradBucket) -> Future:
-    """The hook inside ``state``, then a step of the bucket's optimizer."""
+    """Find the hook inside ``state``, then a step of the bucket's optimizer."""
     future = state.hook(state.hook_state, bucket)
 
     def finish() -> torch.Tensor:

@@ -79,7 +79,7 @@ class PowerSGDState:
         self._generator = torch.Generator().manual_seed(random_seed)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The rate, and how many numbers there were before and after compression."""
+        """List the rate, and how many numbers there were before and after compression."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
@@ -146,7 +146,9 @@ class PowerSGDState:
     def products(
         self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Each of ``left`` times that of ``right``; those of one shape together, on request."""
+        """List each of ``left`` times that of ``right``; those of one shape together, on
+        request.
+        """
         if not self.batch_tensors_with_same_shape:
             return [a @ b for a, b in zip(left, right, strict=True)]
         places: dict[tuple[torch.Size, torch.Size], list[int]] = {}
@@ -262,7 +264,7 @@ def _start(
 def _split(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], pending: Pending | None
 ) -> list[torch.Tensor]:
-    """The sums, in the shapes of ``tensors``."""
+    """Compute the sums, in the shapes of ``tensors``."""
     if pending is None:
         return []
     pending.wait()

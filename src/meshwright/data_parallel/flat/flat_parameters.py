@@ -177,7 +177,7 @@ class FlatParameter(ManyInOne):
         raise _not_computed_with()
 
     def parts_of(self, line: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters, and for each its part of ``line``, a DTensor where it is one."""
+        """List the parameters, and for each its part of ``line``, a DTensor where it is one."""
         return [(m.parameter, m.wrapped(m.part_of(line))) for m in self.members]
 
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -192,7 +192,7 @@ class FlatParameter(ManyInOne):
         self._gradient = None
 
     def _alone(self, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient of the one member there is, where it lies as its parameter does."""
+        """Compute the gradient of the one member there is, where it lies as its parameter does."""
         if len(found) > 1 or found[0] is None:
             return None
         parameter, gradient = self.members[0].parameter, found[0]

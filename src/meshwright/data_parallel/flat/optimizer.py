@@ -72,7 +72,7 @@ def follow_gradients(model: nn.Module) -> None:
 def parts_of_flat(
     model: nn.Module, flat: nn.Parameter, line: torch.Tensor
 ) -> list[tuple[nn.Parameter, torch.Tensor]] | None:
-    """The parameters of ``flat``, and what of ``line``, which is as long, each would have.
+    """List the parameters of ``flat``, and what of ``line``, which is as long, each would have.
 
     That lies in the memory of ``line``, and is a DTensor where the parameter is one. None when
     ``flat`` is none of the `flat_groups` of ``model``.

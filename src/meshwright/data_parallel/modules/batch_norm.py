@@ -38,12 +38,12 @@ _WRAPPERS = re.compile(r"_(\w+_wrapped_module|orig_mod)\.")
 
 
 def batch_norms(module: nn.Module) -> dict[str, AnyBatchNorm]:
-    """The BatchNorm modules inside ``module``, by name."""
+    """List the BatchNorm modules inside ``module``, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, AnyBatchNorm)}
 
 
 def running_instance_norms(module: nn.Module) -> dict[str, nn.Module]:
-    """The InstanceNorm modules inside ``module`` that keep running statistics, by name."""
+    """List the InstanceNorm modules inside ``module`` that keep running statistics, by name."""
     return {
         name: part
         for name, part in module.named_modules()

@@ -38,7 +38,7 @@ COMPILED = "_orig_mod"
 
 
 def asked_in(*functions: str) -> Mapping[str, Any] | None:
-    """The variables of the torch checkpoint function that has called: any, or one of those."""
+    """List the variables of the torch checkpoint function that has called: any, or one of those."""
     frame = sys._getframe(1)
     while frame is not None:
         is_torch = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
@@ -49,7 +49,7 @@ def asked_in(*functions: str) -> Mapping[str, Any] | None:
 
 
 def place_of(wrapper: nn.Module, own: str) -> tuple[str, ...]:
-    """The parts of names between ``wrapper`` and what it wraps, compiled or not."""
+    """List the parts of names between ``wrapper`` and what it wraps, compiled or not."""
     place, inner = [own], wrapper._modules[own]
     while inner is not None and COMPILED in inner._modules:
         place.append(COMPILED)
@@ -118,7 +118,7 @@ class StepOver(dict[str, str]):
         super().__init__({"": place})
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """The way on from the wrapper, by any name: its own place is in none."""
+        """Find the way on from the wrapper, by any name: its own place is in none."""
         return "_inside"
 
 

@@ -34,7 +34,7 @@ class EqualBuffers:
         """Those that were last known to be alike on all ranks."""
 
     def look(self) -> Mapping[str, torch.Tensor]:
-        """The buffers of now, by name."""
+        """List the buffers of now, by name."""
         return self._held.look()
 
     def follow(self) -> Mapping[str, torch.Tensor]:

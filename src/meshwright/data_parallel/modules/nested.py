@@ -16,7 +16,9 @@ __all__ = ["map_tensors", "tensors_in"]
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested sequences, sets, mappings, dataclasses and registered containers."""
+    """List the tensors in nested sequences, sets, mappings, dataclasses and registered
+    containers.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

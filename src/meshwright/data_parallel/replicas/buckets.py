@@ -347,7 +347,7 @@ def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: float) -> No
 def _gradient_view(
     buffer: torch.Tensor, offset: int, parameter: torch.nn.Parameter
 ) -> torch.Tensor:
-    """The parameter's place in ``buffer``, with its strides when they leave no holes."""
+    """Compute the parameter's place in ``buffer``, with its strides when they leave no holes."""
     if not is_dense(parameter):
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
     return buffer.as_strided(parameter.shape, parameter.stride(), offset)

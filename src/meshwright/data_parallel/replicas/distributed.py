@@ -115,7 +115,7 @@ class DistributedDataParallel(SteppedOver):
         self._set_up()
 
     def _set_up(self) -> Replica:
-        """The running half; a collective where there is none yet."""
+        """Find the running half; a collective where there is none yet."""
         if self._replica is None:
             if self._lacks_hook:
                 raise RuntimeError(
@@ -221,7 +221,7 @@ class DistributedDataParallel(SteppedOver):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches, see `UnevenInputs`."""
+        """Make a block in which ranks may have different numbers of batches, see `UnevenInputs`."""
         if not enable:
             return contextlib.nullcontext()
         return UnevenInputs(

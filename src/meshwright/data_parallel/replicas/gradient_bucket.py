@@ -97,7 +97,9 @@ class GradBucket:
         )
 
     def index(self) -> int:
-        """Its position in the order of the launches; of a sharded unit, in that of the forward."""
+        """Find its position in the order of the launches; of a sharded unit, in that of the
+        forward.
+        """
         return self._index
 
     def is_last(self) -> bool:
@@ -105,7 +107,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
+        """Compute all gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -113,7 +115,9 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients one by one: contiguous views of the buffer in the parameters' shapes."""
+        """Compute the gradients one by one: contiguous views of the buffer in the parameters'
+        shapes.
+        """
         if self._buffer.is_sparse:
             return [self._buffer]
         return [
@@ -122,7 +126,7 @@ class GradBucket:
         ]
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that the gradients belong to."""
+        """List the parameters that the gradients belong to."""
         return [part.parameter for part in self._parts]
 
 
@@ -170,7 +174,9 @@ _COMPRESSED = MappingProxyType(
 
 
 def reduction_axis(state: object, bucket: GradBucket) -> Communicator:
-    """The axis that a hook's ``state`` names: a process group, a communicator, or the bucket's."""
+    """Find the axis that a hook's ``state`` names: a process group, a communicator, or the
+    bucket's.
+    """
     if state is None:
         return bucket.communicator
     if isinstance(state, Communicator):
@@ -179,7 +185,7 @@ def reduction_axis(state: object, bucket: GradBucket) -> Communicator:
 
 
 def tensor_of(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """The tensor that a future holds; works of c10d have lists for results."""
+    """Compute the tensor that a future holds; works of c10d have lists for results."""
     found: object = future.wait()
     return cast("torch.Tensor", found[0] if isinstance(found, list) else found)
 
@@ -213,7 +219,7 @@ class RegisteredHook:
 def compressed_dtype(
     registered: RegisteredHook, axis: Communicator, own: torch.dtype
 ) -> torch.dtype | None:
-    """The dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
+    """Find the dtype in which a hook sends gradients of dtype ``own`` over ``axis``.
 
     None where it does anything but a plain mean over that axis, in one dtype or another. Torch's
     hooks of the same names count too.

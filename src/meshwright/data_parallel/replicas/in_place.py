@@ -42,7 +42,7 @@ class KeptMemory:
     def tensor(
         self, shape: Sequence[int], stride: Sequence[int], device: torch.device
     ) -> torch.Tensor | None:
-        """An uninitialised tensor, unless somebody holds also what was allocated just now.
+        """Make an uninitialised tensor, unless somebody holds also what was allocated just now.
 
         It is no view of another tensor: the user may detach it in place.
         """

@@ -143,7 +143,7 @@ def resolved(
     device_ids: Sequence[int | torch.device] | None = None,
     wrong_mesh: Exception,
 ) -> ReplicateOptions:
-    """The options that ``keywords`` ask for ``module``.
+    """Find the options that ``keywords`` ask for ``module``.
 
     Raises TypeError for a keyword that there is none of, RuntimeError for a group and a mesh,
     ``wrong_mesh`` for a mesh with more than one dim, and ValueError for values out of range or that

@@ -96,7 +96,7 @@ def build_reductions(
 
 
 def gradients_in(reductions: Sequence[Reduction]) -> Iterator[torch.Tensor]:
-    """All gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
+    """List all gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
 
     Of a sparse gradient the values.
     """
@@ -178,7 +178,9 @@ class GradientReducer:
         return tuple(bucket.layout for bucket in self.buckets)
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """All gradients, see `gradients_in`. Not for DTensors, which have theirs themselves."""
+        """List all gradients, see `gradients_in`. Not for DTensors, which have theirs
+        themselves.
+        """
         return tuple(gradients_in(self.buckets))
 
     @property
@@ -249,7 +251,7 @@ class GradientReducer:
         self._arrange()
 
     def _kinds_now(self) -> list[object]:
-        """The dtype of each parameter, and a device: modules move as a whole."""
+        """List the dtype of each parameter, and a device: modules move as a whole."""
         kinds: list[object] = [parameter.dtype for parameter in self._parameters]
         kinds.extend(parameter.device for parameter in self._parameters[:1])
         return kinds

@@ -348,7 +348,7 @@ def _check(
 def _sparse_names(
     module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> frozenset[str]:
-    """The parameters that modules look rows up in with sparse gradients."""
+    """List the parameters that modules look rows up in with sparse gradients."""
     tables = {
         id(part.weight)
         for part in module.modules()

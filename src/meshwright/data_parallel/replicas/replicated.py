@@ -126,13 +126,13 @@ class ReplicateState:
         self._hook = (state, checked)
 
     def _ddp_weakref(self) -> Replica | None:
-        """The live replica with its ``device_ids``; None before the first forward pass."""
+        """Find the live replica with its ``device_ids``; None before the first forward pass."""
         return self._replica
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The module's forward pre-hook."""
+        """List the module's forward pre-hook."""
         self._is_called = True
         if torch.compiler.is_compiling():
             if self._route() == "eager":
@@ -227,7 +227,7 @@ class ReplicatedModule(OfThisProcess):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches, see `UnevenInputs`.
+        """Make a block in which ranks may have different numbers of batches, see `UnevenInputs`.
 
         Collective when there was no forward pass yet.
         """

@@ -274,7 +274,7 @@ def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
 
 
 def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
-    """The refusal of a gradient that has no place in a buffer."""
+    """Find the refusal of a gradient that has no place in a buffer."""
     return RuntimeError(
         f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), and no module that "
         "announces one: replicate reduces sparse gradients of nn.Embedding and nn.EmbeddingBag "
@@ -283,7 +283,7 @@ def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
 
 
 def lost_gradient(slot: GradientSlot) -> RuntimeError:
-    """The refusal of a gradient that somebody has used up before it was the mean."""
+    """Find the refusal of a gradient that somebody has used up before it was the mean."""
     return RuntimeError(
         f"parameter {slot.name!r} got a gradient in this backward pass, and had none any more when "
         "it was to be summed over the ranks: a hook took it, which has seen the gradient of this "

@@ -117,7 +117,7 @@ class SparseGradient(Reduction):
             self.launch(communicator, hooked.call)
 
     def unused(self) -> Sequence[int]:
-        """The parameter, where no rank had a gradient in the last reduction."""
+        """List the parameter, where no rank had a gradient in the last reduction."""
         return (self.layout.slots[0].index,) if self.is_unused else ()
 
     def drop(self) -> None:
@@ -142,7 +142,7 @@ class SparseGradient(Reduction):
             values.look(held, lambda: [(self.layout.slots[0].name, held)])
 
     def _sum(self) -> torch.Tensor | None:
-        """The sum over the ranks; None when no rank had a gradient."""
+        """Compute the sum over the ranks; None when no rank had a gradient."""
         pending, self._pending = self._pending, None
         axis = self._communicator
         if pending is None or axis is None:

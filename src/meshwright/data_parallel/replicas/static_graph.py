@@ -68,7 +68,7 @@ class StaticGraph:
         }
 
     def refuse(self, communicator: Communicator) -> RuntimeError:
-        """The error that every rank raises when one deviates; collective."""
+        """Make the error that every rank raises when one deviates; collective."""
         payload = json.dumps(self.differences()).encode()
         rows = communicator.gather_bytes(payload, label="static graph: what differs")
         sentences: list[str] = []
@@ -86,7 +86,9 @@ class StaticGraph:
 def late_gradient(
     bucket: CountedBucket, place: int, buckets: Iterable[CountedBucket], *, rank: int
 ) -> RuntimeError:
-    """The error for a second gradient of one parameter in a pass, after its bucket's reduction."""
+    """Make the error for a second gradient of one parameter in a pass, after its bucket's
+    reduction.
+    """
     name = bucket.layout.slots[place].name
     waiting = [
         slot.name
@@ -105,7 +107,9 @@ def late_gradient(
 
 
 def unexpected_gradient(name: str, *, rank: int) -> RuntimeError:
-    """The error for a gradient of a parameter that is left out, as no rank used it at first."""
+    """Make the error for a gradient of a parameter that is left out, as no rank used it at
+    first.
+    """
     return RuntimeError(
         "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
         f"first one did, but on rank {rank} parameter {name!r} (of "
@@ -115,6 +119,6 @@ def unexpected_gradient(name: str, *, rank: int) -> RuntimeError:
 
 
 def _named_with_modules(names: Sequence[str]) -> str:
-    """The parameters, and the modules that they belong to."""
+    """Find the parameters, and the modules that they belong to."""
     modules = sorted({name.rpartition(".")[0] or "the module itself" for name in names})
     return f"parameters {', '.join(names)} (of {', '.join(modules)})"

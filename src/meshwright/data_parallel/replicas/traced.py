@@ -227,7 +227,7 @@ class Marking:
         return functional_call(module, found, args, kwargs)
 
     def mark(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
-        """The mean of ``gradient`` over the ranks, once the graph runs."""
+        """Compute the mean of ``gradient`` over the ranks, once the graph runs."""
         narrow = self._narrow if gradient.is_floating_point() else None
         reduced = grad_reduce(
             gradient if narrow is None else gradient.to(narrow),
@@ -354,7 +354,7 @@ class Marking:
         return _Rest.NOW if kept and self._beside(indices) else _Rest.NONE
 
     def _beside(self, indices: Sequence[int]) -> list[int]:
-        """The parameters, but for ``indices``, that have a gradient."""
+        """List the parameters, but for ``indices``, that have a gradient."""
         rows = enumerate(self._reducer.named)
         return [n for n, (_, p) in rows if p.grad is not None and n not in indices]
 

@@ -334,7 +334,7 @@ class Iteration:
             unit.exposure.take_waiting(unit)
 
     def before(self, driver: Driver) -> Driver | None:
-        """The driver whose backward comes after that of ``driver``: it ran just before."""
+        """Find the driver whose backward comes after that of ``driver``: it ran just before."""
         # A backward that has ended has forgotten those of its forward.
         for position in range(min(driver.position, len(self.finished)) - 1, -1, -1):
             other = self.finished[position]
@@ -461,7 +461,7 @@ class Iteration:
 def _order_check(
     communicator: Communicator, drivers: Sequence[Driver], options: OrderOptions | None
 ) -> OrderCheck:
-    """The check of the units' order over ``communicator``."""
+    """Find the check of the units' order over ``communicator``."""
     ordered = [
         OrderedUnit(
             name=driver.name,
@@ -481,7 +481,7 @@ def _sent(group: ParameterGroup) -> int:
 
 
 def _widest(units: Sequence[Unit]) -> Communicator | None:
-    """The communicator with the most ranks that run the same units."""
+    """Find the communicator with the most ranks that run the same units."""
     axes = [axis for unit in units for axis in unit.communicators]
     size = max((group.axes.size for unit in units for group in unit.groups), default=1)
     found = max(axes, key=lambda axis: axis.size, default=None)

@@ -183,7 +183,7 @@ class Driver:
         self.name = self.name or name
 
     def start(self, module: nn.Module) -> Iteration:
-        """The iteration this belongs to; becomes a root when it belongs to none."""
+        """Find the iteration this belongs to; becomes a root when it belongs to none."""
         if self.iteration is not None:
             return self.iteration
         if self._parts:
@@ -227,11 +227,11 @@ class Driver:
         return iteration
 
     def clean(self, name: str) -> str:
-        """The name that users know a parameter by."""
+        """Find the name that users know a parameter by."""
         return name
 
     def alike(self, name: str) -> str:
-        """The name by which ranks compare what has the user's ``name`` on this one."""
+        """Find the name by which ranks compare what has the user's ``name`` on this one."""
         return name
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
@@ -246,7 +246,7 @@ class Driver:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The forward pre-hook: whole parameters are there afterwards. Never traced."""
+        """List the forward pre-hook: whole parameters are there afterwards. Never traced."""
         if torch.compiler.is_compiling():
             return untraced(self.before_forward, module, args, kwargs)
         if self.is_driven:
@@ -288,7 +288,7 @@ class Driver:
 
     @apart
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
-        """The forward hook: the unit is freed, unless it is kept. Never traced."""
+        """Find the forward hook: the unit is freed, unless it is kept. Never traced."""
         if torch.compiler.is_compiling():
             return untraced(self.after_forward, module, args, output)
         dtype = self.cast.outputs

@@ -24,7 +24,9 @@ PlacesIn = Collection[tuple[nn.Module, str]]
 
 
 def places_in(modules: Iterable[nn.Module], parameters: Collection[int]) -> PlacesIn:
-    """The places of those ``parameters``, given by ``id``, that ``modules`` hold themselves."""
+    """Find the places of those ``parameters``, given by ``id``, that ``modules`` hold
+    themselves.
+    """
     return frozenset(
         (module, name)
         for module in modules
@@ -101,7 +103,7 @@ class ModuleTree:
 
 
 def _reduced_here(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules below ``root`` with their names, but for those that `replicate` reduces."""
+    """List the modules below ``root`` with their names, but for those that `replicate` reduces."""
     seen: set[nn.Module] = set()
     waiting = [("", root)]
     while waiting:

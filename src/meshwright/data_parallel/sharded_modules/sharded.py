@@ -251,7 +251,9 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _framed(cls: type[nn.Module]) -> dict[str, object]:
-    """The forward of torch's own classes in a frame of ours: compilers begin no graph in theirs."""
+    """List the forward of torch's own classes in a frame of ours: compilers begin no graph in
+    theirs.
+    """
     theirs = cls.forward
     if not (theirs.__module__ or "").startswith("torch."):  # None for what torch.fx has written
         return {}

@@ -43,7 +43,7 @@ def join_sharded(
     throw_on_early_termination: bool = False,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> Iterator[None]:
-    """A block in which ranks may run different numbers of iterations of the sharded root.
+    """Open a block in which ranks may run different numbers of iterations of the sharded root.
 
     Gradients are divided by the number of all ranks (``divide_by_initial_world_size``) or by the
     number of those that still train; with a communication hook, which divides itself, by that
@@ -216,7 +216,7 @@ class JoinsUnevenInputs(nn.Module):
         throw_on_early_termination: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks may have different numbers of batches, see `join_sharded`."""
+        """Make a block in which ranks may have different numbers of batches, see `join_sharded`."""
         if not enable:
             return contextlib.nullcontext()
         return join_sharded(
@@ -245,7 +245,7 @@ def _root_iteration(module: nn.Module) -> Iteration:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of one parameter group that are plain numbers."""
+    """List the settings of one parameter group that are plain numbers."""
     return {
         key: value
         for key, value in group.items()
@@ -255,7 +255,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(communicators: Sequence[Communicator], payload: bytes) -> bytes:
-    """The first of the ranks' payloads that is not empty."""
+    """Find the first of the ranks' payloads that is not empty."""
     for axis in communicators:
         rows = axis.gather_bytes(payload, label="uneven inputs: optimizer")
         payload = next((row for row in rows if row), b"")

@@ -337,7 +337,7 @@ class FlatBuffer:
             line.take(gradients[line.indices.start : line.indices.stop])
 
     def whole_gradients(self) -> list[torch.Tensor]:
-        """The whole gradients that it holds, tensor by tensor."""
+        """List the whole gradients that it holds, tensor by tensor."""
         shapes = self.layout.shapes
         return [
             whole
@@ -360,7 +360,7 @@ class FlatBuffer:
         return self.full[start : start + math.prod(shape)].view(shape)
 
     def _rank_major_regions(self) -> list[torch.Tensor]:
-        """For each tensor its place in ``full``, seen as (parts, slot)."""
+        """List, for each tensor its place in ``full``, seen as (parts, slot)."""
         layout = self.layout
         if not isinstance(layout, ChunkedLayout):
             raise InternalError("a packed line needs no staging")
@@ -380,7 +380,7 @@ class FlatBuffer:
         return tuple(GradientLine(self.layout, piece, *types) for piece in pieces)
 
     def _plan_moves(self) -> list[_Move]:
-        """The gathers: straight into ``full``, or what is small through ``_staging``."""
+        """List the gathers: straight into ``full``, or what is small through ``_staging``."""
         parts, part = self.axes.parts, self.axes.part
         if self.is_direct:
             return [(self.full, self.full.view(parts, -1)[part], self.shard)]

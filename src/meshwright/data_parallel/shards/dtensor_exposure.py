@@ -176,7 +176,9 @@ class ExposedTensors(Exposure):
         """Of which flat gradients have been set that nobody is known to have zeroed."""
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
-        """The parameters of ``group`` as they look at rest; made when asked for the first time."""
+        """List the parameters of ``group`` as they look at rest; made when asked for the first
+        time.
+        """
         found = self._entries.get(group)
         if found is None:
             known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}
@@ -192,12 +194,12 @@ class ExposedTensors(Exposure):
         return next(entry.exposed for entry in entries if entry.slot is slot)
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """True for a parameter that modules hold at rest."""
+        """Check for a parameter that modules hold at rest."""
         entries = (entry for group in self._entries.values() for entry in group)
         return any(entry.exposed is parameter for entry in entries)
 
     def shard_of(self, group: ParameterGroup) -> nn.Parameter:
-        """The shard of ``group`` as one parameter, whose gradient is set from now on too."""
+        """Find the shard of ``group`` as one parameter, whose gradient is set from now on too."""
         found = self._flat.get(group)
         if group.slots[0].extension is not None:
             raise ValueError(
@@ -217,7 +219,7 @@ class ExposedTensors(Exposure):
     def parts_of(
         self, group: ParameterGroup, line: torch.Tensor
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters of ``group``, and a DTensor for each with its part of ``line``."""
+        """List the parameters of ``group``, and a DTensor for each with its part of ``line``."""
         return [
             (e.exposed, dtensor_at_rest(line[e.start : e.stop].view(e.shape), *e.wrap))
             for e in self.entries(group)
@@ -432,7 +434,7 @@ class ExposedTensors(Exposure):
             foreach_add_(targets, sources)
 
     def _on(self, group: ParameterGroup, reduced: torch.Tensor) -> list[torch.Tensor]:
-        """A DTensor for each parameter of ``group``, with its part of ``reduced``.
+        """Make a DTensor for each parameter of ``group``, with its part of ``reduced``.
 
         Where that is memory which is kept from step to step, so are they.
         """
@@ -519,7 +521,7 @@ class ExposedTensors(Exposure):
 
 
 def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
-    """True where a module holds what the unit shows, False for what computes in one call.
+    """Check that a module holds what the unit shows, False for what computes in one call.
 
     Raises RuntimeError for anything else.
     """
@@ -532,7 +534,7 @@ def _is_ours(entry: _Entry, cells: dict[str, Any], name: str) -> bool:
 
 
 def _held(entry: _Entry) -> Any:  # noqa: ANN401
-    """The DTensor parameter that all modules hold. Raises RuntimeError for any other.
+    """Find the DTensor parameter that all modules hold. Raises RuntimeError for any other.
 
     The modules of a tied one may hold several of the same values, as ``load_state_dict`` with
     ``assign=True`` leaves them.
@@ -557,7 +559,7 @@ def _have_same(one: Any, other: Any) -> bool:  # noqa: ANN401
 
 
 def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
-    """True for the parameter that another place shows: nothing would tie the two."""
+    """Check for the parameter that another place shows: nothing would tie the two."""
     home = parameter.__dict__.get(HOME)
     driver, slot = (None, None) if home is None else (home[0](), home[1]())
     if slot is None or slot is entry.slot or driver is None or driver.unit is None:
@@ -569,7 +571,7 @@ def _belongs_elsewhere(entry: _Entry, parameter: nn.Parameter) -> bool:
 def _whereabouts(
     entry: _Entry, cells: dict[str, Any], name: str
 ) -> tuple[nn.Module, Sequence[Communicator]]:
-    """The module that ``cells`` are of, and the axes that the parameter lies on."""
+    """List the module that ``cells`` are of, and the axes that the parameter lies on."""
     slot = entry.slot
     module = next(m for m, n in slot.places if m._parameters is cells and n == name)
     return module, () if slot.place is None else slot.place.axes.communicators

@@ -47,7 +47,7 @@ class KeptLine:
         self._line: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A line, uninitialised, that nobody else uses."""
+        """Make a line, uninitialised, that nobody else uses."""
         line = self._line
         if line is None or line.dtype != dtype or line.device != device or line.numel() != numel:
             return self._renew(numel, dtype, device)
@@ -179,7 +179,9 @@ class GradientLine:
         return [[target for target, _ in slot] for slot in self._slots]
 
     def wholes(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """The gradients it holds, each in one of ``shapes``: copies, or the borrowed one."""
+        """Compute the gradients it holds, each in one of ``shapes``: copies, or the borrowed
+        one.
+        """
         if self._source is not None:
             return [self._source.view(shapes[0])]
         found = []
@@ -264,7 +266,7 @@ class GradientLine:
         return slots
 
     def _find_gaps(self) -> list[torch.Tensor]:
-        """The stretches of the line that belong to no tensor."""
+        """List the stretches of the line that belong to no tensor."""
         begin = int(self._line.storage_offset())
         width = int(self._rows.shape[1])
         taken: list[tuple[int, int]] = []

@@ -42,7 +42,7 @@ Summand = tuple[PartialSum, torch.Tensor]
 
 
 def summands_of(sums: Sequence[tuple[int, PartialSum]], line: GradientLine) -> list[Summand]:
-    """The whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
+    """List the whole gradients in ``line`` of the tensors that ``sums`` name by their index."""
     parts = line.parts()
     return [(add, part) for index, add in sums for part in parts[index]]
 
@@ -440,7 +440,7 @@ class ParameterGroup:
         )
 
     def _whole_line(self) -> torch.Tensor:
-        """All gradients in one line, shard by shard: what a hook is given."""
+        """Compute all gradients in one line, shard by shard: what a hook is given."""
         lines = self.buffer.gradients
         if len(lines) == 1:
             return lines[0].tensor
@@ -459,7 +459,9 @@ class ParameterGroup:
             self.non_finite.look(line.tensor, partial(self._parts_of, line))
 
     def _parts_of(self, line: GradientLine) -> Iterator[tuple[str, torch.Tensor]]:
-        """The gradients of ``line`` by name, the last first, as a backward comes to them."""
+        """Compute the gradients of ``line`` by name, the last first, as a backward comes to
+        them.
+        """
         for index, parts in reversed(list(zip(line.indices, line.parts(), strict=True))):
             for part in parts:
                 yield self.slots[index].name, part
@@ -532,7 +534,7 @@ class ParameterGroup:
             self.buffer.release_gradients()
 
     def partial_means(self) -> list[Summand]:
-        """The parts of ``mean`` that other axes have to sum."""
+        """List the parts of ``mean`` that other axes have to sum."""
         mean, layout = self.mean, self.buffer.layout
         if mean is None or isinstance(layout, FlatLayout):
             return []

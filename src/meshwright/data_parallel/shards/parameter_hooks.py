@@ -46,7 +46,7 @@ def carry_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
 
 @torch.enable_grad()
 def accumulator_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
-    """The node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad.
+    """Find the node by which autograd adds to ``leaf.grad``; ``leaf`` requires grad.
 
     A DTensor without elements, which torch's own `get_gradient_edge` views, is taken, too.
     """

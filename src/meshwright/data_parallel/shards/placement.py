@@ -94,7 +94,9 @@ class Place:
 
 
 def target_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Target:
-    """The data axes of ``mesh``. Raises ValueError or AssertionError when it cannot be used."""
+    """Find the data axes of ``mesh``. Raises ValueError or AssertionError when it cannot be
+    used.
+    """
     if dims is not None:
         return _named_target(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -159,7 +161,7 @@ def place(
 
 
 def _place_again(name: str, outer: AtRest, target: Target, dim: int, *, is_chosen: bool) -> Place:
-    """The place of a DTensor: its own axes and those of the data.
+    """Find the place of a DTensor: its own axes and those of the data.
 
     Two cuts of one dim are even, or another dim is cut that is, unless the user has chosen ``dim``.
     Rows that no dim divides evenly are cut unevenly along dim 0, as torch does.
@@ -211,7 +213,7 @@ def _times_cut(outer: AtRest, dim: int) -> int:
 
 
 def even_dim(outer: AtRest, parts: int) -> int | None:
-    """The first dim that ``parts`` more cuts leave even on all ranks, or dim 0 uncut."""
+    """Find the first dim that ``parts`` more cuts leave even on all ranks, or dim 0 uncut."""
     for dim, size in enumerate(outer.shape):
         times = _times_cut(outer, dim)
         is_even = not size % (times * parts) or (dim == 0 and times == 1)
@@ -223,7 +225,7 @@ def even_dim(outer: AtRest, parts: int) -> int | None:
 def _around(
     outer: AtRest, target: Target, dims: DataParallelMeshDims
 ) -> tuple[DeviceMesh, list[Any], int]:
-    """The mesh at rest, its placements before the cut, and which of its dims cuts."""
+    """List the mesh at rest, its placements before the cut, and which of its dims cuts."""
     names = outer.mesh.mesh_dim_names or ()
     if len(dims.shard_names) < 2 and len(dims.replicate_names) < 2:
         cutting = names.index(dims.shard_names[0]) if dims.shard_names else 0

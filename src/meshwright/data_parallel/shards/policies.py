@@ -49,7 +49,7 @@ class MixedPrecisionPolicy:
         return cls(**found)
 
     def types_for(self, master: torch.dtype) -> BufferTypes:
-        """The dtypes of the buffer of parameters whose own dtype is ``master``."""
+        """Find the dtypes of the buffer of parameters whose own dtype is ``master``."""
         return BufferTypes.of(master, self.param_dtype, self.reduce_dtype)
 
 

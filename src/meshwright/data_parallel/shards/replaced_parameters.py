@@ -78,7 +78,7 @@ def replaced(
     shape: Sequence[int],
     communicators: Sequence[Communicator],
 ) -> RuntimeError:
-    """The refusal of ``found`` in the place of a sharded parameter of whole ``shape``."""
+    """Find the refusal of ``found`` in the place of a sharded parameter of whole ``shape``."""
     what = "nothing"
     if isinstance(found, torch.Tensor):
         what = f"a {type(found).__name__} of shape {tuple(found.shape)} and {found.dtype}"
@@ -92,7 +92,7 @@ def replaced(
 
 
 def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """The refusal of an assignment that torch does not carry out for a DTensor."""
+    """Find the refusal of an assignment that torch does not carry out for a DTensor."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: something was assigned to .data of parameter {name!r}, "
         "which is a DTensor: torch leaves its values as they were. Use copy_() under "
@@ -101,7 +101,7 @@ def data_assigned(name: str, communicators: Sequence[Communicator]) -> RuntimeEr
 
 
 def written(name: str, communicators: Sequence[Communicator]) -> RuntimeError:
-    """The refusal of a write to a whole parameter."""
+    """Find the refusal of a write to a whole parameter."""
     return RuntimeError(
         f"rank {rank_in(communicators)}: parameter {name!r} was written in place while it was "
         "whole, or given other memory (.data), as a forward does that changes its own weights, or "

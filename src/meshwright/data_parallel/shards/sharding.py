@@ -63,7 +63,8 @@ class ShardOptions:
 def build_unit(
     modules: Sequence[nn.Module], options: ShardOptions, *, synchronises: bool
 ) -> Unit | None:
-    """The unit of all parameters of ``modules`` that no other call has taken, if there are any.
+    """Make the unit of all parameters of ``modules`` that no other call has taken, if there are
+    any.
 
     With ``synchronises`` it has the values of the first rank.
     """
@@ -187,7 +188,9 @@ def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def _block(options: ShardOptions) -> Communicator | None:
-    """The ranks that whole parameters are spread among after the forward, when that was asked."""
+    """Find the ranks that whole parameters are spread among after the forward, when that was
+    asked.
+    """
     after, shard = options.reshard_after_forward, options.target.axes.shard
     if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
         return None
@@ -236,7 +239,7 @@ def _device_of(target: Target) -> torch.device:
 
 
 def own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """The modules below that no other call has taken, each once."""
+    """List the modules below that no other call has taken, each once."""
     seen: set[int] = set()
     for number, root in enumerate(modules):
         # Names become those in the whole model when it runs for the first time.

@@ -123,7 +123,7 @@ class Slot:
 def collect_slots(
     modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[torch.Tensor] = ()
 ) -> list[Slot]:
-    """The parameters that ``modules`` (with their full names) hold themselves, each once."""
+    """List the parameters that ``modules`` (with their full names) hold themselves, each once."""
     skipped = {id(parameter) for parameter in ignored}
     slots: dict[int, Slot] = {}
     for prefix, module in modules:

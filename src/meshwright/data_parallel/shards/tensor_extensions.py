@@ -84,7 +84,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A parameter on ``view`` of the class of ``like``, where that is a mere Python subclass."""
+    """Make a parameter on ``view`` of the class of ``like``, where that is a mere Python
+    subclass.
+    """
     cls = type(like)
     if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
         return nn.Parameter(view, requires_grad=like.requires_grad)
@@ -96,7 +98,7 @@ def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 def extension_of(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, module: nn.Module, policy: object
 ) -> Extension | None:
-    """The extension of ``parameter``; None where it has none.
+    """Find the extension of ``parameter``; None where it has none.
 
     ``mesh`` is what it is cut over, and ``policy`` the mixed precision: arguments of its calls.
     Raises TypeError for a subclass that would be dropped.
@@ -135,7 +137,7 @@ class Extension:
 
     @torch.no_grad()
     def around(self, part: torch.Tensor, parts: int, index: int) -> torch.Tensor:
-        """A tensor of the subclass on the memory of ``part``, which is number ``index``."""
+        """Make a tensor of the subclass on the memory of ``part``, which is number ``index``."""
         kind = self._class.__name__
         made: Any = self._like
         if self._holder is None:
@@ -222,7 +224,7 @@ class _Gathered:
             storage.resize_(0)
 
     def lends(self, address: int) -> bool:
-        """True for what lies in memory that goes."""
+        """Check for what lies in memory that goes."""
         starts = [
             (storage.data_ptr(), size) for storage, size in self._storages if storage.nbytes()
         ]

@@ -137,7 +137,7 @@ class Exposure(ABC):
         return slot.original
 
     def shows(self, parameter: nn.Parameter) -> bool:
-        """True for a parameter that modules hold at rest."""
+        """Check for a parameter that modules hold at rest."""
         return False
 
     def follow_training(self, unit: Unit) -> None:
@@ -241,7 +241,7 @@ class Unit:
         self.announce = announce
 
     def with_groups(self, groups: Sequence[ParameterGroup]) -> Unit:
-        """A unit like this one, with other parameters."""
+        """Make a unit like this one, with other parameters."""
         return Unit(self.name, groups, self.exposure, self.settings)
 
     def rename(self, name: str, modules: Mapping[nn.Module, str]) -> None:

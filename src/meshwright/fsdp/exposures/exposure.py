@@ -65,7 +65,7 @@ class Exposed(Exposure):
 
     @abstractmethod
     def version(self, unit: Unit) -> int:
-        """A number that grows when a parameter is written in place."""
+        """Compute a number that grows when a parameter is written in place."""
 
     @abstractmethod
     def is_stale(self, unit: Unit) -> bool:
@@ -157,7 +157,7 @@ class FlatExposure(Exposed):
         return self._flat
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """The flat parameter."""
+        """List the flat parameter."""
         return [self.flat]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ class OriginalExposure(Exposed):
         self._waiting = WaitingGradients()
 
     def parameters(self, unit: Unit) -> list[nn.Parameter]:
-        """The original parameters."""
+        """List the original parameters."""
         return [slot.original for slot in unit.slots]
 
     def registered(self, unit: Unit) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def flat_layout(group: ParameterGroup) -> FlatLayout:
-    """The layout of a unit of the facade: it is always packed."""
+    """Find the layout of a unit of the facade: it is always packed."""
     layout = group.buffer.layout
     if not isinstance(layout, FlatLayout):
         raise InternalError("a unit of the facade must be packed at any element")
@@ -109,7 +109,7 @@ def part_of(gradient: torch.Tensor, parameter: nn.Parameter, name: str) -> torch
 def places_in_shards(
     groups: Sequence[ParameterGroup],
 ) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Each parameter, and its piece as a view of this rank's shard."""
+    """List each parameter, and its piece as a view of this rank's shard."""
     for group in groups:
         pieces, shard = own_pieces(group), group.buffer.shard
         for index, slot in enumerate(group.slots):

@@ -63,12 +63,12 @@ def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -
 
 
 def whole_shape(shape: Sequence[int], outer: AtRest | None) -> tuple[int, ...]:
-    """The shape of the whole of which the part has ``shape``."""
+    """List the shape of the whole of which the part has ``shape``."""
     return tuple(shape) if outer is None else outer.shape
 
 
 def whole_of(part: torch.Tensor, outer: AtRest | None, label: str) -> torch.Tensor:
-    """The whole of a part; a collective over the axes that cut it."""
+    """Compute the whole of a part; a collective over the axes that cut it."""
     if outer is None:
         return part
     found = dtensor_at_rest(part, outer.mesh, outer.placements, outer.shape, outer.stride)
@@ -83,7 +83,7 @@ def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
 
 
 def on_all_axes(value: torch.Tensor, outer: AtRest, groups: Groups, label: str) -> torch.Tensor:
-    """A part as a DTensor on the data axes and those that have cut it before; a collective.
+    """Make a part as a DTensor on the data axes and those that have cut it before; a collective.
 
     The last of the data axes cuts dim 0, before those, as in torch's class; another dim where
     several tensors lie side by side along dim 0.
@@ -98,13 +98,13 @@ def on_all_axes(value: torch.Tensor, outer: AtRest, groups: Groups, label: str) 
 
 
 def as_parameter(value: torch.Tensor, slot: Slot, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter on ``value``, a part: a DTensor where the slot had one."""
+    """Make a parameter on ``value``, a part: a DTensor where the slot had one."""
     if slot.outer is not None:
         value = dtensor_around(value, slot.outer)
     return nn.Parameter(value, requires_grad=requires_grad)
 
 
 def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
-    """The mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
+    """Find the mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
     meshes = {slot.outer.mesh for slot in slots if slot.outer is not None}
     return meshes.pop() if len(meshes) == 1 else None

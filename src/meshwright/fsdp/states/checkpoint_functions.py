@@ -221,7 +221,7 @@ def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state_of_zero_steps(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-    """The state that ``optimizer`` begins with: of a step by a twin, on zeros."""
+    """Find the state that ``optimizer`` begins with: of a step by a twin, on zeros."""
     kind = type(optimizer)
     twin = object.__new__(kind)
     # A scheduler's ``step`` on the object is bound to the original.

@@ -49,7 +49,7 @@ class SummonOptions:
 
 @torch.no_grad()
 def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.Tensor:
-    """All shards of a line with the layout of ``group``; ``line`` is this rank's."""
+    """Compute all shards of a line with the layout of ``group``; ``line`` is this rank's."""
     shard = group.axes.shard
     if shard is None or shard.size == 1:
         return line.clone()
@@ -60,7 +60,7 @@ def gather_line(group: ParameterGroup, line: torch.Tensor, label: str) -> torch.
 
 
 def cut_line(group: ParameterGroup, whole: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in a whole line, as views."""
+    """List the tensors in a whole line, as views."""
     layout = flat_layout(group)
     ranges = (layout.range(index) for index in range(len(layout.names)))
     return [

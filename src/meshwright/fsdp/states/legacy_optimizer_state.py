@@ -125,7 +125,7 @@ def _warn(name: str, replacement: str) -> None:
 def parameter_groups(
     optim_input: Input, optim: torch.optim.Optimizer | None, model: nn.Module
 ) -> list[dict[str, Any]]:
-    """The groups of ``optim``, or those of an optimizer that ``optim_input`` would build.
+    """List the groups of ``optim``, or those of an optimizer that ``optim_input`` would build.
 
     Without both it is one over all parameters of ``model``. Groups of the user stay as they are.
     """

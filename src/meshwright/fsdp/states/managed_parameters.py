@@ -28,7 +28,7 @@ class Managed:
 
 
 def managed_parameters(model: nn.Module) -> list[Managed]:
-    """All parameters that units manage, in order."""
+    """List all parameters that units manage, in order."""
     found: list[Managed] = []
     prefixes = {module: clean_name(name) for name, module in model.named_modules()}
     for wrapper in wrappers_in(model):
@@ -59,7 +59,7 @@ def _of_unit(wrapper: UnitWrapper, unit: Unit, prefix: str) -> list[Managed]:
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """The names that stand for each exposed parameter: several for a flat one."""
+    """List the names that stand for each exposed parameter: several for a flat one."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}
     for entry in managed_parameters(model):
         found[entry.exposed] = (*found.get(entry.exposed, ()), entry.names[0])

@@ -36,7 +36,7 @@ MADE, OWN = 1, 2
 
 
 def has_state(answers: Sequence[Held]) -> bool:
-    """True for state of a parameter: ranks whose parts get no gradients may have none at all."""
+    """Check for state of a parameter: ranks whose parts get no gradients may have none at all."""
     found = {kind for kind, _, _ in answers}
     return OWN in found or found == {MADE}
 
@@ -49,14 +49,14 @@ def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
 
 
 def is_scalar(value: object) -> bool:
-    """True for a number, a text or a tensor without dims: what every rank counts."""
+    """Check for a number, a text or a tensor without dims: what every rank counts."""
     return value is not None and (
         value.ndim == 0 if isinstance(value, torch.Tensor) else isinstance(value, _PLAIN)
     )
 
 
 def packed(value: Any) -> list[Any]:  # noqa: ANN401 - any state
-    """A value as JSON: what it is, and what it is made of."""
+    """Make a value as JSON: what it is, and what it is made of."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
         text = base64.b64encode(bytes(raw.tolist())).decode()
@@ -100,7 +100,7 @@ def unpacked(value: Sequence[Any]) -> Any:  # noqa: ANN401 - any state
 
 
 def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dict[str, Any]:
-    """The state of the first rank of ``world``, on all its ranks.
+    """List the state of the first rank of ``world``, on all its ranks.
 
     An outline goes first, as JSON, then each tensor. Raises ValueError where the first has none.
     """

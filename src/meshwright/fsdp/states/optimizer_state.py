@@ -211,7 +211,7 @@ def _take_apart(
     is_agreed: bool,
     kind: int = OWN,
 ) -> list[tuple[Managed, State]]:
-    """The state of each parameter, if any rank has some; ``is_agreed`` asks the others.
+    """List the state of each parameter, if any rank has some; ``is_agreed`` asks the others.
 
     Parts are DTensors where a mesh was given, a collective.
     """
@@ -267,7 +267,7 @@ def _own_state(
     answers: Sequence[Held] | None,
     form: _Form,
 ) -> State:
-    """The state of one parameter; without ``answers`` only what this rank has elements of."""
+    """Find the state of one parameter; without ``answers`` only what this rank has elements of."""
     held, shape = own or {}, entry.exposed.shape
     spread = {k: v.dtype for k, v in held.items() if _is_shard_like(v, shape)}
     # Copies: several parameters share the counter of their flat one, and optimizers change it.
@@ -299,7 +299,9 @@ def _spread_value(
     dtype: torch.dtype,
     form: _Form,
 ) -> torch.Tensor:
-    """The state of one parameter whose parts are spread like its shards, in memory of its own."""
+    """Compute the state of one parameter whose parts are spread like its shards, in memory of its
+    own.
+    """
     group, index = entry.group, entry.index
     piece, shard = own_pieces(group).get(index), group.buffer.shard
     local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)
@@ -396,7 +398,7 @@ def state_to_load(
 def _misfits(
     given: Mapping[str, State], managed: Sequence[Managed], others: Container[str]
 ) -> list[str]:
-    """The names of state whose views hold other elements than this rank has to load."""
+    """List the names of state whose views hold other elements than this rank has to load."""
     entries = {name: entry for entry in managed for name in entry.names}
 
     def fits(name: str, value: object) -> bool:
@@ -461,7 +463,7 @@ def _put_together(
     given: Mapping[str, Mapping[str, Any]],
     known: Container[str] | None,
 ) -> State:
-    """The state of a flat parameter from that of all its parameters.
+    """Find the state of a flat parameter from that of all its parameters.
 
     One without state has got no gradients: of what lies like it there are zeros in the line. It
     does not count as the others do, and is refused where the ``known`` names lack it.
@@ -523,7 +525,7 @@ def _groups_to_load(
     *,
     is_strict: bool,
 ) -> list[dict[str, Any]]:
-    """The settings of each group of the optimizer, as saved with its first parameter."""
+    """List the settings of each group of the optimizer, as saved with its first parameter."""
     saved = {
         clean_name(str(name)): group for group in state["param_groups"] for name in group["params"]
     }

@@ -66,7 +66,7 @@ def set_settings(
 
 
 def get_settings(module: nn.Module) -> StateDictSettings:
-    """The settings of all wrappers in ``module``; AssertionError when they differ."""
+    """Find the settings of all wrappers in ``module``; AssertionError when they differ."""
     wrappers = wrappers_in(module)
     if not wrappers:
         return StateDictSettings()

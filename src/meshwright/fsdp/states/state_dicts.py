@@ -62,7 +62,7 @@ def names_in_state(
 def unit_entries(
     unit: Unit, names: Sequence[tuple[str, ...]], settings: StateDictSettings, groups: Groups
 ) -> dict[str, torch.Tensor]:
-    """The entries of one unit under the names seen from its wrapper; collective for FULL."""
+    """List the entries of one unit under the names seen from its wrapper; collective for FULL."""
     kind = settings.state_dict_type
     offloads = settings.state_dict_config.offload_to_cpu
     entries: dict[str, torch.Tensor] = {}
@@ -108,7 +108,8 @@ def _cut(shard: torch.Tensor, piece: Any) -> torch.Tensor:  # noqa: ANN401 - a p
 def sharded_value(
     group: ParameterGroup, index: int, local: torch.Tensor, name: str, *, offloads: bool
 ) -> torch.Tensor:
-    """A tensor of the whole shape of parameter ``index`` with a copy of ``local``, its part here.
+    """Make a tensor of the whole shape of parameter ``index`` with a copy of ``local``, its part
+    here.
 
     ``offloads`` puts the copy on the CPU.
     """
@@ -123,14 +124,14 @@ def sharded_value(
 
 
 def copy_of(tensor: torch.Tensor, *, offloads: bool) -> torch.Tensor:
-    """A copy that the next step leaves alone, on the CPU if it ``offloads``."""
+    """Make a copy that the next step leaves alone, on the CPU if it ``offloads``."""
     return tensor.detach().to("cpu" if offloads else tensor.device, copy=True)
 
 
 def as_dtensor(
     whole: torch.Tensor, groups: Groups, outer: AtRest | None, label: str
 ) -> torch.Tensor:
-    """A whole tensor as a DTensor on the mesh, cut along dim 0 on the last of the data axes.
+    """Make a whole tensor as a DTensor on the mesh, cut along dim 0 on the last of the data axes.
 
     Of one that was a DTensor ``outer`` before it is this rank's part; any other is replicated on
     the mesh of these.

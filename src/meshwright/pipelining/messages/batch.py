@@ -56,7 +56,7 @@ class Microbatches:
         self.losses[microbatch] = loss
 
     def all_losses(self) -> list[Any]:
-        """The losses of a step that has ended.
+        """List the losses of a step that has ended.
 
         Raises ``RuntimeError`` where a function of the user has added or taken some.
         """
@@ -148,7 +148,7 @@ class Identities:
         """What has been asked for, by stage."""
 
     def __call__(self, stage: int, incoming: Incoming, *, wait: bool) -> tuple[int, ...] | None:
-        """The ids of what ``stage`` of this rank makes, by microbatch.
+        """List the ids of what ``stage`` of this rank makes, by microbatch.
 
         ``incoming`` is asked for those of stages of other ranks.
         """

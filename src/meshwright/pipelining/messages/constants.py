@@ -31,7 +31,7 @@ def refusal(leaf: object, where: str) -> str:
 
 
 def named(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` in torch."""
+    """Find the name of ``dtype`` in torch."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -42,7 +42,7 @@ def room_for(constants: Sequence[object]) -> int:
 
 
 def packed(constants: Sequence[object], room: int) -> list[torch.Tensor]:
-    """A message of ``room`` bytes, and a second one with what has not fitted."""
+    """Make a message of ``room`` bytes, and a second one with what has not fitted."""
     text = _encoded(constants)
     whole = len(text).to_bytes(_COUNT, "little") + text
     parts = [whole[:room].ljust(room), whole[room:]]
@@ -50,7 +50,9 @@ def packed(constants: Sequence[object], room: int) -> list[torch.Tensor]:
 
 
 def unpacked(message: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> list[object]:
-    """The constants of a message; ``receive`` fills a buffer with what has not fitted into it."""
+    """List the constants of a message; ``receive`` fills a buffer with what has not fitted into
+    it.
+    """
     first = bytes(message.numpy())
     count = int.from_bytes(first[:_COUNT], "little")
     text = first[_COUNT : _COUNT + count]

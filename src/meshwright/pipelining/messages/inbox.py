@@ -54,7 +54,9 @@ class Inbox:
         self._of(microbatch).gradients[target] = gradients
 
     def read(self, microbatch: int, *, has_backward: bool) -> dict[int, tuple[Any, ...]]:
-        """All outputs that have come, by source stage, as leaves of the graph of this stage."""
+        """List all outputs that have come, by source stage, as leaves of the graph of this
+        stage.
+        """
         come = self._of(microbatch).outputs
         nested: dict[int, tuple[Any, ...]] = {}
         reads: dict[int, list[Any]] = {}
@@ -72,7 +74,8 @@ class Inbox:
         return [leaf for leaves in self._reads.get(microbatch, {}).values() for leaf in leaves]
 
     def added(self, microbatch: int, count: int) -> Gradients | None:
-        """The gradients of ``count`` outputs, added up in the order of the stages that sent them.
+        """Compute the gradients of ``count`` outputs, added up in the order of the stages that sent
+        them.
 
         The result does not depend on which of them came first. None: none has come.
         """
@@ -108,7 +111,7 @@ class Inbox:
         return microbatch in self._gradients
 
     def take_gradients(self, microbatch: int, source: int) -> Gradients:
-        """The gradients that go to stage ``source``, after the backward."""
+        """Compute the gradients that go to stage ``source``, after the backward."""
         return self._gradients[microbatch][source]
 
     def _of(self, microbatch: int) -> _Microbatch:
@@ -119,7 +122,7 @@ class Inbox:
 
 
 def _fresh(leaf: object, has_backward: bool) -> object:
-    """A leaf of the graph of this stage for what another stage has made."""
+    """Make a leaf of the graph of this stage for what another stage has made."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     fresh = leaf.detach()

@@ -71,7 +71,7 @@ class _Stage:
         self._last: tuple[int, ...] = ()
 
     def digest_of(self, ids: tuple[int, ...]) -> int:
-        """A number for the list ``ids``."""
+        """Compute a number for the list ``ids``."""
         found = self._digests.get(ids)
         if found is None:
             found = self._digests[ids] = digest(list(ids))

@@ -63,7 +63,7 @@ class Values:
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Values:
-        """The flat form of ``values``; nothing is nested in the usual case."""
+        """Find the flat form of ``values``; nothing is nested in the usual case."""
         if len(values) == 1 and isinstance(values[0], torch.Tensor):
             return cls([values[0]])
         if all(isinstance(value, torch.Tensor) for value in values):
@@ -76,11 +76,11 @@ class Values:
         return tuple(leaves) if self.spec is None else tree_unflatten(leaves, self.spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The leaves that are tensors."""
+        """List the leaves that are tensors."""
         return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def constants(self) -> list[object]:
-        """The leaves that are none."""
+        """List the leaves that are none."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
 
@@ -108,7 +108,7 @@ class TensorMeta:
         )
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor to receive into: without holes, as values travel."""
+        """Make a tensor to receive into: without holes, as values travel."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     @property
@@ -180,7 +180,7 @@ class Signature:
 
     @classmethod
     def from_bytes(cls, payload: bytes) -> Signature:
-        """The signature that `to_bytes` wrote."""
+        """Find the signature that `to_bytes` wrote."""
         document = json.loads(payload)
         spec = document["spec"]
         return cls(
@@ -261,13 +261,15 @@ def declared(values: object, stage: int, name: str) -> Signature | None:
 
 
 def digest(*parts: object) -> int:
-    """A positive number of 62 bits, the same for the same parts in every process."""
+    """Compute a positive number of 62 bits, the same for the same parts in every process."""
     text = json.dumps([part.decode() if isinstance(part, bytes) else part for part in parts])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
 def differences(expected: Signature, actual: Values, where: str) -> str:
-    """All ways in which ``actual`` differs from ``expected``, as one text; empty when in none."""
+    """Write all ways in which ``actual`` differs from ``expected``, as one text; empty when in
+    none.
+    """
     if len(actual.leaves) != len(expected.leaves):
         return (
             f"{where} has a shape mismatch: expected {len(expected.leaves)} values actual "
@@ -333,7 +335,7 @@ def shapes(values: object) -> str:
 
 
 def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """The tensors among arguments, however nested."""
+    """List the tensors among arguments, however nested."""
     if not named:
         for value in given:
             if not isinstance(value, torch.Tensor):

@@ -129,7 +129,9 @@ class Transfers:
     # ------------------------------------------------------------------------ headers
 
     def incoming(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
-        """The ids of the outputs of ``stage`` of another rank; None when they have not come."""
+        """List the ids of the outputs of ``stage`` of another rank; None when they have not
+        come.
+        """
         found = self.came.get(stage)
         if found is not None:
             return found
@@ -294,7 +296,9 @@ class Transfers:
         return [leg for leg in legs if self._post(leg, wait=False) is None]
 
     def post_rest(self, legs: Sequence[Leg]) -> list[Leg]:
-        """The same of ``legs`` that could not be posted before, without those that were awaited."""
+        """List the same of ``legs`` that could not be posted before, without those that were
+        awaited.
+        """
         return self.post([leg for leg in legs if leg not in self._awaited])
 
     def take_outputs(self, leg: Leg) -> Values:

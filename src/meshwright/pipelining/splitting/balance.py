@@ -73,7 +73,7 @@ class _Window:
 def best_cuts(
     costs: Costs, stages: int, sent: Sequence[float], limit: Costs | None = None, bound: float = 0.0
 ) -> list[int]:
-    """The positions at which ``stages`` stages begin, the first of them left out.
+    """List the positions at which ``stages`` stages begin, the first of them left out.
 
     ``sent[p]`` is what a cut in front of position ``p`` sends, infinite where there may be none.
     With ``limit`` no stage may have more than ``bound`` of that cost. Raises ``ValueError`` where
@@ -105,7 +105,9 @@ def best_cuts(
 def _chosen(
     costs: Sequence[Costs], bounds: Sequence[float], stages: int, sent: Sequence[float]
 ) -> list[int] | None:
-    """The cuts of least traffic with all stages within the bounds; None when there are none."""
+    """List the cuts of least traffic with all stages within the bounds; None when there are
+    none.
+    """
     starts = _first_starts(costs, bounds)
     count = len(starts)
     before = [0.0, *[math.inf] * count]
@@ -159,7 +161,7 @@ def balanced(
     memory_limit: float | None = None,
     in_flight: int = 1,
 ) -> SplitPolicy:
-    """A split policy for `pipeline` whose largest of ``stages`` stages is as small as can be.
+    """Make a split policy for `pipeline` whose largest of ``stages`` stages is as small as can be.
 
     ``by`` is ``"parameters"`` (their number), ``"flops"`` (of matrix products and convolutions in a
     forward), ``"time"`` (of each operator's forward and backward, run alone on random inputs with
@@ -201,7 +203,7 @@ def balanced(
 
 
 def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """The costs of operators, equal on all ranks."""
+    """Find the costs of operators, equal on all ranks."""
     costs = _MEASURES[by](module, nodes)
     if by in ("parameters", "flops"):
         return costs

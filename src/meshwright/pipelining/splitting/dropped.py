@@ -142,7 +142,7 @@ class _Watch(TorchFunctionMode):
             stack.extend(following for following, _ in node.next_functions)
 
     def _place(self) -> str:
-        """The innermost module of the user's that is running, and its line."""
+        """Find the innermost module of the user's that is running, and its line."""
         frame = sys._getframe(1)
         while frame is not None:
             code = frame.f_code

@@ -47,7 +47,7 @@ class Costs:
 
 
 def cuttable(place: Placement) -> list[fx.Node]:
-    """The operators that run in one stage, in their order; one may be cut in front of each."""
+    """List the operators that run in one stage, in their order; one may be cut in front of each."""
     return [
         node
         for node in place.nodes
@@ -108,7 +108,7 @@ def _size(value: torch.Tensor) -> int:
 
 
 def _hint(extent: Any) -> int:  # noqa: ANN401
-    """A size, or the one that the trace had where it was left open."""
+    """Compute a size, or the one that the trace had where it was left open."""
     return int(extent) if isinstance(extent, int) else int(extent.node.hint)
 
 
@@ -154,7 +154,7 @@ def _held(module: nn.Module, node: fx.Node) -> nn.Parameter | None:
 
 
 def flops(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """The floating point operations of matrix products and convolutions, in a forward."""
+    """Find the floating point operations of matrix products and convolutions, in a forward."""
     found: dict[fx.Node, float] = {}
     for node in module.graph.nodes:
         modes = {
@@ -292,7 +292,7 @@ def _leaf(value: Any, *, is_written: bool) -> Any:  # noqa: ANN401
 
 
 def _backward(outputs: Sequence[torch.Tensor], leaves: Any) -> float:  # noqa: ANN401
-    """The seconds of the backward of one operator."""
+    """Compute the seconds of the backward of one operator."""
     every = [leaf for value in leaves for leaf in tree_flatten(value)[0]]
     inputs = [leaf for leaf in every if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     gradients = [torch.ones_like(output) for output in outputs]

@@ -40,7 +40,7 @@ def key_in_trace(module: nn.Module) -> int:
 
 
 def hooks_of(module: nn.Module, kinds: Iterable[str] = (*CALLED, *OF_STATE)) -> dict[str, object]:
-    """The first hook of each of ``kinds`` that a user has put on ``module``."""
+    """List the first hook of each of ``kinds`` that a user has put on ``module``."""
     found: dict[str, object] = {}
     for kind in kinds:
         for hook in getattr(module, kind).values():
@@ -58,7 +58,7 @@ def drop_hooks(module: nn.Module) -> None:
 
 
 def hooks_of_all() -> list[str]:
-    """The kinds of hooks that the process has on all modules, in words."""
+    """List the kinds of hooks that the process has on all modules, in words."""
     known = ((kind, getattr(of_all_modules, f"_global{kind}", {})) for kind in CALLED)
     return [
         f"{CALLED[kind]} of all modules ({_called(hook)})"
@@ -92,5 +92,5 @@ def _is_users(hook: object) -> bool:
 
 
 def _called(hook: object) -> str:
-    """The name of a hook's function."""
+    """Find the name of a hook's function."""
     return getattr(hook, "__qualname__", type(hook).__name__)

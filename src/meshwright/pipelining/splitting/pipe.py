@@ -58,7 +58,7 @@ class PipeInfo:
     def built(
         self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
     ) -> TracedStage:
-        """The stage ``stage_index``, as `build_stage` gives it."""
+        """Find the stage ``stage_index``, as `build_stage` gives it."""
         calls = [node for node in self.graph.nodes if node.op == "call_module"]
         if len(calls) != self.num_stages:
             raise PipeliningShapeError(
@@ -157,7 +157,7 @@ class Pipe(nn.Module):
         return as_outputs(self.executor.run(*given))
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of one stage. Raises ``ValueError`` for an index outside the stages."""
+        """Find the module of one stage. Raises ``ValueError`` for an index outside the stages."""
         if not 0 <= stage_idx < self.num_stages:
             raise ValueError(f"Invalid stage index {stage_idx}!")
         return self.split_gm.get_submodule(f"{_PREFIX}{stage_idx}")
@@ -185,7 +185,7 @@ class Pipe(nn.Module):
         device: torch.device,
         group: Any = None,  # noqa: ANN401
     ) -> PipelineStage:
-        """The stage ``stage_index`` on ``device``, to be given to a schedule."""
+        """Make the stage ``stage_index`` on ``device``, to be given to a schedule."""
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), device, group)
 
@@ -202,7 +202,9 @@ class Pipe(nn.Module):
         output_loss_value_spec: object = None,
         split_policy: SplitPolicy | None = None,
     ) -> Self:
-        """A pipe of a model that has been exported. Parameters of several stages are copied."""
+        """Make a pipe of a model that has been exported. Parameters of several stages are
+        copied.
+        """
         found = traced(mod, exported_program, split_policy)
         stages = cut(found)
         split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
@@ -226,7 +228,7 @@ class Pipe(nn.Module):
         example_kwargs: dict[str, Any] | None = None,
         split_policy: SplitPolicy | None = None,
     ) -> Self:
-        """A pipe of a model, traced with one microbatch."""
+        """Make a pipe of a model, traced with one microbatch."""
         program = export(mod, example_args, example_kwargs)
         return cls._from_traced(mod, program, split_policy=split_policy)
 
@@ -251,7 +253,7 @@ class _Facts:
     """The names of the model's positional arguments."""
 
     def named(self, key: int | str) -> int | str:
-        """The name of a positional argument, where the model gives it one."""
+        """Find the name of a positional argument, where the model gives it one."""
         is_position = isinstance(key, int) and key < len(self.positions)
         return self.positions[key] if is_position else key
 
@@ -272,7 +274,7 @@ def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
 
 
 def _calls(found: Traced, stages: Cut) -> fx.Graph:
-    """The graph that calls stage after stage."""
+    """Find the graph that calls stage after stage."""
     graph = fx.Graph()
     batch: dict[int | str | None, fx.Node] = {}
     for argument in _ordered(found.arguments):

@@ -103,7 +103,7 @@ class Placement:
     # ----------------------------------------------------------------------- sharing
 
     def _sharing(self, node: fx.Node) -> Roots:
-        """The roots of a node, from those of its arguments."""
+        """Find the roots of a node, from those of its arguments."""
         if node.op in ("placeholder", "get_attr"):
             return frozenset((node,))
         if node.target is operator.getitem:
@@ -131,11 +131,11 @@ class Placement:
         return found
 
     def changed_in(self, value: fx.Node) -> list[int]:
-        """The stages that change ``value``, or what shares its storage, in place."""
+        """List the stages that change ``value``, or what shares its storage, in place."""
         return sorted({s for root in self._roots[value] for s in self._changes.get(root, ())})
 
     def home(self, value: fx.Node, reader: int) -> int:
-        """The stage from which stage ``reader`` gets ``value``."""
+        """Find the stage from which stage ``reader`` gets ``value``."""
         made = self.stage[value]
         return max([made, *(s for s in self.changed_in(value) if made < s < reader)])
 
@@ -214,7 +214,7 @@ def _is_pure(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a node changes in place."""
+    """List the arguments that a node changes in place."""
     if isinstance(node.target, OpOverload):
         if node.target is not torch.ops.aten.detach_.default:
             yield from _aliased(node, is_write=True)
@@ -232,7 +232,7 @@ def _written(module: nn.Module, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _aliased(node: fx.Node, *, is_write: bool) -> Iterator[fx.Node]:
-    """The arguments of an operator that its results share, or that it writes to."""
+    """List the arguments of an operator that its results share, or that it writes to."""
     schema = schema_of(node.target)
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
@@ -245,7 +245,7 @@ def _aliased(node: fx.Node, *, is_write: bool) -> Iterator[fx.Node]:
 
 
 def _bodies(module: nn.Module, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs that a higher-order operator runs."""
+    """List the graphs that a higher-order operator runs."""
     for argument in node.all_input_nodes if node.op == "call_function" else ():
         if argument.op == "get_attr":
             found = attribute(module, argument)

@@ -118,7 +118,7 @@ def _hooked(
 
 
 def _named(mod: nn.Module, name: str) -> nn.Module:
-    """The module called ``name``."""
+    """Find the module called ``name``."""
     found = mod
     for part in name.split("."):
         child = getattr(found, part, None)

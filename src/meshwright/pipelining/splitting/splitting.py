@@ -229,7 +229,7 @@ class _Cutter:
             stage.graph.output(tuple(self._local(stage, value) for value in stage.outputs))
 
     def _local(self, stage: _Stage, node: fx.Node) -> fx.Node:
-        """The node of a stage that stands for a node of the model."""
+        """Find the node of a stage that stands for a node of the model."""
         if node not in stage.env:
             self._copy(stage, node)
         return stage.env[node]
@@ -251,7 +251,7 @@ class _Cutter:
             stage.modes[copied.name] = modes
 
     def _nested(self, stage: _Stage, flat: Any) -> Any:  # noqa: ANN401
-        """The model's output from its leaves."""
+        """Find the model's output from its leaves."""
         spec = self.traced.out_spec
         leaves = _listed(flat)
         if spec.is_leaf():
@@ -264,7 +264,9 @@ class _Cutter:
     # --------------------------------------------------------------------- attributes
 
     def _held(self, stage: _Stage, node: fx.Node, user: fx.Node | None) -> fx.Node:
-        """A parameter, buffer or graph, under the name by which the module of ``user`` has it."""
+        """Make a parameter, buffer or graph, under the name by which the module of ``user`` has
+        it.
+        """
         value = attribute(self.traced.module, node)
         name = str(node.target)
         if isinstance(value, torch.Tensor):

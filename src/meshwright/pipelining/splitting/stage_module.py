@@ -53,7 +53,7 @@ class Nesting:
 
 
 def nested(nesting: Nesting, leaves: list[Any]) -> Any:  # noqa: ANN401
-    """The model's output from its leaves."""
+    """Find the model's output from its leaves."""
     return tree_unflatten(leaves, nesting.spec)
 
 

@@ -94,7 +94,7 @@ def _exported(
 
 
 def _place(module: nn.Module, error: BaseException) -> str:
-    """The innermost module of the model that was running, and its line."""
+    """Find the innermost module of the model that was running, and its line."""
     names = {
         key_in_trace(child): name or type(child).__name__ for name, child in module.named_modules()
     }
@@ -114,7 +114,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def traced(model: nn.Module, program: ExportedProgram, policy: SplitPolicy | None) -> Traced:
-    """The graph of an exported model, with the markers of ``policy`` added."""
+    """Find the graph of an exported model, with the markers of ``policy`` added."""
     mutated = program.graph_signature.user_inputs_to_mutate
     if mutated:
         raise ValueError(

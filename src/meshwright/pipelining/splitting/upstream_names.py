@@ -18,7 +18,7 @@ class PipeSequential(nn.Sequential):
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """The modules of ``sequential_instance`` with cuts between them."""
+        """Find the modules of ``sequential_instance`` with cuts between them."""
         return PipeSequential(*(module for module in sequential_instance))
 
     def forward(self, input: Any) -> Any:  # noqa: ANN401

@@ -187,7 +187,7 @@ def stage_backward_weight(
 def _starts(
     outputs: object, gradients: object
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The outputs from which a backward starts, with their gradients (None for a scalar)."""
+    """List the outputs from which a backward starts, with their gradients (None for a scalar)."""
     tensors: list[torch.Tensor] = []
     found: list[torch.Tensor | None] = []
     for output, gradient in _pairs(outputs, gradients):
@@ -298,7 +298,7 @@ class _Graph:
 
 
 def _root(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Junction:
-    """The start of a branch that no input leads to: an output made of parameters alone."""
+    """Find the start of a branch that no input leads to: an output made of parameters alone."""
     start = torch.ones_like(tensor) if gradient is None else gradient
     return Junction(get_gradient_edge(tensor), (), (start,))
 
@@ -395,7 +395,9 @@ class _Sums:
 
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
-    """The first nodes of branches that lead to something to which another branch leads, too."""
+    """List the first nodes of branches that lead to something to which another branch leads,
+    too.
+    """
     firsts: list[Node] = []
     for junction in junctions:
         following = junction.node.next_functions if junction.edges else ()

@@ -31,7 +31,7 @@ class Listener:
 
     @classmethod
     def attached(cls, clock: Clock) -> Listener | None:
-        """A listener when somebody listens; None, in general."""
+        """Make a listener when somebody listens; None, in general."""
         has_profiler = is_profiled()
         if has_profiler or hears_actions():
             return cls(clock, is_profiled=has_profiler)

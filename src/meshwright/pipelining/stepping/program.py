@@ -104,7 +104,7 @@ def program(
     residencies: Mapping[int, Several],
     custom: Mapping[Operation, CustomFunction],
 ) -> list[Entry]:
-    """The row of ``rank``, with the functions of the user by operation.
+    """List the row of ``rank``, with the functions of the user by operation.
 
     Gathers and reductions of plain stages are left out, where no function stands for them. An
     overlap is one entry where a function runs it, else its parts are entries; so are parts that
@@ -213,7 +213,7 @@ class _Compiler:
 def tag_of(
     schedule: Schedule, kind: int, stage: int, target: int, microbatch: int, *, backward: bool
 ) -> int:
-    """The tag of a message, without the parity of its step."""
+    """Find the tag of a message, without the parity of its step."""
     stages = max(schedule.stages, schedule.ranks)
     tag = (kind * 2 + backward) * stages + stage
     return 2 * ((tag * stages + target) * schedule.microbatches + microbatch)

@@ -170,7 +170,7 @@ class _ForeignReplica:
         """The parameters stay."""
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """The parameters themselves."""
+        """Find the parameters themselves."""
         return None
 
     def written(self, module: nn.Module, name: str) -> None:
@@ -218,7 +218,7 @@ class _ForeignReplica:
 
 
 def find_residency(module: nn.Module) -> Several:
-    """All of ``module`` that is spread or copied over ranks, nested parts too.
+    """Find all of ``module`` that is spread or copied over ranks, nested parts too.
 
     Raises ``TypeError`` for torch's fully sharded modules, whose own hooks cannot be driven.
     """

@@ -119,7 +119,7 @@ class PipelineSchedule:
         return MappingProxyType(self._stages)
 
     def _compute(self) -> Schedule:
-        """The compute actions of all ranks."""
+        """Find the compute actions of all ranks."""
         builder = type(self).builder
         if builder is None:
             raise TypeError(
@@ -361,7 +361,7 @@ class PipelineSchedule:
         return self._batch(arg_mbs, kwarg_mbs, targets, loss_kwargs or {}, key)
 
     def _keyword_specs(self, kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as it was given
-        """The specs of what this rank is given: others may be given more."""
+        """Find the specs of what this rank is given: others may be given more."""
         specs = self._kwargs_chunk_spec
         if not isinstance(specs, Mapping):
             return specs

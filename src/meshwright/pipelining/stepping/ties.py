@@ -362,7 +362,7 @@ def _facts(tensor: torch.Tensor) -> int:
 
 
 def counted(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[nn.Parameter]:
-    """The parameters of stages, by stage, without copies of what another stage owns."""
+    """List the parameters of stages, by stage, without copies of what another stage owns."""
     copies = {
         id(_parameter(modules[stage], stage, name))
         for tie in ties
@@ -384,7 +384,7 @@ def _check(tie: Tie, stages: int) -> None:
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
-    """The parameter called ``name``, whatever wrappers have put into its name."""
+    """Find the parameter called ``name``, whatever wrappers have put into its name."""
     for found, parameter in module.named_parameters(remove_duplicate=False):
         if _unwrapped(found) == name:
             return parameter
@@ -392,7 +392,7 @@ def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
 
 
 def _place(module: nn.Module, stage: int, name: str, residency: Several) -> tuple[nn.Module, str]:
-    """The module that uses the parameter called ``name``, and its name there."""
+    """List the module that uses the parameter called ``name``, and its name there."""
     path, _, leaf = name.rpartition(".")
     for found, part in module.named_modules(remove_duplicate=False):
         if _unwrapped(found) == path and residency.computing(part, leaf) is not None:

@@ -98,7 +98,7 @@ def _mm(node: Node, gradient: torch.Tensor, edges: Sequence[int]) -> Found:
 
 
 def _right(gradient: torch.Tensor, left: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The gradient of the right factor of a product, laid out as the factor is."""
+    """Compute the gradient of the right factor of a product, laid out as the factor is."""
     if strides[0] == 1:
         return (gradient.t() @ left).t()
     return left.t() @ gradient

@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def digest(holding: Holding) -> Sums:
-    """The sums of what this rank holds."""
+    """Compute the sums of what this rank holds."""
     flat = holding.local.reshape(-1)
     parts: list[Sums] = []
     position = 0
@@ -76,7 +76,7 @@ def _places(
 
 
 def _mix(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
+    """Compute the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits."""
     words = words + _signed(0x9E3779B97F4A7C15)
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)

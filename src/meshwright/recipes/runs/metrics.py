@@ -143,7 +143,9 @@ class LiveProgress:
 
 
 def show_progress(write: Callable[[str], None], *, steps: int, every: int) -> ProgressDisplay:
-    """A live line when standard output is a terminal and rich is installed, else plain lines."""
+    """Make a live line when standard output is a terminal and rich is installed, else plain
+    lines.
+    """
     if sys.stdout.isatty():
         try:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -169,7 +169,7 @@ def _choose(config: TrainConfig) -> RunFolder:
 
 
 def _named_start(named: Path) -> Path:
-    """The checkpoint that ``named`` is, or the newest of the run that it is."""
+    """Find the checkpoint that ``named`` is, or the newest of the run that it is."""
     if not (named / CHECKPOINTS).is_dir():
         require_start(str(named))
         return named
@@ -183,7 +183,7 @@ def _named_start(named: Path) -> Path:
 
 
 def _home_of(named: Path) -> Path:
-    """The folder of the run that ``named`` is, or that it is a checkpoint of."""
+    """Find the folder of the run that ``named`` is, or that it is a checkpoint of."""
     if (named / CHECKPOINTS).is_dir():
         return named
     require_start(str(named))

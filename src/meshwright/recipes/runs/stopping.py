@@ -57,7 +57,7 @@ class StopRequest:
         self._pending = self._communicator.all_reduce(flag, reduction="max", label="stop request")
 
     def is_agreed(self) -> bool:
-        """True when any rank had been asked to stop at the last ``begin``; equal on all ranks."""
+        """Check that any rank had been asked to stop at the last ``begin``; equal on all ranks."""
         if self._pending is None:
             return False
         flag, self._pending = self._pending.wait(), None

@@ -34,7 +34,7 @@ Write = Callable[[Mapping[str, object]], None]
 
 
 def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.Module]:
-    """The modules that ``patterns`` match, or all that hold no others, by name."""
+    """List the modules that ``patterns`` match, or all that hold no others, by name."""
     modules = {name: part for name, part in module.named_modules() if name}
     if not patterns:
         return {name: part for name, part in modules.items() if not [*part.children()]}
@@ -42,7 +42,7 @@ def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.M
 
 
 def open_trace(folder: Path, header: Header, limit: float, world: Communicator) -> MetricsFile:
-    """The file of this rank, begun with ``header``; all ranks call it together.
+    """Find the file of this rank, begun with ``header``; all ranks call it together.
 
     What any rank wrote of the header's step and later ones is dropped, also that of ranks that are
     no more. The file is closed before it grows beyond ``limit`` bytes.
@@ -203,7 +203,7 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _part(holding: Holding, *, skipped: int) -> str:
-    """The ranges of the boxes in all dims after the first ``skipped``; empty for the whole."""
+    """Find the ranges of the boxes in all dims after the first ``skipped``; empty for the whole."""
     shape = holding.shape[skipped:]
     if all(box.shape[skipped:] == shape for box in holding.boxes):
         return ""

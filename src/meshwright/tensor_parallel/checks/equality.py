@@ -235,7 +235,7 @@ def beyond_rounding(found: torch.Tensor, expected: torch.Tensor, floor: float) -
 def _replicated(
     parameter: nn.Parameter, communicator: Communicator | None
 ) -> Iterator[tuple[Communicator, torch.Tensor]]:
-    """The axes that replicate ``parameter``, each with what is to be equal there."""
+    """List the axes that replicate ``parameter``, each with what is to be equal there."""
     rest = known_at_rest(parameter)
     if rest is None:
         if communicator is not None:
@@ -280,7 +280,7 @@ def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> bytes:
 def _everyones(
     axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
 ) -> list[list[list[str]]]:
-    """Each rank's names, kinds and digests."""
+    """List each rank's names, kinds and digests."""
     rows = axis.gather_bytes(_digests(named), label="what ranks hold whole, and differs")
     return [json.loads(row) for row in rows]
 
@@ -305,7 +305,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sides(axis: Communicator, found: Sequence[object]) -> dict[object, list[int]]:
-    """The ranks by what was found on them."""
+    """List the ranks by what was found on them."""
     sides: dict[object, list[int]] = {}
     for rank, value in zip(axis.ranks, found, strict=True):
         sides.setdefault(value, []).append(rank)

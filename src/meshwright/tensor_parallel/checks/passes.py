@@ -62,7 +62,7 @@ class Passes:
 
     @classmethod
     def on(cls, axis: Communicator) -> Passes:
-        """Those on ``axis``."""
+        """Find those on ``axis``."""
         if _KEPT not in axis.kept:
             axis.kept[_KEPT] = cls(axis)
         return axis.kept[_KEPT]

@@ -180,7 +180,7 @@ def by_rows(
     *,
     is_transposed: bool = False,
 ) -> torch.Tensor:
-    """The sum over ranks; ``features`` are those of the whole input and output.
+    """Compute the sum over ranks; ``features`` are those of the whole input and output.
 
     ``is_transposed`` says that the weight of ``module`` is (input features, output features).
     """
@@ -355,7 +355,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """The whole of ``x`` in a backward, of which each rank goes on to use another part."""
+    """Compute the whole of ``x`` in a backward, of which each rank goes on to use another part."""
     axis, labels, dim = passage.axis, passage.labels, passage.dim
     if dim is None:
         return copy_to(x, axis, labels.turned()) if torch.is_grad_enabled() else x
@@ -366,7 +366,9 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
 
 
 def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """The ``whole`` of ``x`` in a backward, of which each rank goes on to compute the same."""
+    """Compute the ``whole`` of ``x`` in a backward, of which each rank goes on to compute the
+    same.
+    """
     if passage.dim is None:
         return x
     if not torch.is_grad_enabled():
