@@ -300,7 +300,9 @@ def test_a_rank_whose_weights_others_change(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("place", ["optimizer", "half a step"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("optimizer", marks=pytest.mark.slow), "half a step"]
+)
 def test_all_ranks_may_leave_a_step_out(ranks: Ranks, strategy: str, place: str) -> None:
     def body() -> None:
         loop = Loop(strategy, place, odd=lambda rank: True)

@@ -272,7 +272,7 @@ def body_with_tensor_parallelism(hybrid: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("hybrid", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parameters_that_tensor_parallelism_has_cut(ranks: Ranks, hybrid: bool) -> None:
     ranks(4, body_with_tensor_parallelism, hybrid)
 
