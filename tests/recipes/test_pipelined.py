@@ -68,6 +68,7 @@ def test_a_stopped_pipeline_goes_on_exactly(ranks: Ranks, tmp_path: Path) -> Non
     assert found.first_bits is None
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     """Stages and copies on 4 ranks, stages and parts on 4, then one process: original names."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
