@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from architecture_planted import PLANTED, SOUND, long_function
-from architecture_rules import RULES, broken
-from architecture_source import Tree
+from support.architecture.planted import PLANTED, SOUND, long_function
+from support.architecture.rules import RULES, broken
+from support.architecture.source import Tree
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
@@ -41,6 +41,14 @@ def test_the_documentation_names_every_room(house: Tree) -> None:
     text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = {source.room for source in house.sources if source.room}
     assert {room for room in rooms if f"`{room}`" not in text} == set()
+
+
+def test_every_folder_of_the_source_has_its_folder_of_tests() -> None:
+    folders = {path.parent.relative_to(SOURCE) for path in SOURCE.rglob("__init__.py")}
+    tests = SOURCE.parents[1] / "tests"
+    assert {
+        str(folder) for folder in folders if not list((tests / folder).rglob("test_*.py"))
+    } == set()
 
 
 @pytest.mark.parametrize(

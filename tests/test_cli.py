@@ -22,7 +22,7 @@ from meshwright.schedule.builders import one_f_one_b
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
 from meshwright.testing import Ranks
-from recipes.runs import CONFIG, losses, run_tiny, write_text
+from support.recipes.runs import CONFIG, losses, run_tiny, write_text
 
 DEADLINE = 90.0
 COMPILED = ("--train.compile=true", "--pipeline.schedule=zb1p")

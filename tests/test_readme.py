@@ -19,7 +19,7 @@ from torch import nn
 from meshwright.comm import communicator
 from meshwright.pipelining import PipelineStage, Schedule1F1B
 from meshwright.testing import Ranks
-from recipes.runs import CONFIG, write_text
+from support.recipes.runs import CONFIG, write_text
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "replicate.py"

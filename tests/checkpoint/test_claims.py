@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.jobs import Job, job, outcome, tensors, until, whole_steps
 from meshwright.checkpoint import Storage, claim, latest, load, release, save
 from meshwright.checkpoint.claims import FOLDERS
 from meshwright.comm import communicator
@@ -29,6 +28,7 @@ from meshwright.errors import (
     CheckpointWriteError,
 )
 from meshwright.testing import Ranks
+from support.checkpoint.jobs import Job, job, outcome, tensors, until, whole_steps
 
 Tell = Callable[[object], None]
 

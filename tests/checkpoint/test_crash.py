@@ -14,11 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.crash_states import RecordedStorage, crash, read_tree
-from checkpoint.faulty_storage import CountingStorage, Killed, KilledStorage, ThreadRank, on_ranks
-from checkpoint.samples import METADATA, assert_equal, flat_shard, save_sharded, small
 from meshwright.checkpoint import Storage, latest, load, save
 from meshwright.errors import CheckpointDamagedError
+from support.checkpoint.crash_states import RecordedStorage, crash, read_tree
+from support.checkpoint.faulty_storage import (
+    CountingStorage,
+    Killed,
+    KilledStorage,
+    ThreadRank,
+    on_ranks,
+)
+from support.checkpoint.samples import METADATA, assert_equal, flat_shard, save_sharded, small
 
 OLD, NEW = 100, 200
 

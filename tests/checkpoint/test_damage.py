@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.samples import header_bytes, save_sharded, small
 from meshwright.checkpoint import load, read_manifest, verify
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointDamagedError
+from support.checkpoint.samples import header_bytes, save_sharded, small
 
 MANIFEST = "manifest.json"
 

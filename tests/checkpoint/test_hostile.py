@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.samples import METADATA, save_sharded, small
 from meshwright.checkpoint import latest, load, save, verify
 from meshwright.checkpoint.document import MAX_DOCUMENT_BYTES
 from meshwright.errors import CheckpointDamagedError, CheckpointError
 from meshwright.layout import boxes
+from support.checkpoint.samples import METADATA, save_sharded, small
 
 FORBIDDEN = (
     "pickle.find_class",

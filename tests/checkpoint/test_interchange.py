@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.interchange import OPTIMIZERS, OURS, PEERS, load_all, save_all
 from meshwright.testing import Ranks
+from support.checkpoint.interchange import OPTIMIZERS, OURS, PEERS, load_all, save_all
 
 SIZES = (1, 2, 4)
 

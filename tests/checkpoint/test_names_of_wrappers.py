@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from checkpoint.interchange import differences, sorted_groups
 from meshwright.comm import communicator
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp import ModuleWrapPolicy
 from meshwright.testing import Ranks
+from support.checkpoint.interchange import differences, sorted_groups
 
 Wrap = Callable[[nn.Module], nn.Module]
 

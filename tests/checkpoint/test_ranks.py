@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.faulty_storage import FailingStorage, KilledStorage
-from checkpoint.samples import METADATA, assert_equal, flat_shard, small
 from meshwright.checkpoint import Storage, latest, load, load_into, save
 from meshwright.comm import communicator
 from meshwright.errors import CheckpointWriteError, CommunicationError
 from meshwright.testing import Ranks, RanksFailed
+from support.checkpoint.faulty_storage import FailingStorage, KilledStorage
+from support.checkpoint.samples import METADATA, assert_equal, flat_shard, small
 
 
 def save_on_rank(folder: Path, seed: int, storage: Storage | None = None) -> Path:

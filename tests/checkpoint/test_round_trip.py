@@ -17,16 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from checkpoint.faulty_storage import on_ranks
-from checkpoint.samples import (
-    METADATA,
-    assert_equal,
-    every_dtype,
-    flat_shard,
-    save_sharded,
-    small,
-    whole_box,
-)
 from meshwright.axes import Axes
 from meshwright.checkpoint import (
     Reader,
@@ -39,6 +29,16 @@ from meshwright.checkpoint import (
 )
 from meshwright.errors import CheckpointMismatchError
 from meshwright.layout import Box, Shard, TensorLayout, boxes
+from support.checkpoint.faulty_storage import on_ranks
+from support.checkpoint.samples import (
+    METADATA,
+    assert_equal,
+    every_dtype,
+    flat_shard,
+    save_sharded,
+    small,
+    whole_box,
+)
 
 
 def test_one_process(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.samples import METADATA, small
 from meshwright.checkpoint import Storage, latest, load, save, step_directory
 from meshwright.checkpoint.document import seal, unseal
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from support.checkpoint.samples import METADATA, small
 
 
 def fill(folder: Path, *steps: int) -> list[Path]:

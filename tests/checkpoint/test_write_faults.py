@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.faulty_storage import CountingStorage, FailingStorage, ThreadRank, on_ranks
-from checkpoint.samples import METADATA, assert_equal, flat_shard, small
 from meshwright.checkpoint import JSON, Storage, latest, load, save
 from meshwright.errors import CheckpointWriteError
+from support.checkpoint.faulty_storage import CountingStorage, FailingStorage, ThreadRank, on_ranks
+from support.checkpoint.samples import METADATA, assert_equal, flat_shard, small
 
 
 def with_old(folder: Path) -> Path:

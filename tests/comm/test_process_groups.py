@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from comm.teardown import STRATEGIES, run_once
 from meshwright import comm
 from meshwright.errors import CommunicationError, LayoutError
 from meshwright.testing import Ranks
+from support.comm.teardown import STRATEGIES, run_once
 
 
 def test_one_communicator_for_a_group(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.compiler import GraphBreak, GraphBreaks
 from meshwright.data_parallel import replicate
 from meshwright.testing import Ranks
-from recipes.runs import run_tiny
+from support.recipes.runs import run_tiny
 
 
 @torch.compiler.disable

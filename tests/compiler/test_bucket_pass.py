@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import fx
 
-from compiler.graphs import chain, mark, traced
 from meshwright.comm.graphs.marks import (
     AGREE,
     ALL_REDUCE,
@@ -23,6 +22,7 @@ from meshwright.compiler.bucket_pass import fuse_marks
 from meshwright.compiler.bucket_plan import ALONE_BYTES
 from meshwright.compiler.guarantees import check_buckets, peak_bytes
 from meshwright.errors import InternalError
+from support.compiler.graphs import chain, mark, traced
 
 MM = torch.ops.aten.mm.default
 REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_COALESCED, ALL_REDUCE_IN_PLACE)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from compiler.replicas import batch, compiled, heads
 from meshwright.comm import communicator
 from meshwright.data_parallel import replicate
 from meshwright.data_parallel.replicas.traced import Marking
 from meshwright.testing import Ranks, RanksFailed
+from support.compiler.replicas import batch, compiled, heads
 
 
 def body(victim: int, is_killed: bool) -> None:

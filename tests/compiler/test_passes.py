@@ -10,12 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from compiler.replicas import Heads, batch, compiled, heads, in_one_process, same_as, squared
 from meshwright.comm import Recorder, communicator, observe
 from meshwright.compiler import aot_backend, compiled_autograd
 from meshwright.data_parallel import replicate
 from meshwright.errors import CollectiveMismatchError
 from meshwright.testing import Ranks
+from support.compiler.replicas import (
+    Heads,
+    batch,
+    compiled,
+    heads,
+    in_one_process,
+    same_as,
+    squared,
+)
 
 # ------------------------------------------------------- passes that reduce, and passes that do not
 

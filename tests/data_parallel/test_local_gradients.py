@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial
 
-from data_parallel.replica_samples import loss
 from meshwright.comm import communicator
 from meshwright.compiler import aot_backend
 from meshwright.data_parallel import DistributedDataParallel, fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.data_parallel.replica_samples import loss
 
 NAME = "2.weight"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from data_parallel.odd_models import CASES, Case
 from meshwright.comm import communicator
 from meshwright.data_parallel import fully_shard, replicate
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.testing import Ranks
+from support.data_parallel.odd_models import CASES, Case
 
 STRATEGIES = ("replicate", "fully_shard", "flat", "original")
 STEPS = 2

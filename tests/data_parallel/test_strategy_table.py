@@ -10,11 +10,18 @@ import itertools
 
 import pytest
 
-from data_parallel.table_models import ROWS
-from data_parallel.table_strategies import STRATEGIES, Request
-from data_parallel.table_training import ACCUMULATIONS, OPTIMIZERS, PRECISIONS, Cell, built, train
 from meshwright.testing import Ranks
-from pairwise import Row, pairs_of, pairwise
+from support.data_parallel.table_models import ROWS
+from support.data_parallel.table_strategies import STRATEGIES, Request
+from support.data_parallel.table_training import (
+    ACCUMULATIONS,
+    OPTIMIZERS,
+    PRECISIONS,
+    Cell,
+    built,
+    train,
+)
+from support.pairwise import Row, pairs_of, pairwise
 
 COLUMNS = (tuple(STRATEGIES), tuple(ROWS), PRECISIONS, tuple(ACCUMULATIONS))
 

@@ -1,4 +1,4 @@
-"""What `FullyShardedDataParallel` refuses or warns about: one row of the specification each."""
+"""Refusals and warnings of `FullyShardedDataParallel`, one by one."""
 
 from __future__ import annotations
 

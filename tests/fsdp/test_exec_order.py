@@ -1,4 +1,4 @@
-"""Seed 001: what ranks do that run the units of a model in different orders."""
+"""Upstream's cases of order: ranks that run the units of a model in different orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seed 003: sharding within groups of ranks and copies over them."""
+"""Upstream's cases of hybrid sharding: sharding within groups of ranks and copies over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.hybrid_models import MyModel, fsdp_model, hybrid_model
 from meshwright import fsdp
 from meshwright.comm import communicator
 from meshwright.fsdp import (
@@ -27,6 +26,7 @@ from meshwright.fsdp import (
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
+from support.fsdp.hybrid_models import MyModel, fsdp_model, hybrid_model
 
 HYBRID = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 

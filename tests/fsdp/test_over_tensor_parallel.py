@@ -12,7 +12,6 @@ from torch.distributed import fsdp as peer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as peer_styles
 
-from data_parallel import tensor_parallel_samples as samples
 from meshwright import fsdp, tensor_parallel
 from meshwright.comm import Recorder, observe
 from meshwright.errors import LayoutError
@@ -32,6 +31,7 @@ from meshwright.fsdp.traversal import clean_name
 from meshwright.gradients import clip_grad_norm_
 from meshwright.mesh import DeviceMesh, init_device_mesh
 from meshwright.testing import Ranks
+from support.data_parallel import tensor_parallel_samples as samples
 
 FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 SHARDED = (

@@ -19,7 +19,7 @@ from meshwright.precision import FloatName, Precision
 from meshwright.recipes.config import ModelConfig
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.testing import MODELS, Sample
-from pairwise import pairwise
+from support.pairwise import pairwise
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb1p", "zbv", "dualpipev")
 LOSSES = ("mean", "counted")

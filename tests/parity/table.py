@@ -14,7 +14,7 @@ from pathlib import Path
 from parity.names import SUBJECTS, Row, Subject, rows
 from parity.notes import ABSENT, BEHAVIOUR, DIFFERENT
 
-__all__ = ["PAGE", "note_of", "render"]
+__all__ = ["BY_HAND", "PAGE", "ROOT", "note_of", "render"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "parity.md"
@@ -24,12 +24,14 @@ What torch 2.13 shows of its training wrappers, and what the same name is here. 
 signatures are read from both by a script (`tests/parity`), and a test holds this page to them.
 **Same**: the same signature, or one that a call of torch's fits. **Different** (in its signature,
 or in what it does) and **absent** say why. The last column is the file of tests, under `tests/`,
-that shows it.
+that shows it. Below that, by hand: the texts of errors, behaviours, and defects of torch.
 """
+BY_HAND = "\n## Texts of errors and warnings"
+"""The beginning of the tables that are kept by hand, which `test_rows.py` holds to the tests."""
 
 
 def render(before: str = "") -> str:
-    """The whole page. ``before`` is the page as it was, whose choice of tests is kept."""
+    """The whole page. ``before``, the page as it was, gives its choice of tests, and its end."""
     shown = dict(re.findall(r"^\| `([^`]+)` \|.*\| `?([^`|]*?)`? \|$", before, re.MULTILINE))
     parts = [HEAD]
     for subject in SUBJECTS:
@@ -38,7 +40,8 @@ def render(before: str = "") -> str:
             f"\n## {subject.title}\n\n| name | here | how and why | shown by |\n|---|---|---|---|\n"
         )
         parts += [_line(row, tests, shown.get(row.name, "")) for row in rows(subject)]
-    return "".join(parts)
+    by_hand = before.partition(BY_HAND)
+    return "".join(parts + list(by_hand[1:]))
 
 
 def note_of(row: Row) -> str:
@@ -66,7 +69,7 @@ def _texts(subject: Subject) -> dict[str, str]:
     return {
         str(path.relative_to(tests)): path.read_text(encoding="utf-8")
         for folder in (*subject.tests, "parity")
-        for path in sorted((tests / folder).glob("test_*.py"))
+        for path in sorted((tests / folder).rglob("test_*.py"))
     }
 
 

@@ -1,16 +1,10 @@
-"""What torch 2.13 gets wrong in pipelines, one row each, and the tests that show ours right.
-
-Most of it is shown where it belongs; what has no other place has its test here, and so have
-gradients that only halves of a backward can lose.
-"""
+"""Pipelines where torch 2.13 goes wrong, and gradients that only halves of a backward can lose."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,98 +26,6 @@ from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks, RanksFailed
 
 CPU = torch.device("cpu")
-TESTS = Path(__file__).resolve().parent.parent
-
-DEFECTS: dict[str, tuple[str, ...]] = {
-    "1 halves of the backward with replicas give wrong gradients": (
-        "pipelining/test_residency.py::test_replicas_of_torch_are_one_process",
-        "pipelining/test_residency.py::test_ours_is_one_process",
-    ),
-    "2 evaluation divides gradients": (
-        "pipelining/test_schedules.py::test_every_schedule_is_one_process",
-    ),
-    "3 two accumulated steps give 1.25 times the gradient": (
-        "pipelining/test_defects.py::test_two_steps_give_exactly_twice_the_gradient",
-    ),
-    "4 microbatch 0 runs twice": (
-        "pipelining/test_schedules.py::test_statistics_move_once_a_microbatch",
-    ),
-    "5 uneven batches": (
-        "pipelining/test_schedules.py::test_every_schedule_is_one_process",
-        "pipelining/test_microbatch.py::test_uneven_batches_weigh_their_rows",
-    ),
-    "6 another batch size or dtype aborts the peer": (
-        "pipelining/test_schedules.py::test_shapes_change",
-        "pipelining/test_schedules.py::test_rank_0_fails_alone",
-    ),
-    "7 fewer samples than microbatches": (
-        "pipelining/test_defects.py::test_a_batch_that_is_too_small_is_one_error_everywhere",
-    ),
-    "8 evaluation with a loss and no target": (
-        "pipelining/test_schedules.py::test_every_schedule_is_one_process",
-    ),
-    "9 the parser takes more than actions": (
-        "schedule/test_actions.py::test_other_text_is_refused",
-        "schedule/test_actions.py::test_whatever_is_accepted_is_written_as_it_was",
-    ),
-    "10 the order of 1F1B that is shown is not one that runs": (
-        "schedule/test_lowering.py::test_1f1b_in_full",
-        "pipelining/test_defects.py::test_the_order_shown_is_the_order_run",
-    ),
-    "11 the simulator refuses gathers, overlaps and reductions": (
-        "schedule/test_simulate.py::test_every_lowered_schedule_is_simulated",
-    ),
-    "12 bubbles are put in by a second rule": (
-        "schedule/test_builders.py::test_makespans",
-        "schedule/test_lowering.py::test_random_orders_are_completed",
-    ),
-    "13 DualPipeV calls itself ZBV": (
-        "pipelining/test_defects.py::test_names_and_chunk_specs_of_schedules",
-        "schedule/test_builders.py::test_sizes_that_a_schedule_cannot_have",
-    ),
-    "14 LoopedBFS takes no chunk specs": (
-        "pipelining/test_defects.py::test_names_and_chunk_specs_of_schedules",
-    ),
-    "15 tied parameters are never synchronised": (
-        "pipelining/test_ties.py::test_holders_stay_one_parameter",
-        "pipelining/test_ties.py::test_holders_may_be_spread_over_data_ranks",
-    ),
-    "16 no clipping over stages": (
-        "pipelining/test_ties.py::test_holders_stay_one_parameter",
-        "test_composition_pipelined.py::test_trains_as_one_process",
-    ),
-    "17 edges between stages that are not neighbours": (
-        "pipelining/test_schedules.py::test_skips",
-    ),
-    "18 values are not checked by default, and peers are left waiting": (
-        "pipelining/test_schedules.py::test_rank_0_fails_alone",
-        "pipelining/test_schedules.py::test_a_failing_stage_is_named_on_every_rank",
-    ),
-    "19 as many receive buffers as microbatches, for good": (
-        "pipelining/test_defects.py::test_receive_buffers_are_those_in_flight",
-    ),
-    "20 a split spec patches the model": ("pipelining/test_tracing.py::test_split_spec",),
-    "21 views break in the halves of the backward": (
-        "pipelining/test_defects.py::test_views_between_stages",
-    ),
-    "22 nested sharded units": ("pipelining/test_residency.py::test_ours_is_one_process",),
-    "23 replicate and FSDP1 inside a stage": (
-        "pipelining/test_residency.py::test_ours_is_one_process",
-        "pipelining/test_residency.py::test_a_stage_alone_on_its_mesh",
-    ),
-}
-"""By defect of the specification, the tests that show that ours has not got it."""
-
-
-def test_every_defect_has_its_tests() -> None:
-    assert [int(name.split()[0]) for name in DEFECTS] == list(range(1, 24))
-    for listed in DEFECTS.values():
-        assert listed
-        for test in listed:
-            file, _, name = test.partition("::")
-            tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-            names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-            assert names.count(name) == 1, test
 
 
 def made(name: str, layers: list[nn.Module], microbatches: int, **more: Any) -> tuple[Any, Any]:

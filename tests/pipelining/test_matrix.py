@@ -32,7 +32,7 @@ from meshwright.pipelining import (
 from meshwright.pipelining.schedules import SCHEDULE_NAMES
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
-from pairwise import pairwise
+from support.pairwise import pairwise
 
 WIDTH = 6
 SPREADS = ("plain", "replicate", "fully_shard", "wrapper")

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.jobs import job
 from meshwright.checkpoint import claim, latest, verify
 from meshwright.comm import connect
 from meshwright.errors import (
@@ -25,7 +24,8 @@ from meshwright.errors import (
 from meshwright.recipes.loop import Outcome, train
 from meshwright.report import read_chrome_trace
 from meshwright.testing import Ranks
-from recipes.runs import losses, read_run, run_tiny, saved_tensors, stop_in_step
+from support.checkpoint.jobs import job
+from support.recipes.runs import losses, read_run, run_tiny, saved_tensors, stop_in_step
 
 TWO = "axes.replicate=2"
 

@@ -9,7 +9,7 @@ from meshwright.errors import ParityError
 from meshwright.recipes.parity import TOLERANCE, Parity, check_parity
 from meshwright.recipes.text import open_text
 from meshwright.testing import Ranks
-from recipes.runs import read_run, run_tiny
+from support.recipes.runs import read_run, run_tiny
 
 OPTIONS = ("axes.replicate=2", "train.accumulate=2", "train.clip_norm=0.1", "model.dropout=0.1")
 

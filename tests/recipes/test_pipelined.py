@@ -9,7 +9,7 @@ import torch
 
 from meshwright.report import compare_runs
 from meshwright.testing import Ranks
-from recipes.runs import losses, run_tiny, saved_tensors, stop_in_step
+from support.recipes.runs import losses, run_tiny, saved_tensors, stop_in_step
 
 PARITY = ("run.check_parity=true", "run.parity_steps=2", "run.steps=4", "train.clip_norm=0.1")
 

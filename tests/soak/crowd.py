@@ -24,8 +24,8 @@ import meshwright as mw
 from meshwright.comm import connect, disconnect, is_connected
 from meshwright.recipes.loop import train
 from meshwright.testing import ranks
-from recipes.runs import read_run, write_text
 from soak.table import Table
+from support.recipes.runs import read_run, write_text
 
 __all__ = ["BODIES", "listening", "main_job", "three_steps"]
 

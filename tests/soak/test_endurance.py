@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from meshwright.testing import ranks
-from recipes.runs import write_text
 from soak import run
 from soak.busy_train import unexpected
 from soak.crowd import three_steps
@@ -15,6 +14,7 @@ from soak.footprint import Footprint, growth
 from soak.idle import check as check_idle
 from soak.steps import LAYOUTS, measured_run
 from soak.table import Table
+from support.recipes.runs import write_text
 
 
 def footprint_of(memory: int, descriptors: int = 10, threads: int = 4) -> Footprint:

@@ -17,7 +17,7 @@ from meshwright.layout import chunk
 from meshwright.mesh import init_device_mesh
 from meshwright.tensor_parallel import cross_entropy_of_parts, loss_parallel
 from meshwright.testing import FakeCommunicator, Ranks, run_fake
-from tensor_parallel.samples import tensor_mesh
+from support.tensor_parallel.samples import tensor_mesh
 
 CLASSES = 7
 SHAPES = [(6, CLASSES), (2, CLASSES, 3), (CLASSES,)]

@@ -23,7 +23,7 @@ from meshwright.tensor_parallel import (
     SequenceParallel,
 )
 from meshwright.testing import Ranks
-from tensor_parallel.samples import DTensorOperators, alike, check_alike, sent, tensor_mesh
+from support.tensor_parallel.samples import DTensorOperators, alike, check_alike, sent, tensor_mesh
 
 WIDTH, HEADS, LENGTH = 8, 4, 6
 

@@ -32,7 +32,14 @@ from meshwright.tensor_parallel import (
     verify_replicated,
 )
 from meshwright.testing import Ranks
-from tensor_parallel.samples import Block, alike, check_alike, sent, sequence_plan, tensor_mesh
+from support.tensor_parallel.samples import (
+    Block,
+    alike,
+    check_alike,
+    sent,
+    sequence_plan,
+    tensor_mesh,
+)
 
 
 class Layers(nn.Module):

@@ -17,7 +17,7 @@ from meshwright.tensor_parallel import (
     RowwiseParallel,
 )
 from meshwright.testing import Ranks
-from tensor_parallel.samples import alike, check_alike, tensor_mesh
+from support.tensor_parallel.samples import alike, check_alike, tensor_mesh
 
 EVEN = (4, 8, 12)
 PRIME = (3, 5, 7)

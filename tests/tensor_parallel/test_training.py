@@ -26,7 +26,7 @@ from meshwright.tensor_parallel import (
     cross_entropy_of_parts,
 )
 from meshwright.testing import Ranks
-from tensor_parallel.samples import (
+from support.tensor_parallel.samples import (
     WORDS,
     Block,
     DTensorOperators,

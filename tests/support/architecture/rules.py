@@ -1,0 +1,523 @@
+"""The rules of the architecture: each reads a source tree and yields what breaks it."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import support.architecture.table as table
+from support.architecture.source import PACKAGE, Function, Source, Tree, is_under
+
+__all__ = ["RULES", "Violation", "broken"]
+
+
+class Violation(NamedTuple):
+    """One place that breaks one rule."""
+
+    rule: str
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: [{self.rule}] {self.message}"
+
+
+Found = Iterator[tuple[str, int, str]]
+Rule = Callable[[Tree], Found]
+
+
+def file_size(tree: Tree) -> Found:
+    """A file holds at most 600 lines."""
+    for source in tree.sources:
+        lines = source.text.count("\n")
+        if lines > table.FILE_LINES:
+            yield source.path, lines, f"{lines} lines; at most {table.FILE_LINES}: split it"
+
+
+def folder_size(tree: Tree) -> Found:
+    """A folder holds at most 14 modules, and the largest rooms at most 12 boxes on top."""
+    for source in tree.sources:
+        if not source.is_package or not source.room:
+            continue
+        modules = [child for child in tree.children(source) if not child.is_package]
+        if len(modules) > table.FOLDER_MODULES:
+            limit = f"at most {table.FOLDER_MODULES}"
+            yield source.path, 1, f"the folder holds {len(modules)} modules; {limit}: make shelves"
+        boxes = len(tree.children(source))
+        is_boxed = source.room in table.BOXED_ROOMS and source.module.count(".") == 1
+        if is_boxed and boxes > table.BOXES:
+            yield source.path, 1, f"{boxes} files and folders on top; at most {table.BOXES}"
+
+
+_ROW = re.compile(r"^    (\w+)(  |$)", re.MULTILINE)
+
+
+def listings(tree: Tree) -> Found:
+    """The docstring of a folder lists its files and folders, all of them and no others."""
+    for source in tree.sources:
+        if not source.is_package or not source.room:
+            continue
+        _, _, rest = (ast.get_docstring(source.tree) or "").partition("Bottom-up:\n\n")
+        listed = [name for name, _ in _ROW.findall(rest.partition("\n\n")[0])]
+        found = {child.module.rpartition(".")[2] for child in tree.children(source)}
+        for name in sorted(found - set(listed)):
+            yield source.path, 1, f"{name!r} is not in the listing under 'Bottom-up:'"
+        for name in sorted(set(listed) - found):
+            yield source.path, 1, f"the listing has {name!r}, which the folder does not hold"
+
+
+def foreign_writes(tree: Tree) -> Found:
+    """Objects write their own fields: few writes to those of others, see `FOREIGN_WRITES`."""
+    found = [
+        (source.path, node.lineno, ast.unparse(node))
+        for source in tree.sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr not in table.NOT_FOREIGN
+        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+    ]
+    if len(found) > table.FOREIGN_WRITES:
+        limit = f"of {len(found)} in all; at most {table.FOREIGN_WRITES}"
+        for path, line, name in found:
+            yield path, line, f"{name} is written from outside, {limit}: give it a method"
+
+
+def function_length(function: Function) -> int:
+    """Lines of a function without its docstring and decorators."""
+    assert function.end_lineno is not None
+    length = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        assert first.end_lineno is not None
+        length -= first.end_lineno - first.lineno + 1
+    return length
+
+
+def function_size(tree: Tree) -> Found:
+    """A function holds at most 60 lines."""
+    for source in tree.sources:
+        for function in source.functions:
+            length = function_length(function)
+            if length > table.FUNCTION_LINES:
+                limit = f"at most {table.FUNCTION_LINES}"
+                yield source.path, function.lineno, f"{function.name} has {length} lines; {limit}"
+
+
+def function_p90(tree: Tree) -> Found:
+    """Nine functions out of ten hold at most 30 lines."""
+    lengths = sorted(
+        (function_length(function), source.path, function.lineno)
+        for source in tree.sources
+        for function in source.functions
+    )
+    if not lengths:
+        return
+    p90, path, line = lengths[math.ceil(0.9 * len(lengths)) - 1]
+    if p90 > table.FUNCTION_P90:
+        yield path, line, f"the p90 of all functions is {p90} lines; at most {table.FUNCTION_P90}"
+
+
+def arrows(tree: Tree) -> Found:
+    """A room imports only the rooms that its row of the table allows."""
+    for source in tree.sources:
+        if not source.room:
+            continue
+        if source.room not in table.ALLOWED:
+            yield (
+                source.path,
+                1,
+                f"room {source.room!r} has no row in tests/support/architecture/table.py",
+            )
+            continue
+        allowed = table.ALLOWED[source.room] | {source.room}
+        for name, line in source.uses:
+            if not name.startswith(PACKAGE + "."):
+                continue
+            room = name.split(".")[1]
+            if room.startswith("__") or room in allowed:
+                continue
+            if any(source.path == p and w.startswith(name) for p, w in table.WAYS_ROUND):
+                continue
+            known = room in table.ALLOWED
+            reason = "an arrow against the architecture" if known else "import it from its own room"
+            yield source.path, line, f"{source.room} uses {name}: {reason}"
+
+
+def cycles(tree: Tree) -> Found:
+    """No module imports itself through others."""
+    reach = {source.module: {target for target, _ in tree.edges(source)} for source in tree.sources}
+    for source in tree.sources:
+        for target, line in tree.edges(source):
+            seen, waiting = set(), [target]
+            while waiting:
+                module = waiting.pop()
+                if module not in seen:
+                    seen.add(module)
+                    waiting.extend(reach[module])
+            if source.module in seen:
+                yield source.path, line, f"{source.module} imports {target}, which imports it back"
+
+
+def _uses_under(
+    tree: Tree, prefixes: Iterable[str], may: Callable[[Source], bool]
+) -> Iterator[tuple[Source, int, str]]:
+    """Uses of names below ``prefixes`` in files that may not, once for each line and prefix."""
+    for source in tree.sources:
+        if may(source):
+            continue
+        found = {
+            (line, prefix)
+            for name, line in source.uses
+            for prefix in prefixes
+            if is_under(name, prefix)
+        }
+        for line, prefix in sorted(found):
+            yield source, line, prefix
+
+
+def one_door(tree: Tree) -> Found:
+    """Only comm/ and mesh.py touch torch.distributed, by import or by attribute."""
+    for source, line, prefix in _uses_under(
+        tree, table.C10D, lambda source: source.room in table.C10D_ROOMS
+    ):
+        yield source.path, line, f"{prefix} outside comm/: go through a Communicator"
+
+
+def no_peers(tree: Tree) -> Found:
+    """What Meshwright replaces is never imported, not even by string."""
+    for source, line, prefix in _uses_under(tree, table.PEERS, lambda _: False):
+        yield source.path, line, f"{prefix} is a peer: only benchmarks and tests may use it"
+    for source in tree.sources:
+        for text, line in source.strings:
+            if any(is_under(text, prefix) for prefix in table.PEERS):
+                yield source.path, line, f"the string {text!r} names a peer"
+
+
+def no_pickle(tree: Tree) -> Found:
+    """Nothing is saved, loaded or sent in a format that runs code when it is read."""
+    for source, line, prefix in _uses_under(
+        tree, table.PICKLE, lambda source: source.room in table.PICKLE_ROOMS
+    ):
+        yield source.path, line, f"{prefix} runs code when it reads: use safetensors or JSON"
+
+
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
+
+
+def private_torch(tree: Tree) -> Found:
+    """What torch keeps private is used in torch_internals alone."""
+    for source in tree.sources:
+        if source.room == table.PRIVATE_ROOM:
+            continue
+        for name, line in sorted({*source.uses, *source.dotted_strings}):
+            if is_under(name, "torch") and any(map(_is_private, name.split("."))):
+                yield source.path, line, f"{name} is private to torch: use {table.PRIVATE_ROOM}"
+            for door, rooms in table.PRIVATE_DOORS.items():
+                if is_under(name, door) and not any(is_under(source.module, r) for r in rooms):
+                    yield source.path, line, f"{door} is for {' and '.join(rooms)} alone"
+        for name, line in source.foreign_attributes:
+            if name in table.PRIVATE_ATTRIBUTES or name.startswith(table.PRIVATE_PREFIXES):
+                yield source.path, line, f"{name} of torch's objects: use {table.PRIVATE_ROOM}"
+
+
+def torch_free(tree: Tree) -> Found:
+    """The rooms that describe hold values only and start without torch."""
+    for source, line, _ in _uses_under(
+        tree, ("torch",), lambda source: source.room not in table.TORCH_FREE
+    ):
+        yield source.path, line, f"{source.room} describes: it must not need torch"
+
+
+def function_imports(tree: Tree) -> Found:
+    """Imports stand at the top, but for optional dependencies and the lazy package."""
+    for source in tree.sources:
+        for function in source.functions:
+            if source.is_package and function.name == "__getattr__":
+                continue
+            for node in ast.walk(function):
+                for name in _imports_of(source, node):
+                    if name.split(".")[0] not in table.OPTIONAL:
+                        yield source.path, node.lineno, f"{function.name} imports {name} inside"
+
+
+def _imports_of(source: Source, node: ast.AST) -> Iterator[str]:
+    """Names that a statement imports, also by a literal string."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (name for *_, name in source.imported(node))
+    elif isinstance(node, ast.Call) and _last(node.func) in {"import_module", "__import__"}:
+        yield from (str(value.value) for value in node.args[:1] if isinstance(value, ast.Constant))
+
+
+def optional_imports(tree: Tree) -> Found:
+    """The library loads where optional and development packages are missing."""
+    for source in tree.sources:
+        allowed = table.OPTIONAL_ROOMS.get(source.room, frozenset())
+        for node in ast.iter_child_nodes(source.tree):
+            for name in _imports_of(source, node):
+                package = name.split(".")[0]
+                if package in table.OPTIONAL - allowed:
+                    yield (
+                        source.path,
+                        node.lineno,
+                        f"{package} may be missing: import it where used",
+                    )
+
+
+def module_names(tree: Tree) -> Found:
+    """A module is named for its idea, and never like a public name of its package."""
+    for source in tree.sources:
+        package, _, name = source.module.rpartition(".")
+        banned = table.BANNED_WORDS & set(name.split("_"))
+        if banned:
+            yield source.path, 1, f"{name!r} says {sorted(banned)[0]!r}, not what the file holds"
+        owner = tree.modules.get(package)
+        if owner is not None and name in (_all_of(owner) or ()):
+            yield (
+                source.path,
+                1,
+                f"{package} has a public name {name!r}: loading the module hides it",
+            )
+
+
+def _all_of(source: Source) -> tuple[str, ...] | None:
+    """The literal ``__all__`` of a module, None when there is none."""
+    for node in source.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            try:
+                return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+            except ValueError:
+                return None
+    return None
+
+
+def _bound(source: Source) -> dict[str, str]:
+    """Top-level names and what each is: ours, foreign or submodule."""
+    found: dict[str, str] = {}
+    for node in _top_level(source.tree.body):
+        if isinstance(node, Function | ast.ClassDef):
+            found[node.name] = "defined"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for local, _, name in source.imported(node):
+                found[local] = "ours" if name.startswith(PACKAGE + ".") else "foreign"
+        else:
+            found.update(dict.fromkeys(_assigned(node), "constant"))
+    return found
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements at the top of a module, also under ``if`` and ``try``."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from _top_level([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            handlers = [statement for handler in node.handlers for statement in handler.body]
+            yield from _top_level([*node.body, *handlers, *node.orelse, *node.finalbody])
+
+
+def _assigned(node: ast.stmt) -> Iterator[str]:
+    """Names that an assignment binds."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    for target in targets:
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                yield part.id
+
+
+def public_names(tree: Tree) -> Found:
+    """Every module has a docstring and an ``__all__`` that lists exactly what is public."""
+    for source in tree.sources:
+        if ast.get_docstring(source.tree) is None:
+            yield source.path, 1, "no docstring: say in one sentence what the module holds"
+        names = _all_of(source)
+        if names is None:
+            yield source.path, 1, "no literal __all__"
+            continue
+        bound = _bound(source)
+        for name in names:
+            if name not in bound:
+                yield source.path, 1, f"__all__ lists {name!r}, which does not exist"
+        counted = {"defined", "ours"} if source.is_package else {"defined"}
+        for name, kind in bound.items():
+            if kind in counted and not name.startswith("_") and name not in names:
+                yield source.path, 1, f"{name!r} is public by its name but not in __all__"
+
+
+_CONTAINERS = (
+    {"Counter", "OrderedDict", "WeakKeyDictionary", "WeakSet", "WeakValueDictionary"}
+    | {"bytearray", "defaultdict", "deque", "dict", "list", "set"}
+    | {"ContextVar", "Event", "Lock", "Queue", "RLock", "local"}
+)
+_CHANGERS = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop"} | {
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+}
+
+
+def module_state(tree: Tree) -> Found:
+    """Nothing at the top of a module changes while the process runs."""
+    living = _living_classes(tree)
+    for source in tree.sources:
+        if source.path in table.STATE_FILES:
+            continue
+        holders: set[str] = set()
+        for node in _top_level(source.tree.body):
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            is_living = isinstance(node.value, ast.Call) and _last(node.value.func) in living
+            if not is_living and not _is_container(node.value):
+                continue
+            for name in _assigned(node):
+                holders.add(name)
+                if is_living or (name != "__all__" and name != name.upper()):
+                    yield source.path, node.lineno, f"{name} can change: hold it in an object"
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Global):
+                yield source.path, node.lineno, f"global {', '.join(node.names)}"
+            for name in _changed(node):
+                if name in holders - {"__all__"}:
+                    yield source.path, node.lineno, f"{name} is changed after the module is loaded"
+
+
+_VALUES = {"Enum", "IntEnum", "NamedTuple", "StrEnum"}
+
+
+def _living_classes(tree: Tree) -> set[str]:
+    """Names of the classes whose objects can change: they have fields and are not frozen."""
+    found: set[str] = set()
+    for source in tree.sources:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.ClassDef) or _VALUES & {_last(base) for base in node.bases}:
+                continue
+            frozen = any("frozen=True" in ast.unparse(mark) for mark in node.decorator_list)
+            if not frozen and any(_is_field(part) for part in ast.walk(node)):
+                found.add(node.name)
+    return found
+
+
+def _is_field(node: ast.AST) -> bool:
+    """Whether a part of a class declares or sets an attribute of its objects."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+            return True
+        case ast.ClassDef(body=body):
+            return any(isinstance(statement, ast.AnnAssign) for statement in body)
+    return False
+
+
+def _last(expression: ast.expr) -> str:
+    """The last part of a dotted name."""
+    return ast.unparse(expression).split(".")[-1]
+
+
+def _is_container(value: ast.expr) -> bool:
+    """Whether an expression makes an object that can change."""
+    if isinstance(value, ast.Call):
+        return _last(value.func) in _CONTAINERS
+    literals = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+    return isinstance(value, literals)
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Names whose object a statement or call changes in place."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+            yield name
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)):
+            if attr in _CHANGERS:
+                yield name
+
+
+def no_print(tree: Tree) -> Found:
+    """Only the command line prints."""
+    for source in tree.sources:
+        if source.path in table.CONSOLE_FILES:
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "builtins.print"}:
+                yield (
+                    source.path,
+                    node.lineno,
+                    "print outside cli.py: use logging, or return the text",
+                )
+
+
+def annotated(tree: Tree) -> Found:
+    """Every argument and every return is annotated."""
+    for source in tree.sources:
+        for function in source.functions:
+            spec = function.args
+            arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+            missing = [
+                argument.arg
+                for argument in arguments
+                if argument is not None
+                and argument.annotation is None
+                and argument.arg not in {"self", "cls"}
+            ]
+            missing += ["return"] if function.returns is None else []
+            if missing:
+                told = ", ".join(missing)
+                yield source.path, function.lineno, f"{function.name} does not annotate: {told}"
+
+
+_NO_SENTENCE = re.compile(r"(What|Whether|Which|Who|How|Where|When|Why|One of|Let)\b")
+
+
+def docstrings(tree: Tree) -> Found:
+    """No docstring begins with a question word, One of or Let: it says an act, or a thing."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for source in tree.sources:
+        for node in ast.walk(source.tree):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if text is not None and (found := _NO_SENTENCE.match(text)):
+                said = f"a docstring begins with {found[0]!r}: begin with a verb or a noun"
+                yield source.path, getattr(node, "lineno", 1), said
+
+
+RULES: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        file_size,
+        folder_size,
+        listings,
+        foreign_writes,
+        function_size,
+        function_p90,
+        arrows,
+        cycles,
+        one_door,
+        no_peers,
+        no_pickle,
+        private_torch,
+        torch_free,
+        function_imports,
+        optional_imports,
+        module_names,
+        public_names,
+        module_state,
+        no_print,
+        annotated,
+        docstrings,
+    )
+}
+
+
+def broken(name: str, tree: Tree) -> list[Violation]:
+    """What breaks one rule in a tree, in order of file and line."""
+    found = {Violation(name, *violation) for violation in RULES[name](tree)}
+    return sorted(found, key=lambda violation: (violation.path, violation.line, violation.message))
