@@ -125,7 +125,12 @@ class Facade:
         self, request: Request, strategy: ShardingStrategy, sizes: tuple[int, int], orig: bool
     ) -> None:
         model = request.model
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = {
+            (id(module), key): names[id(parameter)]
+            for module in model.modules()
+            for key, parameter in module.named_parameters(recurse=False)
+        }
         self._scale = request.scale
         self._has_originals = orig
         chosen = {id(model.get_submodule(name)) for name in request.units}
@@ -153,7 +158,8 @@ class Facade:
         for unit in fsdp_units(self.module):
             for group in unit.groups:
                 layout, axes = group.buffer.layout, group.axes
-                names = [self._names[id(slot.original)] for slot in group.slots]
+                places = [slot.places[0] for slot in group.slots]
+                names = [self._names[id(module), key] for module, key in places]
                 pieces = layout.owned(axes.part if axes.shard is not None else 0)
                 wanted = {
                     names[piece.index]: expected[names[piece.index]].flatten()[
