@@ -13,6 +13,7 @@ from meshwright.axes import Axes
 from meshwright.errors import LayoutError
 from meshwright.layout import (
     Box,
+    Cut,
     FlatLayout,
     Partial,
     Placement,
@@ -21,9 +22,9 @@ from meshwright.layout import (
     TensorLayout,
     boxes,
     chunk,
-    dtype_bytes,
     overlap,
 )
+from meshwright.precision import dtype_bytes
 
 Shape = tuple[int, ...]
 quick = settings(max_examples=80, deadline=None)
@@ -299,7 +300,8 @@ def test_chunks_hold_every_element_once(cases: list[tuple[int, int, int]], parts
     assert layout.padded_size == parts * sum(layout.slots) >= layout.numel
     held: list[list[int]] = [[] for _ in cases]
     for part in range(parts):
-        for index, box in layout.owned(part):
+        for index in range(len(cases)):
+            box = layout.box(index, part)
             held[index] += elements(box, shapes[index])
             assert box.numel <= layout.slots[index]
     for shape, found in zip(shapes, held, strict=True):
@@ -309,7 +311,11 @@ def test_chunks_hold_every_element_once(cases: list[tuple[int, int, int]], parts
 def test_chunks_as_drawn() -> None:
     layout = FlatLayout.chunked(["a", "b"], [(3, 2), (4,)], "float32", 2)
     assert (layout.offsets, layout.shard_size, layout.slots) == ((0, 4), 6, (4, 2))
-    assert layout.owned(1) == ((0, Box((2, 0), (1, 2))), (1, Box((2,), (2,))))
+    assert [layout.box(index, 1) for index in (0, 1)] == [Box((2, 0), (1, 2)), Box((2,), (2,))]
+    assert list(layout.cuts(1)) == [
+        Cut(0, 0, (1, 2), (3, 2), (slice(2, 3), slice(0, 2))),
+        Cut(1, 4, (2,), (4,), (slice(2, 4),)),
+    ]
     assert layout.padding == pytest.approx(0.2)
 
 

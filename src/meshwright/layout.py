@@ -12,19 +12,21 @@ tensors into one line of elements and cuts the line into equal parts::
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from meshwright.axes import Axes
 from meshwright.errors import LayoutError
+from meshwright.precision import dtype_bytes
 
 __all__ = [
-    "ITEMSIZE",
     "Box",
     "ChunkedLayout",
+    "Cut",
     "FlatLayout",
+    "LineLayout",
     "Partial",
     "Piece",
     "Placement",
@@ -33,45 +35,8 @@ __all__ = [
     "TensorLayout",
     "boxes",
     "chunk",
-    "dtype_bytes",
     "overlap",
 ]
-
-ITEMSIZE: Mapping[str, int] = MappingProxyType(
-    {
-        "bool": 1,
-        "uint8": 1,
-        "int8": 1,
-        "float8_e4m3fn": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2": 1,
-        "float8_e5m2fnuz": 1,
-        "float8_e8m0fnu": 1,
-        "uint16": 2,
-        "int16": 2,
-        "float16": 2,
-        "bfloat16": 2,
-        "uint32": 4,
-        "int32": 4,
-        "float32": 4,
-        "complex32": 4,
-        "uint64": 8,
-        "int64": 8,
-        "float64": 8,
-        "complex64": 8,
-        "complex128": 16,
-    }
-)
-"""Bytes of one element, by the name of the dtype."""
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of one element of the dtype called ``name``, such as ``"float32"``."""
-    try:
-        return ITEMSIZE[name]
-    except KeyError:
-        known = ", ".join(sorted(ITEMSIZE))
-        raise LayoutError(f"unknown dtype {name!r}; known dtypes: {known}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +246,27 @@ class Piece:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatLayout:
-    """Tensors packed into one line of elements, cut into ``parts`` shards of equal size.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of one tensor that lies in one shard, in a stretch of its elements."""
 
-    Made by ``pack``. Pure integers, equal on all ranks. Sizes and alignments count elements.
+    index: int
+    """Which tensor, in the order of the layout."""
+    offset: int
+    """Where the stretch begins in the shard."""
+    shape: tuple[int, ...]
+    """The shape that the elements have there."""
+    of: tuple[int, ...]
+    """The shape in which the whole tensor is cut: its own, or ``(-1,)``."""
+    slices: tuple[slice, ...]
+    """What is taken of the whole tensor in that shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineLayout(ABC):
+    """Tensors in one line of elements, cut into ``parts`` shards of equal size.
+
+    Pure integers, equal on all ranks.
     """
 
     names: tuple[str, ...]
@@ -293,11 +274,74 @@ class FlatLayout:
     dtype: str
     parts: int
     offsets: tuple[int, ...]
-    """Where each tensor begins in the line."""
-    extent: int
-    """One past the last element of the last tensor, gaps between tensors included."""
+    """Where each tensor begins: in the line when packed, in every shard when chunked."""
     shard_size: int
     """Elements of one shard, padding included."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors, without gaps and padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padded_size(self) -> int:
+        """Elements of the whole line: ``parts * shard_size``."""
+        return self.parts * self.shard_size
+
+    @property
+    def cuts_dims(self) -> bool:
+        """True where each tensor is cut along a dim of its own, false at any element."""
+        return False
+
+    @property
+    def is_gathered_whole(self) -> bool:
+        """True where the shards, one after another, are the tensors as they lie."""
+        return True
+
+    def together(self, least: int) -> int:
+        """Count the tensors that are gathered in one piece.
+
+        Those behind them at the end of the line have ``least`` elements and are cut along dim 0:
+        each is gathered by itself, straight to where it belongs.
+        """
+        return len(self.names)
+
+    def whole_start(self, index: int) -> int:
+        """First element of tensor ``index`` in the line of whole tensors, with their padding."""
+        return self.offsets[index]
+
+    def is_even(self, index: int) -> bool:
+        """True where all shards have equally many whole rows of tensor ``index``."""
+        return False
+
+    @abstractmethod
+    def cuts(self, part: int) -> Iterator[Cut]:
+        """List what lies in shard ``part``, in order, but for empty tensors."""
+
+    @abstractmethod
+    def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
+        """List the stretches of tensor ``index``, each with the shard that its offset is of."""
+
+    def own_range(self, index: int, part: int) -> tuple[int, int]:
+        """First element of tensor ``index`` in shard ``part`` and one past the last."""
+        found = next((cut for cut in self.cuts(part) if cut.index == index), None)
+        return (0, 0) if found is None else (found.offset, found.offset + math.prod(found.shape))
+
+    def packed_layout(self) -> FlatLayout:
+        """Return this as a `FlatLayout`; raises LayoutError where tensors are cut in chunks."""
+        raise LayoutError("expected tensors packed in one line, found a chunk of each in a shard")
+
+    def chunked_layout(self) -> ChunkedLayout:
+        """Return this as a `ChunkedLayout`; raises LayoutError where tensors are packed."""
+        raise LayoutError("expected a chunk of each tensor in a shard, found tensors packed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatLayout(LineLayout):
+    """Tensors packed into one line, which is cut at any element. Made by ``pack``."""
+
+    extent: int
+    """One past the last element of the last tensor, gaps between tensors included."""
 
     @classmethod
     def pack(
@@ -362,15 +406,19 @@ class FlatLayout:
             shard_size=end,
         )
 
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors, without gaps and padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
+    def packed_layout(self) -> FlatLayout:
+        """Return itself."""
+        return self
 
-    @property
-    def padded_size(self) -> int:
-        """Elements of the whole line: ``parts * shard_size``."""
-        return self.parts * self.shard_size
+    def cuts(self, part: int) -> Iterator[Cut]:
+        """List the pieces, 1-D, of tensors in shard ``part``."""
+        for piece in self.owned(part):
+            cut = slice(piece.start, piece.stop)
+            yield Cut(piece.index, piece.offset, (piece.numel,), (-1,), (cut,))
+
+    def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
+        """List the one stretch, counted from the beginning of the line."""
+        yield 0, Cut(index, self.offsets[index], self.shapes[index], self.shapes[index], ())
 
     def range(self, index: int) -> tuple[int, int]:
         """First element and one past the last of tensor ``index``, counted in the line."""
@@ -404,7 +452,7 @@ class FlatLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLayout:
+class ChunkedLayout(LineLayout):
     """Tensors cut along one dim each; a shard is one chunk of every tensor, one after another.
 
     Made by `FlatLayout.chunked`. Each slot of a shard has room for the largest chunk of its tensor,
@@ -415,31 +463,63 @@ class ChunkedLayout:
         shard 1   |a20 a21  -   - |b2 b3|
     """
 
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
     """Along which dim each tensor is cut."""
-    dtype: str
-    parts: int
-    offsets: tuple[int, ...]
-    """Where the slot of each tensor begins in every shard."""
-    shard_size: int
-    """Elements of one shard, padding included."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors, without padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    @property
-    def padded_size(self) -> int:
-        """Elements of all shards together."""
-        return self.parts * self.shard_size
 
     @property
     def padding(self) -> float:
         """Elements of padding for each element of a tensor."""
         return self.padded_size / self.numel - 1.0 if self.numel else 0.0
+
+    @property
+    def cuts_dims(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_gathered_whole(self) -> bool:
+        """True for one shard, and for one tensor that is cut along dim 0."""
+        return self.parts == 1 or (len(self.names) == 1 and self.dims[0] == 0)
+
+    def chunked_layout(self) -> ChunkedLayout:
+        """Return itself."""
+        return self
+
+    def together(self, least: int) -> int:
+        """See `LineLayout`."""
+        count, sizes = len(self.names), self.slots
+        while count and not self.dims[count - 1] and sizes[count - 1] * self.parts >= least:
+            count -= 1
+        return count
+
+    def whole_start(self, index: int) -> int:
+        """See `LineLayout`."""
+        return self.offsets[index] * self.parts
+
+    def own_range(self, index: int, part: int) -> tuple[int, int]:
+        """See `LineLayout`."""
+        start = self.offsets[index]
+        return start, start + self.box(index, part).numel
+
+    def cuts(self, part: int) -> Iterator[Cut]:
+        """List the chunks that are not empty in shard ``part``."""
+        for index in range(len(self.names)):
+            cut = self._cut(index, part)
+            if 0 not in cut.shape:
+                yield cut
+
+    def is_even(self, index: int) -> bool:
+        """See `LineLayout`."""
+        return self.dims[index] == 0 and self.shapes[index][0] % self.parts == 0
+
+    def stretches(self, index: int) -> Iterator[tuple[int, Cut]]:
+        """List the chunks of tensor ``index`` that are not empty."""
+        cuts = ((part, self._cut(index, part)) for part in range(self.parts))
+        return ((part, cut) for part, cut in cuts if 0 not in cut.shape)
+
+    def _cut(self, index: int, part: int) -> Cut:
+        box, offset = self.box(index, part), self.offsets[index]
+        return Cut(index, offset, box.shape, self.shapes[index], box.slices())
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -457,11 +537,6 @@ class ChunkedLayout:
         start, length = chunk(shape[dim], self.parts, part)
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
         return Box(offset, tuple(length if d == dim else n for d, n in enumerate(shape)))
-
-    def owned(self, part: int) -> tuple[tuple[int, Box], ...]:
-        """List the tensors and boxes in shard ``part``, in order; none for empty chunks."""
-        boxes_of_part = ((index, self.box(index, part)) for index in range(len(self.names)))
-        return tuple((index, box) for index, box in boxes_of_part if box.numel)
 
 
 def _check_dims(names: Sequence[str], shapes: Sequence[Sequence[int]], dims: Sequence[int]) -> None:

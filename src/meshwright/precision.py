@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["FloatName", "Precision"]
+from meshwright.errors import LayoutError
+
+__all__ = ["FloatName", "Precision", "dtype_bytes"]
 
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 """The dtypes that a precision may name."""
@@ -50,3 +54,28 @@ class Precision:
     def needs_loss_scaling(self) -> bool:
         """True when small gradients would vanish without scaling: computation in float16."""
         return (self.compute or self.parameters) == "float16"
+
+
+_FLOAT8 = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+_BY_BYTES = {
+    1: f"bool uint8 int8 {_FLOAT8}",
+    2: "uint16 int16 float16 bfloat16",
+    4: "uint32 int32 float32 complex32",
+    8: "uint64 int64 float64 complex64",
+    16: "complex128",
+}
+_BYTES: Mapping[str, int] = MappingProxyType(
+    {name: size for size, names in _BY_BYTES.items() for name in names.split()}
+)
+
+
+def dtype_bytes(name: str) -> int:
+    """Look up the bytes of one element of the dtype called ``name``, such as ``"float32"``.
+
+    Raises LayoutError for a name that is no dtype of torch's.
+    """
+    try:
+        return _BYTES[name]
+    except KeyError:
+        known = ", ".join(sorted(_BYTES))
+        raise LayoutError(f"unknown dtype {name!r}; known dtypes: {known}") from None

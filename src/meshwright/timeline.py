@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
-from meshwright.layout import dtype_bytes
+from meshwright.precision import dtype_bytes
 
 __all__ = [
     "KINDS",

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshwright.layout import dtype_bytes
+from meshwright.precision import dtype_bytes
 
 __all__ = ["DTYPES", "Entry", "FileMap", "file_map", "file_name", "is_file_name", "item_size"]
 

@@ -45,7 +45,8 @@ def expected(layout: FlatLayout | ChunkedLayout, tensors: list[torch.Tensor]) ->
                 source = tensors[piece.index].reshape(-1)[piece.start : piece.stop]
                 shard[piece.offset : piece.offset + piece.numel] = source
             continue
-        for index, box in layout.owned(part):
+        for index in range(len(tensors)):
+            box = layout.box(index, part)
             start = layout.offsets[index]
             shard[start : start + box.numel] = tensors[index][box.slices()].reshape(-1)
     return line

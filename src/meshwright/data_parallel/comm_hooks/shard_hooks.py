@@ -29,7 +29,6 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
-from meshwright.layout import ChunkedLayout
 
 __all__ = ["register_bucket_hook"]
 
@@ -90,14 +89,12 @@ class _UnitHook:
 def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
     """List the parts of shard ``rank`` of the whole line: chunks, or flat pieces when packed."""
     layout, slots = group.buffer.layout, group.slots
-    if isinstance(layout, ChunkedLayout):
-        found = [(i, layout.offsets[i], tuple(box.shape)) for i, box in layout.owned(rank)]
-    elif layout.parts == 1:
-        found = list(zip(range(len(slots)), layout.offsets, layout.shapes, strict=True))
-    else:
-        found = [(piece.index, piece.offset, (piece.numel,)) for piece in layout.owned(rank)]
     start = rank * layout.shard_size
     return [
-        BucketPart(parameter=slots[index].leaf, offset=start + offset, shape=shape)
-        for index, offset, shape in found
+        BucketPart(
+            parameter=slots[cut.index].leaf,
+            offset=start + cut.offset,
+            shape=cut.shape if layout.parts > 1 else layout.shapes[cut.index],
+        )
+        for cut in layout.cuts(rank)
     ]

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.memory.reusable_storage import Line, line_of
 from meshwright.data_parallel.shards.gradient_lines import GradientLine
-from meshwright.errors import InternalError
-from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
 __all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer"]
@@ -119,9 +119,12 @@ _Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 class FlatBuffer:
     """The storage of one group of parameters. It moves when told to, and knows no phases."""
 
+    wholes: Sequence[nn.Parameter] = ()
+    """Whole parameters that are made of what was gathered, where views of it are not enough."""
+
     def __init__(
         self,
-        layout: FlatLayout | ChunkedLayout,
+        layout: LineLayout,
         axes: DataAxes,
         types: BufferTypes,
         device: torch.device,
@@ -138,7 +141,7 @@ class FlatBuffer:
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
         is_here = shard.device.type == device.type
         self._alias = axes.parts == 1 and types.master == types.compute and is_here
-        self.is_direct = isinstance(layout, FlatLayout) or _is_one_line(layout)
+        self.is_direct = layout.is_gathered_whole
         """Whether what is gathered lies as the tensors do."""
         self._whole: Line | None = None
         if not self._alias:
@@ -150,7 +153,7 @@ class FlatBuffer:
         self.views = [self._place(index).data for index in range(len(layout.names))]
         """Each tensor, in ``full``. Their version counters are their own."""
         self._regions = [] if self.is_direct else self._rank_major_regions()
-        self._together = _gathered_together(layout, types.compute.itemsize)
+        self._together = layout.together(-(-ALONE // types.compute.itemsize))
         self.gradients = self._gradient_lines()
         """The whole gradients; without memory at rest."""
         self._staging = line_of(
@@ -175,26 +178,16 @@ class FlatBuffer:
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Take this rank's part of whole tensors; where there is None the shard stays."""
-        part, layout = self.axes.part, self.layout
-        if isinstance(layout, FlatLayout):
-            for piece in layout.owned(part):
-                tensor = tensors[piece.index]
-                if tensor is not None:
-                    source = tensor.detach().reshape(-1)[piece.start : piece.stop]
-                    self.shard[piece.offset : piece.offset + piece.numel].copy_(source)
-            return
-        for index, box in layout.owned(part):
-            tensor = tensors[index]
+        for cut in self.layout.cuts(self.axes.part):
+            tensor = tensors[cut.index]
             if tensor is not None:
-                self.local(index).copy_(tensor.detach()[box.slices()])
+                place = self.shard[cut.offset : cut.offset + math.prod(cut.shape)].view(cut.shape)
+                place.copy_(tensor.detach().reshape(cut.of)[cut.slices])
 
     def local(self, index: int) -> torch.Tensor:
         """This rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
-        layout = self.layout
-        if not isinstance(layout, ChunkedLayout):
-            raise InternalError("only a chunked shard holds a box of every tensor")
-        box = layout.box(index, self.axes.part)
-        start = layout.offsets[index]
+        box = self.layout.chunked_layout().box(index, self.axes.part)
+        start = self.layout.offsets[index]
         return self.shard[start : start + box.numel].view(box.shape)
 
     def around(self, index: int) -> torch.Tensor:
@@ -204,12 +197,7 @@ class FlatBuffer:
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's elements of tensor ``index``: a view of the shard, or of ``line`` like it."""
         line = self.shard if line is None else line
-        if isinstance(self.layout, ChunkedLayout):
-            start, size = self.layout.offsets[index], self.layout.box(index, self.axes.part).numel
-            return line[start : start + size]
-        pieces = (piece for piece in self.layout.owned(self.axes.part) if piece.index == index)
-        piece = next(pieces, None)
-        return line[:0] if piece is None else line[piece.offset : piece.offset + piece.numel]
+        return line[slice(*self.layout.own_range(index, self.axes.part))]
 
     @property
     def packed(self) -> int:
@@ -354,20 +342,16 @@ class FlatBuffer:
 
     def _place(self, index: int) -> torch.Tensor:
         shape = self.layout.shapes[index]
-        start = self.layout.offsets[index]
-        if isinstance(self.layout, ChunkedLayout):
-            start *= self.layout.parts
+        start = self.layout.whole_start(index)
         return self.full[start : start + math.prod(shape)].view(shape)
 
     def _rank_major_regions(self) -> list[torch.Tensor]:
         """List, for each tensor its place in ``full``, seen as (parts, slot)."""
-        layout = self.layout
-        if not isinstance(layout, ChunkedLayout):
-            raise InternalError("a packed line needs no staging")
-        starts = [offset * layout.parts for offset in layout.offsets]
+        parts, slots = self.layout.parts, self.layout.chunked_layout().slots
+        starts = map(self.layout.whole_start, range(len(slots)))
         return [
-            self.full[start : start + slot * layout.parts].view(layout.parts, slot)
-            for start, slot in zip(starts, layout.slots, strict=True)
+            self.full[start : start + slot * parts].view(parts, slot)
+            for start, slot in zip(starts, slots, strict=True)
         ]
 
     def _gradient_lines(self) -> tuple[GradientLine, ...]:
@@ -412,9 +396,9 @@ class FlatBuffer:
 
         Targets and sources are contiguous where they can be.
         """
-        layout = self.layout
-        if not count or not isinstance(layout, ChunkedLayout):
+        if not count:
             return None
+        layout = self.layout.chunked_layout()
         rows = line.view(layout.parts, -1)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -431,26 +415,6 @@ class FlatBuffer:
                     targets.append(self._place(index)[box.slices()])
                     sources.append(rows[part, start : start + box.numel].view(box.shape))
         return targets, sources
-
-
-def _gathered_together(layout: FlatLayout | ChunkedLayout, itemsize: int) -> int:
-    """Count the tensors that are gathered in one piece: all but large ones at the end of the line.
-
-    A large tensor that is cut along dim 0 is gathered by itself, straight to where it belongs: that
-    saves a staging line of its size and the copy out of it.
-    """
-    count = len(layout.names)
-    if not isinstance(layout, ChunkedLayout):
-        return count
-    sizes, dims = layout.slots, layout.dims
-    while count and not dims[count - 1] and sizes[count - 1] * layout.parts * itemsize >= ALONE:
-        count -= 1
-    return count
-
-
-def _is_one_line(layout: ChunkedLayout) -> bool:
-    """Check that gathered chunks of the one tensor lie as the tensor does."""
-    return layout.parts == 1 or (len(layout.names) == 1 and layout.dims[0] == 0)
 
 
 def _shard(

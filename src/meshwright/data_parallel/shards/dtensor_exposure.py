@@ -43,7 +43,6 @@ from meshwright.data_parallel.shards.tensor_extensions import contiguous_strides
 from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
-from meshwright.layout import ChunkedLayout
 from meshwright.torch_internals.tensors import (
     foreach_add_,
     local_tensor_of,
@@ -76,9 +75,7 @@ class _Entry:
     )
 
     def __init__(self, group: ParameterGroup, index: int, before: nn.Parameter) -> None:
-        layout = group.buffer.layout
-        if not isinstance(layout, ChunkedLayout):
-            raise InternalError("a DTensor at rest needs a chunked layout")
+        layout = group.buffer.layout.chunked_layout()
         slot = group.slots[index]
         local = group.buffer.around(index)
         self.slot: Slot = slot

@@ -15,8 +15,7 @@ import torch
 
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.memory.reusable_storage import line_of
-from meshwright.errors import InternalError
-from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import (
     foreach_add_,
     foreach_copy_,
@@ -101,7 +100,7 @@ class GradientLine:
 
     def __init__(
         self,
-        layout: FlatLayout | ChunkedLayout,
+        layout: LineLayout,
         indices: range,
         dtype: torch.dtype,
         device: torch.device,
@@ -117,18 +116,12 @@ class GradientLine:
         self._line = self._memory.tensor
         self._rows = self._line.view(layout.parts, -1)
         self._source: torch.Tensor | None = None
-        self._slots = (
-            self._chunked_slots(layout)
-            if isinstance(layout, ChunkedLayout)
-            else self._packed_slots(layout)
-        )
+        self._slots = [self._places(layout, index) for index in indices]
         # Static lists for a backward pass in which every tensor has a gradient.
         self._targets = [target for slot in self._slots for target, _ in slot]
         self._is_whole = all(place is None for slot in self._slots for _, place in slot)
-        self._is_even = isinstance(layout, ChunkedLayout) and all(
-            layout.dims[i] == 0
-            and layout.shapes[i][0] % layout.parts == 0
-            and 0 not in layout.shapes[i]  # torch refuses to join what is empty
+        self._is_even = all(
+            layout.is_even(i) and 0 not in layout.shapes[i]  # torch refuses to join what is empty
             for i in indices
         )
         self._gaps = self._find_gaps()
@@ -237,33 +230,18 @@ class GradientLine:
                     sources.append(gradient.reshape(place))
         return targets, sources
 
-    def _packed_slots(self, layout: FlatLayout) -> list[list[_Place]]:
-        if len(self.indices) != len(layout.names):
-            raise InternalError("a packed line is reduced in one piece")
-        ranges = (layout.range(index) for index in self.indices)
-        return [
-            [(self._line[start:stop].view(shape), None)]
-            for (start, stop), shape in zip(ranges, layout.shapes, strict=True)
-        ]
-
-    def _chunked_slots(self, layout: ChunkedLayout) -> list[list[_Place]]:
-        parts, rows = layout.parts, self._rows
-        slots: list[list[_Place]] = []
-        for index in self.indices:
-            start, size = layout.offsets[index] - self.start, layout.slots[index]
-            if layout.dims[index] == 0 and layout.shapes[index][0] % parts == 0:
-                # Even chunks of rows: one strided copy for all ranks.
-                slots.append([(rows[:, start : start + size], [parts, size])])
-                continue
-            boxes = ((part, layout.box(index, part)) for part in range(parts))
-            slots.append(
-                [
-                    (rows[part, start : start + box.numel].view(box.shape), box.slices())
-                    for part, box in boxes
-                    if box.numel
-                ]
-            )
-        return slots
+    def _places(self, layout: LineLayout, index: int) -> list[_Place]:
+        if layout.is_even(index):
+            # Even chunks of rows: one strided copy for all ranks.
+            start = layout.offsets[index] - self.start
+            size = math.prod(layout.shapes[index]) // layout.parts
+            return [(self._rows[:, start : start + size], [layout.parts, size])]
+        places: list[_Place] = []
+        for part, cut in layout.stretches(index):
+            start = part * self._rows.shape[1] + cut.offset - self.start
+            place = self._line[start : start + math.prod(cut.shape)].view(cut.shape)
+            places.append((place, cut.slices or None))
+        return places
 
     def _find_gaps(self) -> list[torch.Tensor]:
         """List the stretches of the line that belong to no tensor."""

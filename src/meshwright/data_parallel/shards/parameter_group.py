@@ -32,7 +32,7 @@ from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import ExtendedBuffer, whole_parameter
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
-from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
 __all__ = ["ParameterGroup", "ReduceHook", "Summand", "UnitSettings", "sum_parts", "summands_of"]
@@ -115,7 +115,7 @@ class ParameterGroup:
     def __init__(
         self,
         slots: Sequence[Slot],
-        layout: FlatLayout | ChunkedLayout,
+        layout: LineLayout,
         axes: DataAxes,
         types: BufferTypes,
         device: torch.device,
@@ -227,7 +227,7 @@ class ParameterGroup:
 
     def _new_buffer(
         self,
-        layout: FlatLayout | ChunkedLayout,
+        layout: LineLayout,
         device: torch.device,
         shard: torch.Tensor | None = None,
     ) -> FlatBuffer:
@@ -239,11 +239,10 @@ class ParameterGroup:
     def finish_gather(self) -> None:
         """Wait for the whole parameters."""
         self.buffer.finish_gather()
-        if isinstance(self.buffer, ExtendedBuffer):
-            for slot, whole in zip(self.slots, self.buffer.wholes, strict=True):
-                if slot.full is not whole:
-                    whole.requires_grad_(slot.full.requires_grad)
-                    slot.become(whole, whole)
+        for slot, whole in zip(self.slots, self.buffer.wholes, strict=False):
+            if slot.full is not whole:
+                whole.requires_grad_(slot.full.requires_grad)
+                slot.become(whole, whole)
         self._versions = [*map(version_of, map(_LEAF, self.slots))]
 
     def take_written(self) -> str:
@@ -258,9 +257,7 @@ class ParameterGroup:
         """Take what was written to a whole parameter for known: it is in the shards."""
         self._versions[index] = version_of(self.slots[index].leaf)
 
-    def _empty_shard(
-        self, layout: FlatLayout | ChunkedLayout, home: torch.device | None
-    ) -> torch.Tensor | None:
+    def _empty_shard(self, layout: LineLayout, home: torch.device | None) -> torch.Tensor | None:
         if home is None:
             return None
         pins = self.pin_memory and home.type == "cpu" and torch.cuda.is_available()
@@ -377,7 +374,7 @@ class ParameterGroup:
         is_absent = not buffer.has_gradient
         if is_absent:
             buffer.take(self._nothing)
-        if self.partial_sums and isinstance(buffer.layout, FlatLayout):
+        if self.partial_sums and not buffer.layout.cuts_dims:
             sum_parts(summands_of(self.partial_sums, buffer.gradients[0]))
         if settings.is_watched:
             self._look_at_gradients()
@@ -535,11 +532,9 @@ class ParameterGroup:
 
     def partial_means(self) -> list[Summand]:
         """List the parts of ``mean`` that other axes have to sum."""
-        mean, layout = self.mean, self.buffer.layout
-        if mean is None or isinstance(layout, FlatLayout):
+        if self.mean is None or not self.buffer.layout.cuts_dims:
             return []
-        starts = [(add, layout.offsets[i], self.buffer.local(i)) for i, add in self.partial_sums]
-        return [(add, mean[start : start + own.numel()]) for add, start, own in starts]
+        return [(add, self.buffer.own(index, self.mean)) for index, add in self.partial_sums]
 
     def _wait(self) -> None:
         for pending in self._pending:

@@ -21,7 +21,7 @@ from meshwright.data_parallel.shards.replaced_parameters import retire
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
 from meshwright.errors import InternalError
-from meshwright.layout import ChunkedLayout, FlatLayout
+from meshwright.layout import FlatLayout
 
 __all__ = ["check_settled", "remember", "settle"]
 
@@ -130,9 +130,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
 
 def _without(group: ParameterGroup, index: int) -> ParameterGroup:
     """``group`` without one slot: the chunks of the others are the same, in another line."""
-    layout = group.buffer.layout
-    if not isinstance(layout, ChunkedLayout):
-        raise InternalError("only chunks can move to another unit")
+    layout = group.buffer.layout.chunked_layout()
     kept = [number for number in range(len(group.slots)) if number != index]
     narrower = FlatLayout.chunked(
         [layout.names[number] for number in kept],

@@ -26,8 +26,6 @@ from meshwright.comm import Pending
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.subclasses import PROTOCOL, dispatches, has_protocol, holder_of
 from meshwright.data_parallel.shards.buffer import CustomCollective, FlatBuffer
-from meshwright.errors import InternalError
-from meshwright.layout import ChunkedLayout
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import keeps_versions
 from meshwright.torch_internals.tensors import (
@@ -255,9 +253,7 @@ class ExtendedBuffer(FlatBuffer):
     @torch.no_grad()
     def gather(self, label: str, custom: CustomCollective | None = None) -> None:
         """Start to bring together what the parts of all ranks say, one gather each."""
-        layout = self.layout
-        if not isinstance(layout, ChunkedLayout):
-            raise InternalError("extensions are gathered chunk by chunk")
+        layout = self.layout.chunked_layout()
         self._gathered_version = version_of(self.shard)
         self._metadata.clear()
         is_first = not self._gathered
@@ -317,11 +313,7 @@ class ExtendedBuffer(FlatBuffer):
                 whole = torch.as_strided(whole, shape, contiguous_strides(shape), 0)
             gathered.own(inner)
             gathered.become(nn.Parameter(whole, requires_grad=False))
-
-    @property
-    def wholes(self) -> list[nn.Parameter]:
-        """The whole parameters; none before the first gather."""
-        return [each.full for each in self._gathered if each.full is not None]
+        self.wholes = [each.full for each in self._gathered if each.full is not None]
 
     def release(self) -> None:
         """Give the memory of what was gathered back."""

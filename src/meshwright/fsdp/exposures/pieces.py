@@ -16,7 +16,6 @@ from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
 from meshwright.data_parallel.shards.parameter_hooks import change_by_hooks
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot
-from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
 from meshwright.layout import FlatLayout, Piece
 from meshwright.torch_internals.autograd import backward_hooks_of
@@ -36,10 +35,7 @@ __all__ = [
 
 def flat_layout(group: ParameterGroup) -> FlatLayout:
     """Find the layout of a unit of the facade: it is always packed."""
-    layout = group.buffer.layout
-    if not isinstance(layout, FlatLayout):
-        raise InternalError("a unit of the facade must be packed at any element")
-    return layout
+    return group.buffer.layout.packed_layout()
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
