@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -21,26 +21,23 @@ LARGE = 1 << 20
 """Bytes from which a line on the CPU has pages of its own."""
 
 
-class Line(Protocol):
+class Line(ABC):
     """A 1-D tensor that has memory between `restore` and `free`, and when it is new."""
 
     tensor: torch.Tensor
+    is_free: bool
+    """True when it has no memory now."""
 
-    @property
-    def is_free(self) -> bool:
-        """True when it has no memory now."""
-        ...
-
+    @abstractmethod
     def free(self) -> None:
         """Give the memory back."""
-        ...
 
+    @abstractmethod
     def restore(self) -> None:
         """Have memory, uninitialised unless it is there already."""
-        ...
 
 
-class _StorageLine:
+class _StorageLine(Line):
     """A line whose memory comes from the allocator of its device."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,7 +58,7 @@ class _StorageLine:
             storage.resize_(self._nbytes)
 
 
-class _PagedLine:
+class _PagedLine(Line):
     """A line with a window of its own, into which pages are moved."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
@@ -75,14 +72,12 @@ class _PagedLine:
             self.tensor = torch.frombuffer(memory, dtype=dtype)
         self.restore()
 
-    @property
-    def is_free(self) -> bool:
-        return not self._window.extents
-
     def free(self) -> None:
+        self.is_free = True
         self._pool.empty(self._window)
 
     def restore(self) -> None:
+        self.is_free = False
         self._pool.fill(self._window)
 
 
