@@ -47,8 +47,7 @@ class Alignment:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._distributed = [each for each in parameters if is_dtensor(each)]
-        me = weakref.ref(self)
-        self._steps = StepWatch(lambda: parameters, check=lambda: _check_step(me()))
+        self._steps = StepWatch(lambda: parameters)
         self._is_local = self._has_warned = False
         """Gradients of this rank alone have come since the last reduction; it was said."""
         self._weights = 0
@@ -76,11 +75,15 @@ class Alignment:
 
     def stays_local(self) -> None:
         """A gradient has come that is not reduced: the pass was in ``no_sync``."""
+        if not self._is_local and not self._has_warned:
+            me = weakref.ref(self)
+            self._steps.ask(lambda: _check_step(me()))
         self._is_local = True
 
     def check_step(self) -> None:
         """Warn, once, of a step with gradients of this rank alone."""
-        if not self._is_local or self._has_warned:
+        self._steps.ask(None)
+        if not self._is_local:
             return
         self._has_warned = True
         if any(parameter.grad is not None for parameter in self._parameters):

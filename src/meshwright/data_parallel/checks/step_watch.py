@@ -38,7 +38,7 @@ class StepWatch:
         self,
         parameters: Callable[[], Iterable[torch.Tensor]],
         given: Callable[[], Iterable[torch.Tensor]] = tuple,
-        check: Callable[[], object] = tuple,
+        check: Callable[[], object] | None = None,
     ) -> None:
         """``given`` are the objects that users had for parameters that they were replaced by.
 
@@ -64,6 +64,10 @@ class StepWatch:
             for key in [k for k, hook in hooks.items() if isinstance(hook, _Hook) and hook.is_idle]:
                 del hooks[key]
 
+    def ask(self, check: Callable[[], object] | None) -> None:
+        """Call ``check`` before each step from now on; None: nothing."""
+        self._check = check
+
     def take(self) -> Steps:
         """Return the steps since the last call. A step that runs now counts as one that raised."""
         begun, ended = self._begun, self._ended
@@ -77,7 +81,8 @@ class StepWatch:
 
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._holds(optimizer):
-            self._check()
+            if self._check is not None:
+                self._check()
             self._begun += 1
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:

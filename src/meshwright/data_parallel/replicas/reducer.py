@@ -281,7 +281,8 @@ class GradientReducer:
 
     def _open(self) -> None:
         self.phase = ReductionPhase.BACKWARD
-        if self.marking is not None and self.marking.took_forward():
+        marking = self.marking
+        if marking is not None and marking.has_begun and marking.took_forward():
             self.alignment.begin_forward()
         self._notes.begin()
         if self.leaves:
@@ -372,7 +373,8 @@ class GradientReducer:
             extra_notes=self._notes.numel if slots else 0,
         )
         self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._sizes = [len(bucket.parameters) for bucket in self.buckets]
+        self._missing = self._sizes.copy()
         """Of each bucket, the parameters without a gradient so far in this backward pass."""
         self._alone = tuple(b for b in self.buckets if b.layout.is_alone)
         self._kinds = self._kinds_now()
@@ -562,7 +564,7 @@ class GradientReducer:
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._missing = self._sizes.copy()
         self._next = 0
         self._factor = None
         if self._static is not None:

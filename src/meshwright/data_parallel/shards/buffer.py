@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -42,25 +42,21 @@ class DataAxes:
     replicate: Communicator | None = None
     """Its ranks hold the same part; None where there is only one holder of each."""
 
-    @property
-    def parts(self) -> int:
-        """Into how many shards a line is cut."""
-        return 1 if self.shard is None else self.shard.size
+    parts: int = field(init=False)
+    """Into how many shards a line is cut."""
+    part: int = field(init=False)
+    """The number of the shard that this rank holds."""
+    size: int = field(init=False)
+    """The number of ranks whose gradients are summed."""
+    communicators: tuple[Communicator, ...] = field(init=False)
+    """Those that there are, shard first."""
 
-    @property
-    def part(self) -> int:
-        """The number of the shard that this rank holds."""
-        return 0 if self.shard is None else self.shard.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks whose gradients are summed."""
-        return self.parts * (1 if self.replicate is None else self.replicate.size)
-
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """Those that there are, shard first."""
-        return tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
+    def __post_init__(self) -> None:
+        there = tuple(axis for axis in (self.shard, self.replicate) if axis is not None)
+        object.__setattr__(self, "parts", 1 if self.shard is None else self.shard.size)
+        object.__setattr__(self, "part", 0 if self.shard is None else self.shard.rank)
+        object.__setattr__(self, "size", math.prod(axis.size for axis in there))
+        object.__setattr__(self, "communicators", there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +136,12 @@ class FlatBuffer:
         self.shard = shard
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
         is_here = shard.device.type == device.type
-        self._alias = axes.parts == 1 and types.master == types.compute and is_here
+        self.is_copy = axes.parts > 1 or types.master != types.compute or not is_here
+        """Whether whole tensors have memory of their own, and not that of the shard."""
         self.is_direct = layout.is_gathered_whole
         """Whether what is gathered lies as the tensors do."""
         self._whole: Line | None = None
-        if not self._alias:
+        if self.is_copy:
             self._whole = line_of(layout.padded_size, types.compute, device)
         self.full = self.shard if self._whole is None else self._whole.tensor
         """The whole line; without memory between `gather` and `release`."""
@@ -218,14 +215,9 @@ class FlatBuffer:
         return [line.numel for line in self.gradients]
 
     @property
-    def is_copy(self) -> bool:
-        """True where whole tensors have memory of their own, and not that of the shard."""
-        return not self._alias
-
-    @property
     def is_stale(self) -> bool:
         """True when the shard was, or may have been, written since `gather`; see `distrust`."""
-        return not self._alias and self._gathered_version != version_of(self.shard)
+        return self.is_copy and self._gathered_version != version_of(self.shard)
 
     def distrust(self) -> None:
         """The shard may be written from now on in ways that leave no trace.
@@ -290,7 +282,7 @@ class FlatBuffer:
         The next `gather` runs over them only, unless the shard has been written by then. Parts are
         cut from the line as it lies, whatever the layout: nothing is copied out afterwards.
         """
-        if not self._alias:
+        if self.is_copy:
             self._kept = block, self.full.view(block.size, -1)[block.rank].clone()
 
     def forget_kept(self) -> None:

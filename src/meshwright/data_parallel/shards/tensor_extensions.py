@@ -239,7 +239,7 @@ class ExtendedBuffer(FlatBuffer):
         self._metadata: list[object] = []
         self._travels: list[Pending] = []
         super().__init__(*args)
-        self._alias = False
+        self.is_copy = True
 
     @property
     def gathers(self) -> list[int]:

@@ -197,6 +197,9 @@ class Unit:
     ) -> None:
         self.name = name
         self.groups = tuple(groups)
+        axes = (axis for group in self.groups for axis in group.axes.communicators)
+        self.communicators: tuple[Communicator, ...] = tuple(dict.fromkeys(axes))
+        """The axes that its gradients are summed over."""
         self.exposure = exposure
         self.settings = settings
         self.is_reducing = False
@@ -357,12 +360,6 @@ class Unit:
     def has_mean(self) -> bool:
         """True when there are means to `deliver`."""
         return any(group.mean is not None for group in self.groups)
-
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """The axes that its gradients are summed over."""
-        axes = (axis for group in self.groups for axis in group.axes.communicators)
-        return tuple(dict.fromkeys(axes))
 
     def accumulate(self) -> None:
         """Take the gradients that autograd has left on the whole parameters."""
