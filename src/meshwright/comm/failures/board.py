@@ -16,7 +16,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, cast
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -38,31 +39,6 @@ _NOTHING = "\x01nothing"
 _SERVER = re.compile(r"server=(?!<nullptr>)")
 
 
-class _Order(Generic[T]):
-    """Something for the thread to do, and what came of it."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self.ended = threading.Lock()
-        self.ended.acquire()
-
-    def carry_out(self) -> None:
-        """Do it; in the thread."""
-        try:
-            self._value = self._work()
-        except BaseException as error:  # whoever waits gets it
-            self._error = error
-        self.ended.release()
-
-    def result(self) -> T:
-        """Find the value, or the error, after the end."""
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._value)
-
-
 class Board:
     """The keys of a store, for all threads of this process.
 
@@ -81,7 +57,7 @@ class Board:
         self._lost: RankFailedError | None = None
         self._busy_since: float | None = None
         self._has_stopped = False
-        self._orders: queue.SimpleQueue[_Order[object] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="meshwright-board", daemon=True)
         self._thread.start()
 
@@ -122,16 +98,16 @@ class Board:
         """Have the thread call ``work``, in which nobody else comes between two requests."""
         if self._has_stopped or threading.current_thread() is self._thread:
             return work()
-        order = _Order(work)
-        self._orders.put(cast("_Order[object]", order))
-        while not order.ended.acquire(timeout=_SLICE):
+        order: Future[T] = Future()
+        self._orders.put(lambda: _carry_out(work, order))
+        while not wait([order], timeout=_SLICE).done:
             if self._lost is not None:
                 raise self._again()
         return order.result()
 
     def later(self, work: Callable[[], object]) -> None:
         """Have the thread call ``work`` when it comes to it; nobody waits."""
-        self._orders.put(cast("_Order[object]", _Order(work)))
+        self._orders.put(lambda: _carry_out(work, Future()))
 
     def learn_host(self, rank: int) -> None:
         """Learn that the store lives in the process of ``rank``."""
@@ -204,9 +180,7 @@ class Board:
             self._busy_since = None
 
     def _again(self) -> RankFailedError:
-        """Make a new error, as one that is raised by several threads would mix up their
-        tracebacks.
-        """
+        """Make a new error: one that several threads raise would mix up their tracebacks."""
         lost = self.give_up("it is closed")
         return RankFailedError(str(lost), lost.rank)
 
@@ -217,7 +191,7 @@ class Board:
                 order = self._orders.get(timeout=max(0.0, next_look - time.monotonic()))
                 if order is None:
                     return
-                order.carry_out()
+                order()
             except queue.Empty:
                 pass
             if time.monotonic() >= next_look:
@@ -225,6 +199,13 @@ class Board:
                     with contextlib.suppress(RankFailedError):  # it is kept in `lost`
                         self.look()
                 next_look = time.monotonic() + self.every
+
+
+def _carry_out(work: Callable[[], T], order: Future[T]) -> None:
+    try:
+        order.set_result(work())
+    except BaseException as error:  # whoever waits gets it
+        order.set_exception(error)
 
 
 def hosts(store: dist.Store) -> bool:

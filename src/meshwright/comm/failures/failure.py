@@ -82,10 +82,10 @@ class Failure:
     """The world's number of the rank that failed or was lost; `STORE` for the run's store."""
     by: int
     """Who says so: the rank itself, or the one that found it lost."""
-    phase: str
-    operation: str
+    phase: str = ""
+    operation: str = ""
     error: str
-    line: str
+    line: str = ""
     attempt: int = 0
     """How often the rank that says so had gone on after it raised."""
 
@@ -119,6 +119,8 @@ class FailureMonitor:
         """``host`` is the rank in whose process the store lives; `STORE` for none or unknown."""
         self.rank = rank
         self.world_size = world_size
+        self.others = [other for other in range(world_size) if other != rank]
+        """The ranks but this one."""
         self.hang_after = hang_after
         """Seconds after which a wait is reported as a hang."""
         self.limit = limit
@@ -218,9 +220,8 @@ class FailureMonitor:
 
     def post_failure(self, failure: Failure) -> None:
         """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
-        own = {**_values(failure), "is_final": True, "is_difference": False}
         try:
-            self._post({**own, "past": sorted(self._past)})
+            self._post(_notice_of(failure, self._past, is_final=True))
             self.read()
         except RankFailedError:
             self._tell_unpublished(failure)
@@ -363,10 +364,7 @@ class FailureMonitor:
         failure = Failure(
             rank=rank,
             by=self.rank,
-            phase="",
-            operation="",
             error="its process has ended without a word (killed, or by os._exit)",
-            line="",
         )
         if self.board.lost is not None:  # its host failed before, and this rank may have for that
             return
@@ -377,8 +375,7 @@ class FailureMonitor:
             if any(other.rank == rank for other in self._standing.values()):
                 self._post({"kind": "ended", "rank": rank})
             else:
-                own = {**_values(failure), "is_final": True, "is_difference": False}
-                self._post({**own, "past": sorted(self._standing)})
+                self._post(_notice_of(failure, self._standing, is_final=True))
             self._read()
         except RankFailedError:  # the store has gone with it, or soon after
             if not self.ranks.has_ended(self.board.host) and self.failure is None:
@@ -391,7 +388,6 @@ class FailureMonitor:
         A difference that this rank finds is not posted either after another that it has not gone
         on after: it may be the same. What else it raises is posted then, and ends it for both.
         """
-        own = {**_values(failure), "is_final": False, "is_difference": is_difference}
         while True:
             self._read()
             slot = self._seen + 1  # taken, when something is read before the next line
@@ -399,7 +395,7 @@ class FailureMonitor:
             if found is not None:
                 self._ended_by(*found)
                 return False
-            text = self._text({**own, "past": sorted(self._past)})
+            text = self._text(_notice_of(failure, self._past, is_difference=is_difference))
             if self.board.compare_set(f"slot/{slot}", "", text) == text:
                 self._raised.update(list(self._due))
                 self._read()
@@ -477,7 +473,7 @@ class FailureMonitor:
     def _attend_failure(self, slot: int, notice: Mapping[str, Any]) -> None:
         if not self._standing.keys() <= {at for at in notice["past"] if isinstance(at, int)}:
             return
-        failure = Failure(**{name: notice[name] for name in Failure.__slots__})
+        failure = Failure(**{name: notice[name] for name in _OF_A_FAILURE})
         if notice["is_final"]:
             self._final.add(slot)
         elif notice["is_difference"] and failure.rank != self.rank:
@@ -488,5 +484,12 @@ class FailureMonitor:
         self.board.set(f"heard/{self.rank}", str(slot))
 
 
-def _values(failure: Failure) -> dict[str, Any]:
-    return {"kind": "failed", **{name: getattr(failure, name) for name in Failure.__slots__}}
+def _notice_of(
+    failure: Failure, past: Iterable[int], *, is_final: bool = False, is_difference: bool = False
+) -> dict[str, Any]:
+    kind = {"kind": "failed", "is_final": is_final, "is_difference": is_difference}
+    return {
+        **kind,
+        **{name: getattr(failure, name) for name in _OF_A_FAILURE},
+        "past": sorted(past),
+    }

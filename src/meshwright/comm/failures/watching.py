@@ -18,10 +18,9 @@ from collections.abc import Callable
 from meshwright.comm.failures.attendance import Waiting
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.outside import OutsideCall
 from meshwright.comm.failures.processes import Stillness
 from meshwright.comm.failures.stuck_calls import CallWatch, StuckCall
-from meshwright.comm.failures.waiting import STILL, UNSEEN, Watch
+from meshwright.comm.failures.waiting import STILL, UNSEEN, OutsideCall, Watch
 from meshwright.errors import CommunicationError, RankFailedError
 
 __all__ = ["Watcher"]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -87,14 +87,12 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     if answer is None:
         return None
     for group in answer["groups"].values():
-        if not isinstance(group, dict):
+        if not _has(group, {"counts": dict, "last": list}):
             return None
-        counts, last = group.get("counts"), group.get("last")
-        if not isinstance(counts, dict) or not isinstance(last, list):
+        if not all(isinstance(count, int) for count in group["counts"].values()):
             return None
-        if not all(isinstance(count, int) for count in counts.values()):
-            return None
-        if not all(_has(entry, {"sequence": int, "kind": str, "label": str}) for entry in last):
+        entry = {"sequence": int, "kind": str, "label": str}
+        if not all(_has(each, entry) for each in group["last"]):
             return None
     return answer
 
@@ -126,24 +124,24 @@ def source_line(error: BaseException) -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Name the user's line that ``frame`` is in, or was called from."""
-    innermost = frame
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((*LIBRARIES, "<")):
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
-    if innermost is None:
+    frames = list(_frames(frame))
+    users = (f for f in frames if not f.f_code.co_filename.startswith((*LIBRARIES, "<")))
+    found = next(users, frames[0] if frames else None)
+    if found is None:
         return ""
-    return f"{innermost.f_code.co_filename}:{innermost.f_lineno} in {innermost.f_code.co_name}"
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
 
 
 def _is_compiling(frame: FrameType | None) -> bool:
+    places = ("/torch/_dynamo/convert_frame", "/torch/_inductor/")
+    return any(place in f.f_code.co_filename for f in _frames(frame) for place in places)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Iterate over ``frame`` and those that it was called from."""
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if "/torch/_dynamo/convert_frame" in filename or "/torch/_inductor/" in filename:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def phase_text() -> str:
