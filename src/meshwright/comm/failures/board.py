@@ -34,7 +34,7 @@ _SLICE = 0.2
 """Seconds of one wait for the thread; after each, whether the host is lost is looked at."""
 
 _NOTHING = "\x01nothing"
-"""What the store says of a key that is not there, when it is asked whether that stands there."""
+"""The answer of the store for a key that is not there, when asked whether this stands there."""
 
 _SERVER = re.compile(r"server=(?!<nullptr>)")
 
@@ -42,31 +42,25 @@ _SERVER = re.compile(r"server=(?!<nullptr>)")
 class Board:
     """The keys of a store, for all threads of this process.
 
-    Every method raises `RankFailedError` when the store's host is lost: `host` and `host_name` say
-    who that is. ``every`` seconds the thread calls ``look``, when one is set.
+    Every method raises `RankFailedError` when the store's host is lost: `host` says who that is.
+    ``every`` seconds the thread calls ``look``, when one is set.
     """
 
     def __init__(self, store: dist.Store, *, host: int, every: float = 0.25) -> None:
-        """``host`` is the rank in whose process the store lives; `STORE` when it is none."""
+        """Begin the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
         self.host = host
         self.every = every
         self.look: Callable[[], None] | None = None
         """Called in the thread now and then."""
         self._given = store  # with it goes the server, where this process is the host
         self._store = _own_client(store)
-        self._lost: RankFailedError | None = None
+        self.lost: RankFailedError | None = None
+        """The error of every request from now on; None while the store answers."""
         self._busy_since: float | None = None
         self._has_stopped = False
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="meshwright-board", daemon=True)
         self._thread.start()
-
-    @property
-    def host_name(self) -> str:
-        """Name the host of the store, for messages."""
-        return (
-            "the run's store" if self.host == STORE else f"rank {self.host}, which hosts the store,"
-        )
 
     @property
     def host_process(self) -> str:
@@ -77,11 +71,6 @@ class Board:
         return "torchrun's agent" if is_agent else "the process that hosts it"
 
     @property
-    def lost(self) -> RankFailedError | None:
-        """The error of every request from now on; None while the store answers."""
-        return self._lost
-
-    @property
     def silence(self) -> float:
         """Seconds since which the store has not answered a request."""
         since = self._busy_since
@@ -89,10 +78,11 @@ class Board:
 
     def give_up(self, reason: str) -> RankFailedError:
         """Take the host for lost: who waits for an answer raises. Returns the error."""
-        if self._lost is None:
-            text = f"{self.host_name} failed first: {reason}"
-            self._lost = RankFailedError(text, self.host)
-        return self._lost
+        if self.lost is None:
+            is_rank = self.host != STORE
+            host = f"rank {self.host}, which hosts the store," if is_rank else "the run's store"
+            self.lost = RankFailedError(f"{host} failed first: {reason}", self.host)
+        return self.lost
 
     def run(self, work: Callable[[], T]) -> T:
         """Have the thread call ``work``, in which nobody else comes between two requests."""
@@ -101,7 +91,7 @@ class Board:
         order: Future[T] = Future()
         self._orders.put(lambda: _carry_out(work, order))
         while not wait([order], timeout=_SLICE).done:
-            if self._lost is not None:
+            if self.lost is not None:
                 raise self._again()
         return order.result()
 
@@ -126,7 +116,7 @@ class Board:
         self.end_looking()
         self._orders.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=0.1 if self._lost is not None else 5.0)
+            self._thread.join(timeout=0.1 if self.lost is not None else 5.0)
         self._has_stopped = not self._thread.is_alive()
 
     # ---------------------------------------------------------------- requests
@@ -167,7 +157,7 @@ class Board:
 
     def _ask(self, request: Callable[[], T]) -> T:
         """Make one request of the store; in the thread."""
-        if self._lost is not None:
+        if self.lost is not None:
             raise self._again()
         self._busy_since = time.monotonic()
         try:
@@ -195,7 +185,7 @@ class Board:
             except queue.Empty:
                 pass
             if time.monotonic() >= next_look:
-                if self.look is not None and self._lost is None:
+                if self.look is not None and self.lost is None:
                     with contextlib.suppress(RankFailedError):  # it is kept in `lost`
                         self.look()
                 next_look = time.monotonic() + self.every

@@ -15,6 +15,7 @@ that differs is an error on the rank that asks, and the others read it while the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ REMEDY = (
 )
 
 State = Mapping[str, list[Any]]
-"""What decides a unit's collectives, by unit: settings first, then frozen parameters."""
+"""The state that decides collectives, by unit: settings first, then frozen parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class EventCheck:
         if not monitor.board.check(keys):
 
             def compare(answers: Answers) -> bool:
-                self._have_come(monitor, self._number, event, "", answers)
+                self._have_come(monitor, event, "", answers)
                 return False  # who has come may still be about to say its words
 
             _wait(monitor, self._coming(event), lambda: monitor.board.check(keys), compare)
@@ -152,26 +153,17 @@ class EventCheck:
         return [axis.counts.get("", 0) for axis in self._axes]
 
     def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
-        number = self._number
-        votes = f"{self._key}/{number}/{event.text}/{event.state}"
+        votes = f"{self._key}/{self._number}/{event.text}/{event.state}"
         if after:
             votes += f"/{self._tail[-1][-1]}"
-
-        def have_come(answers: Answers) -> bool:
-            return self._have_come(monitor, number, event, after, answers)
-
+        have_come = functools.partial(self._have_come, monitor, event, after)
         wait_for_all(monitor, votes, self._coming(event, after), have_come)
 
     def _have_come(
-        self,
-        monitor: FailureMonitor,
-        number: int,
-        event: Event,
-        after: str,
-        answers: Answers,
+        self, monitor: FailureMonitor, event: Event, after: str, answers: Answers
     ) -> bool:
         """Check that there is nobody left to wait for. Raises when a rank does something else."""
-        is_complete = True
+        number, is_complete = self._number, True
         for rank in self._communicator.ranks:
             if rank == self._rank:
                 continue

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -194,12 +193,7 @@ class ExceptionHook:
     def __init__(self, before: Callable[..., object]) -> None:
         self.before = before
 
-    def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
         """Tell the other ranks and the launcher, then go on with the hook that was there."""
         if PROCESS.monitor is not None and PROCESS.monitor.pid == os.getpid():
             _tell(PROCESS.monitor, error)

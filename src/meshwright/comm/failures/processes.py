@@ -77,13 +77,11 @@ class Process:
         return cls(place=place(), pid=os.getpid(), started=started)
 
     @classmethod
-    def of(cls, values: object) -> Process | None:
+    def of(cls, values: Mapping[str, object]) -> Process | None:
         """Read what `values` gave; None for anything else."""
-        if not isinstance(values, Mapping):
-            return None
-        name, pid, started = (values.get(key) for key in ("place", "pid", "started"))
-        if isinstance(name, str) and isinstance(pid, int) and isinstance(started, int):
-            return cls(place=name, pid=pid, started=started)
+        match values:
+            case {"place": str(name), "pid": int(pid), "started": int(started)}:
+                return cls(place=name, pid=pid, started=started)
         return None
 
     def values(self) -> dict[str, str | int]:

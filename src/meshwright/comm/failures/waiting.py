@@ -23,7 +23,6 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
 from meshwright.comm.failures.attendance import PATIENCE, Answers
@@ -141,12 +140,7 @@ class Watch:
         self._monitor.ranks.begin_wait(self._awaited.describe())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._monitor.ranks.end_wait()
         if error is not None:
             self._monitor.note_raised()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(meshwright.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
-"""Where the files of Meshwright and of torch lie: no line of theirs is the user's."""
+"""The folders of Meshwright and of torch: no line of theirs is the user's."""
 
 LONGEST_ERROR, HEAD = 600, 200
 """Characters of an error that are shown, and how many of them from its beginning."""
@@ -56,8 +55,6 @@ def own_state() -> dict[str, Any]:
             ],
         }
     return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
         "phase": phase_text(),
         "line": line_of(frame),
         "compiling": _is_compiling(frame),
@@ -124,9 +121,9 @@ def source_line(error: BaseException) -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Name the user's line that ``frame`` is in, or was called from."""
-    frames = list(_frames(frame))
-    users = (f for f in frames if not f.f_code.co_filename.startswith((*LIBRARIES, "<")))
-    found = next(users, frames[0] if frames else None)
+    places = (*LIBRARIES, "<")
+    users = (each for each in _frames(frame) if not each.f_code.co_filename.startswith(places))
+    found = next(users, frame)
     if found is None:
         return ""
     return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
