@@ -77,16 +77,8 @@ class FakeCommunicator(Communicator):
         self._check_share(output, tensor, "all_gather")
         return self._meet("all_gather", tensor, output, label)
 
-    def all_gather_list(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        label: str = "",
-        async_op: bool = True,
-    ) -> Pending:
-        """Gather as `all_gather` does."""
-        return self.all_gather(output, tensor, label=label, async_op=async_op)
+    all_gather_list = all_gather
+    """The same: among threads there is no other call."""
 
     def all_to_all(
         self,
@@ -125,18 +117,14 @@ class FakeCommunicator(Communicator):
         label: str,
         launch: Callable[[Any], Any],
         *,
-        reduction: str | None = None,
-        peer: int | None = None,
         value: torch.Tensor | None = None,
         is_ours: bool = True,
+        **about: Any,
     ) -> Pending:
         """Bring what c10d would be given to the other threads; a user's own call is made."""
-        output = tensor if value is None else value
-        if is_ours:
-            return self._meet(kind, tensor, output, label, reduction=reduction, peer=peer)
-        return super()._issue(
-            kind, tensor, label, launch, reduction=reduction, peer=peer, value=value, is_ours=False
-        )
+        if not is_ours:
+            return super()._issue(kind, tensor, label, launch, value=value, is_ours=False, **about)
+        return self._meet(kind, tensor, tensor if value is None else value, label, **about)
 
     def _meet(
         self,

@@ -38,9 +38,9 @@ class Fault:
     rank: int
     kind: FaultKind
     step: int = 0
-    """How often the place is passed unharmed."""
+    """The number of times that the place is passed unharmed."""
     seconds: float = 60.0
-    """How long the kind ``sleep`` sleeps."""
+    """The time that the kind ``sleep`` sleeps."""
 
     @classmethod
     def parse(cls, text: str) -> Fault:

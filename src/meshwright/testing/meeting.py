@@ -36,7 +36,7 @@ class Call:
     """The group, in numbers of the world."""
     collective: Collective
     tensor: torch.Tensor
-    """What it hands in, as it was when it was issued."""
+    """The tensor that it hands in, as it was when it was issued."""
     output: torch.Tensor
     tag: int = 0
     input_splits: tuple[int, ...] | None = None

@@ -46,7 +46,7 @@ class Sample:
     loss: Callable[..., torch.Tensor] = F.cross_entropy
     """``loss(output, target)``, a mean over the batch."""
     depends_on: Literal["", "batch", "random numbers"] = ""
-    """What beside the sample itself its output depends on. A model that depends on the whole batch
+    """The other thing that its output depends on. A model that depends on the whole batch
     (BatchNorm), or on random numbers (dropout), need not train alike on another number of ranks."""
 
     def example_batch(
@@ -160,7 +160,7 @@ class TinyTransformer(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, length, words)`` of the next word at each position."""
+        """Compute logits ``(batch, length, words)`` of the next word at each position."""
         x = self.embedding(words) + self.position[: words.shape[1]]
         for layer in self.layers:
             x = layer(x)

@@ -50,7 +50,7 @@ class Request:
     """Seconds that the other ranks have after the first failure."""
     backend: str | None
     connected: bool
-    """Whether the ranks are connected before the body starts."""
+    """True when the ranks are connected before the body starts."""
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
