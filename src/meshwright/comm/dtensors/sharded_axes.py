@@ -152,7 +152,7 @@ def _spread_of_view(view: ShardView) -> tuple[Communicator, ...]:
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
+    """Find this rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
     return tensor.to_local() if isinstance(tensor, DTensor | ShardView) else plain(tensor)
 
 

@@ -27,9 +27,9 @@ _FACTS = """
     ndimension nelement numel requires_grad retains_grad shape size stride
 """
 FACTS = frozenset(STATE_OF_TENSORS) | frozenset(_FACTS.split())
-"""What can be asked without a value, by the names of torch's functions and attributes."""
+"""The names of torch's functions and attributes that need no value."""
 SETTINGS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
-"""What may be said to a parameter on every rank alike."""
+"""The names of functions that may be called for a parameter on every rank alike."""
 
 
 class _Why(NamedTuple):
