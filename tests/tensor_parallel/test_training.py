@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from meshwright import comm, parallelize_module
 from meshwright.comm import Recorder, observe
-from meshwright.comm.dtensors.local_leaves import deliver, local_leaf
-from meshwright.comm.dtensors.partial_gradients import PartialGradient
+from meshwright.comm.dtensors.local_leaves import PartialGradient, deliver, local_leaf
 from meshwright.tensor_parallel import (
     ColwiseParallel,
     ParallelStyle,

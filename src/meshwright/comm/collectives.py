@@ -88,7 +88,7 @@ class Communicator:
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
         self.unsummed: dict[int, list[Any]] = {}
-        """Partial gradients of the backward passes that are under way; see `partial_gradients`."""
+        """Partial gradients of the backward passes that are under way; see `local_leaves`."""
         self.unions: dict[tuple[Communicator, ...], Communicator] = {}
         """Those of the ranks of this axis and others, by the others."""
         self.kept: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.comm.failures.comparison import Comparison
+from meshwright.comm.failures.events import Comparison
 from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of

@@ -2,8 +2,7 @@
 
 Bottom-up:
 
-    keys            seeds from names
-    counters        random bits by position
+    counters        seeds from names, and random bits by position
     draws           what a training step tells dropout
     dropout         modules that draw by position
     refusals        random operators that cannot
@@ -14,10 +13,10 @@ Bottom-up:
 from __future__ import annotations
 
 from meshwright.randomness.blocks import initialize_by_blocks
+from meshwright.randomness.counters import name_seed
 from meshwright.randomness.draws import DimPart, Draws
 from meshwright.randomness.dropout import Dropout, replace_dropout
 from meshwright.randomness.initialization import initialize, module_initializer
-from meshwright.randomness.keys import name_seed
 from meshwright.randomness.refusals import RandomOperators
 
 __all__ = [

@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from meshwright.layout import Box
+from meshwright.randomness.counters import name_seed
 from meshwright.randomness.initialization import (
     HeldBoxes,
     Step,
+    cells_of,
     check_initializers,
     held_whole,
     initializer_of,
     like_whole,
     materialise,
 )
-from meshwright.randomness.keys import name_seed
 from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
 __all__ = ["initialize_by_blocks"]
@@ -46,7 +47,7 @@ def initialize_by_blocks(
     device: torch.device | str | None = None,
     held: HeldBoxes = held_whole,
 ) -> nn.Module:
-    """As `initialize`, but each rank draws only the blocks of rows that it holds a part of.
+    """Initialize ``model``, each rank drawing only the blocks of rows that it holds a part of.
 
     ``reset_parameters``, or ``init(module)``, runs on the meta device to learn what is written to
     each parameter: operators that treat all elements alike, such as ``normal_``, ``uniform_`` and
@@ -57,25 +58,22 @@ def initialize_by_blocks(
     """
     check_initializers(model, init)
     plans = {
-        name: _recorded(module, name, init)
+        name: _recorded(module, name, step)
         for name, module in model.named_modules()
-        if initializer_of(module, init) is not None
+        if (step := initializer_of(module, init)) is not None
     }
     undefined = materialise(model, device)
     for name, module in model.named_modules():
-        for where in (module._parameters, module._buffers):
-            for key, tensor in where.items():
-                calls = plans.get(name, {}).get(key, [])
-                path = f"{name}.{key}".lstrip(".")
-                if tensor is None:
-                    continue
-                if not calls and (id(tensor) in undefined or hasattr(tensor, "device_mesh")):
-                    raise ValueError(
-                        f"{path!r}: its module's initialisation writes nothing to it on the meta "
-                        "device, so it cannot be drawn in blocks: use initialize"
-                    )
-                for box, memory in held(tensor):
-                    _fill(memory, box, tuple(tensor.shape), calls, (seed, path))
+        for _, key, tensor in cells_of(module, recurse=False):
+            calls = plans.get(name, {}).get(key, [])
+            path = f"{name}.{key}".lstrip(".")
+            if not calls and (id(tensor) in undefined or hasattr(tensor, "device_mesh")):
+                raise ValueError(
+                    f"{path!r}: its module's initialisation writes nothing to it on the meta "
+                    "device, so it cannot be drawn in blocks: use initialize"
+                )
+            for box, memory in held(tensor):
+                _fill(memory, box, tuple(tensor.shape), calls, (seed, path))
     return model
 
 
@@ -103,23 +101,16 @@ def _fill(
             memory[part.slices(box)].copy_(block[part.slices(whole)])
 
 
-def _recorded(module: nn.Module, name: str, init: Step | None) -> dict[str, list[_Call]]:
-    """Record the calls of the initialisation of ``module`` on each of its own tensors, by their
-    names.
-    """
+def _recorded(module: nn.Module, name: str, step: Step) -> dict[str, list[_Call]]:
+    """Record what the initialisation of ``module`` calls on its own tensors, by their names."""
     kept = dict(module._parameters), dict(module._buffers)
     twins: dict[str, torch.Tensor] = {}
-    for where in (module._parameters, module._buffers):
-        for key, tensor in where.items():
-            if tensor is not None:
-                twins[key] = like_whole(tensor, "meta")
-        where.update({key: twins[key] for key in where if key in twins})  # pyrefly: ignore[no-matching-overload]
+    for where, key, tensor in cells_of(module, recurse=False):
+        where[key] = twins[key] = like_whole(tensor, "meta")
     recorder = _Recorder(name, twins)
-    step = initializer_of(module, init)
     try:
         with recorder:
-            if step is not None:
-                step(module)
+            step(module)
     finally:
         module._parameters.update(kept[0])
         module._buffers.update(kept[1])

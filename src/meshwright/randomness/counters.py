@@ -1,4 +1,4 @@
-"""Random bits as a function of a key and a position: any part of a tensor, drawn alone.
+"""Seeds from names, and bits by seed and position: any part of a tensor, drawn alone.
 
 The bits of element ``i`` are half of word ``i // 2``, and word ``n`` is the ``n``-th number of the
 generator SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014),
@@ -11,13 +11,14 @@ rank holds a slice of each, and start a kernel for each block on a GPU.
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import torch
 
 from meshwright.layout import Box
 
-__all__ = ["random_bits"]
+__all__ = ["name_seed", "random_bits"]
 
 _CHUNK = 1 << 14
 """Words computed at once on a CPU, so that all passes over them stay in its cache."""
@@ -32,10 +33,16 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 
+def name_seed(seed: int, *names: object) -> int:
+    """Compute a seed of 63 bits of ``seed`` and ``names``, the same on every machine."""
+    text = "\0".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
 def random_bits(
     seed: int, samples: torch.Tensor, box: Box, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """32 random bits for each element of ``box`` of each sample: int32 ``(samples, *box.shape)``.
+    """Draw 32 bits for each element of ``box`` of each sample: int32 ``(samples, *box.shape)``.
 
     A sample is a row-major tensor of ``shape``. The bits of an element depend on ``seed``, its
     sample's number in ``samples`` (int64, 1-D) and its place in the sample, on nothing else.
@@ -62,7 +69,7 @@ def random_bits(
 
 
 def _scattered(keys: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """As `random_bits`, for elements that do not follow each other in a sample."""
+    """Draw as `random_bits` does for elements that do not follow each other in a sample."""
     if not (shape[-1] % 2 or box.offset[-1] % 2 or box.shape[-1] % 2):
         # Both halves of each word are wanted, side by side.
         pairs = Box((*box.offset[:-1], box.offset[-1] // 2), (*box.shape[:-1], box.shape[-1] // 2))

@@ -18,8 +18,7 @@ import torch
 
 from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
-from meshwright.randomness.counters import random_bits
-from meshwright.randomness.keys import name_seed
+from meshwright.randomness.counters import name_seed, random_bits
 from meshwright.torch_internals.autograd import running_backward
 
 __all__ = ["DimPart", "Draws"]
@@ -84,11 +83,12 @@ class Draws:
         self.seed = seed
         self.step = step
         self.is_drawing = False
-        """Whether this object itself draws from torch's generator at the moment."""
+        """True while this object itself draws from torch's generator."""
         self._microbatches: dict[int, _Microbatch] = {}
         self._recorded: dict[int, list[_Call]] = {}
         self._now: _Microbatch | None = None
-        self._is_rehearsal = False
+        self.is_rehearsal = False
+        """True while nothing is dropped."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -130,19 +130,14 @@ class Draws:
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Drop nothing inside: what runs is an example, to see shapes or the order of modules."""
-        before, self._is_rehearsal = self._is_rehearsal, True
+        before, self.is_rehearsal = self.is_rehearsal, True
         try:
             yield
         finally:
-            self._is_rehearsal = before
-
-    @property
-    def is_rehearsal(self) -> bool:
-        """True when nothing is dropped."""
-        return self._is_rehearsal
+            self.is_rehearsal = before
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and step: all that a checkpoint needs, on any layout."""
+        """Return seed and step: all that a checkpoint needs, on any layout."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -153,7 +148,7 @@ class Draws:
     def bits(
         self, site: str, local: Sequence[int], parts: Sequence[DimPart], device: torch.device
     ) -> torch.Tensor:
-        """Random int32 of shape ``local`` for one call of module ``site``.
+        """Draw random int32 of shape ``local`` for one call of module ``site``.
 
         ``local`` is the shape of this rank's part, with samples along dim 0, and ``parts`` say of
         which dims it is a part.
@@ -209,9 +204,7 @@ class Draws:
         return known[0]
 
     def _token(self) -> int:
-        """Find the next number of torch's generator, which checkpoints put back before they
-        rerun.
-        """
+        """Draw the next number of torch's generator, which checkpoints put back to rerun."""
         self.is_drawing = True
         try:
             return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -25,7 +25,7 @@ _CHANNEL_DIMS: dict[type[nn.Module], int] = {
 """Modules that are replaced, and over how many last dims each takes one decision."""
 
 _SATURATION = -1.7580993408473766
-"""What a SELU tends to at minus infinity, which AlphaDropout puts for what it drops (Klambauer et
+"""The limit of a SELU at minus infinity, which AlphaDropout puts for what it drops (Klambauer et
 al., Self-Normalizing Neural Networks, 2017)."""
 
 
@@ -50,7 +50,7 @@ class Dropout(nn.Dropout):
         channel_dims: int = 0,
         is_alpha: bool = False,
     ) -> None:
-        """``channel_dims`` last dims share one decision, as in `torch.nn.Dropout2d`."""
+        """Take one decision for the ``channel_dims`` last dims, as in `torch.nn.Dropout2d`."""
         super().__init__(p, inplace)
         self.site = site
         self.parts = tuple(parts)
@@ -59,11 +59,11 @@ class Dropout(nn.Dropout):
         self._is_alpha = is_alpha
 
     def take_part(self, *parts: DimPart) -> None:
-        """Be given this rank's ``parts`` of activations from now on."""
+        """Take this rank's ``parts`` of activations from now on."""
         self.parts = parts
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` with some elements dropped; the input itself in evaluation mode."""
+        """Drop some elements of ``input``; none in evaluation mode, which returns it itself."""
         if not self.training or self.p == 0.0 or self._draws.is_rehearsal:
             return input
         if input.is_meta or isinstance(input, FakeTensor):
@@ -78,7 +78,7 @@ class Dropout(nn.Dropout):
         return self.dropped(input)
 
     def dropped(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` with some elements zeroed, as in training."""
+        """Zero some elements of ``input``, as in training."""
         keep = self._kept(input)
         if self._is_alpha:
             return self._saturate(input, keep)
@@ -88,7 +88,7 @@ class Dropout(nn.Dropout):
         return input.mul_(noise) if self.inplace else input * noise
 
     def extra_repr(self) -> str:
-        """Find the arguments, for `repr`."""
+        """Name the arguments, for `repr`."""
         return f"{super().extra_repr()}, site={self.site!r}"
 
     def _kept(self, input: torch.Tensor) -> torch.Tensor:
@@ -161,5 +161,5 @@ def replace_dropout(model: nn.Module, draws: Draws, *, per_rank: Sequence[str] =
 
 @not_traced
 def _dropped_outside(module: Dropout, input: torch.Tensor) -> torch.Tensor:
-    """Never in a compiled graph, which would keep step and samples."""
+    """Drop outside of any compiled graph, which would keep step and samples."""
     return module.dropped(input)

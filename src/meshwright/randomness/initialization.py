@@ -26,6 +26,7 @@ from meshwright.torch_internals.tensors import memory_of, version_of
 
 __all__ = [
     "HeldBoxes",
+    "cells_of",
     "check_initializers",
     "held_whole",
     "initialize",
@@ -121,24 +122,23 @@ def module_initializer(model: nn.Module, seed: int, *, init: Step | None = None)
 def materialise(
     model: nn.Module, device: torch.device | str | None, *, recurse: bool = True
 ) -> set[int]:
-    """Give tensors on the meta device memory; the ids of those whose values are not known.
+    """Give tensors on the meta device memory; return the ids of those without known values.
 
     Parameters that were tied stay tied.
     """
     home = torch.device("cpu" if device is None else device)
-    cells = list(_cells(model, recurse))
-    before = [where[key] for where, key in cells]
-    if not any(t is not None and t.is_meta for t in before):
+    cells = list(cells_of(model, recurse=recurse))
+    if not any(old.is_meta for *_, old in cells):
         return set()
 
-    def givememory_of(tensor: torch.Tensor) -> torch.Tensor:
+    def at_home(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
 
-    model._apply(givememory_of, recurse=recurse)
+    model._apply(at_home, recurse=recurse)
     after: dict[int, torch.Tensor | None] = {}
-    for (where, key), old in zip(cells, before, strict=True):
+    for where, key, old in cells:
         where[key] = after.setdefault(id(old), where[key])
-    return {id(after[id(old)]) for old in before if old is not None and old.is_meta}
+    return {id(after[id(old)]) for *_, old in cells if old.is_meta}
 
 
 # ------------------------------------------------------------------------------ one module
@@ -153,7 +153,7 @@ class _Cell:
     name: str
     rest: torch.Tensor
     is_known: bool
-    """Whether elements that nobody writes to have values all the same."""
+    """True when elements that nobody writes to have values all the same."""
 
 
 class _Walk:
@@ -171,17 +171,15 @@ class _Walk:
     def open(self, module: nn.Module) -> list[_Cell]:
         """Put whole tensors into ``module``, marked where their values are not known."""
         cells: list[_Cell] = []
-        for where, key in _cells(module, False):
-            rest = where[key]
-            if rest is not None:
-                is_whole = not hasattr(rest, "device_mesh")
-                is_known = is_whole and id(rest) not in self._undefined
-                path = f"{self._names.get(module, '')}.{key}".lstrip(".")
-                cells.append(_Cell(where, key, path, rest, is_known))
-                if not is_whole:
-                    where[key] = like_whole(rest, rest.device)
-                if not is_known:
-                    _mark(where[key])
+        for where, key, rest in cells_of(module, recurse=False):
+            is_whole = not hasattr(rest, "device_mesh")
+            is_known = is_whole and id(rest) not in self._undefined
+            path = f"{self._names.get(module, '')}.{key}".lstrip(".")
+            cells.append(_Cell(where, key, path, rest, is_known))
+            if not is_whole:
+                where[key] = like_whole(rest, rest.device)
+            if not is_known:
+                _mark(where[key])
         return cells
 
     def close(self, cells: Sequence[_Cell]) -> None:
@@ -213,7 +211,7 @@ class _Walk:
 
 
 def like_whole(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Memory for all of ``tensor``, a parameter where that is one."""
+    """Make memory for all of ``tensor``, a parameter where that is one."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     is_trained = isinstance(tensor, nn.Parameter)
     return nn.Parameter(whole, tensor.requires_grad) if is_trained else whole
@@ -243,9 +241,7 @@ def _marker(tensor: torch.Tensor) -> float | int | bool:
 
 
 def initializer_of(module: nn.Module, init: Step | None) -> Step | None:
-    """Find the step that draws the own tensors of ``module``; None when it has none, or nobody
-    does.
-    """
+    """Find the step that draws the own tensors of ``module``; None for none."""
     if init is not None:
         return init
     # torch's attention has its own under a private name.
@@ -306,11 +302,12 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
     yield from module.buffers(recurse)
 
 
-def _cells(
-    module: nn.Module, recurse: bool
-) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:
-    """Iterate over the places of tensors: a dictionary of a module, and its key."""
+def cells_of(
+    module: nn.Module, *, recurse: bool
+) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Iterate over the places of tensors: a dictionary of a module, its key, and the tensor."""
     for part in module.modules() if recurse else (module,):
         for where in (part._parameters, part._buffers):
-            for key in where:
-                yield where, key  # pyrefly: ignore[invalid-yield]
+            for key, tensor in list(where.items()):
+                if tensor is not None:
+                    yield where, key, tensor  # pyrefly: ignore[invalid-yield]

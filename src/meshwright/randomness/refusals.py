@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -18,12 +17,13 @@ from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 __all__ = ["RandomOperators", "declared", "random_modules"]
 
 _KNOWN = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_RANDOM = (nn.RReLU, nn.FeatureAlphaDropout, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _OFF = {"p": 0.0, "dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 """Arguments by which an operator that may be random is none."""
 
 
 def declared(model: nn.Module, per_rank: Sequence[str]) -> set[str]:
-    """Names of the modules in which each rank draws for itself: those matched, and all below.
+    """Name the modules in which each rank draws for itself: those matched, and all below.
 
     Raises ValueError for a pattern that matches nothing.
     """
@@ -46,14 +46,9 @@ def random_modules(module: nn.Module) -> str | None:
             return f"{kind} with dropout={module.dropout} inside its attention"
         case nn.RNNBase() if module.dropout > 0 and module.num_layers > 1:
             return f"{kind} with dropout={module.dropout} between its layers"
-        case (
-            nn.RReLU()
-            | nn.FeatureAlphaDropout()
-            | nn.FractionalMaxPool2d()
-            | (nn.FractionalMaxPool3d())
-        ):
+        case _ if isinstance(module, _RANDOM):
             return kind
-        case nn.Dropout() | nn.Dropout1d() | nn.Dropout2d() | nn.Dropout3d() | nn.AlphaDropout():
+        case _ if isinstance(module, _KNOWN):
             # A subclass may draw in another way; ours does not.
             is_known = type(module) in _KNOWN or isinstance(getattr(module, "_draws", None), Draws)
             return None if is_known else f"{kind}, a dropout of its own kind"
@@ -87,12 +82,7 @@ class RandomOperators(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:  # noqa: ANN401
         """Look no more."""
         super().__exit__(exc_type, exc_val, exc_tb)
         while self._hooks:

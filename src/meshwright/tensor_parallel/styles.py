@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_placements
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.partial_gradients import PartialGradient
+from meshwright.comm.dtensors.local_leaves import PartialGradient
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layers.embedding import (

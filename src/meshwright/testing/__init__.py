@@ -12,9 +12,8 @@ Bottom-up:
     plugin        the pytest plugin
     meeting       the meeting of fake ranks
     fake          all ranks in one process
-    masked        microbatches of the size of the batch
     models        models that have broken a layout
-    training      parity with one process
+    training      parity with one process, also bit by bit
     faults        faults at a chosen place and step
 
 ::
@@ -36,11 +35,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.testing.fake import FakeCommunicator, run_fake
     from meshwright.testing.faults import Fault, InjectedError, arm
-    from meshwright.testing.masked import masked_microbatches, unmasked
     from meshwright.testing.models import MODELS, Sample, TinyTransformer
     from meshwright.testing.outcome import Ending, Outcome, RanksFailed
     from meshwright.testing.pool import Pool, Ranks, ranks, shared_pool
-    from meshwright.testing.training import LaidOut, Training, assert_same_training, wrapped
+    from meshwright.testing.training import (
+        LaidOut,
+        Training,
+        assert_same_training,
+        masked_microbatches,
+        unmasked,
+        wrapped,
+    )
 
 __all__ = [
     "MODELS",
@@ -66,31 +71,18 @@ __all__ = [
     "wrapped",
 ]
 
-_HOMES = MappingProxyType(
-    {
-        "MODELS": "models",
-        "Ending": "outcome",
-        "FakeCommunicator": "fake",
-        "Fault": "faults",
-        "InjectedError": "faults",
-        "LaidOut": "training",
-        "Outcome": "outcome",
-        "Pool": "pool",
-        "Ranks": "pool",
-        "RanksFailed": "outcome",
-        "Sample": "models",
-        "TinyTransformer": "models",
-        "Training": "training",
-        "arm": "faults",
-        "assert_same_training": "training",
-        "masked_microbatches": "masked",
-        "ranks": "pool",
-        "run_fake": "fake",
-        "shared_pool": "pool",
-        "unmasked": "masked",
-        "wrapped": "training",
-    }
-)
+_NAMES = {
+    "fake": ("FakeCommunicator", "run_fake"),
+    "faults": ("Fault", "InjectedError", "arm"),
+    "models": ("MODELS", "Sample", "TinyTransformer"),
+    "outcome": ("Ending", "Outcome", "RanksFailed"),
+    "pool": ("Pool", "Ranks", "ranks", "shared_pool"),
+    "training": (
+        *("LaidOut", "Training", "assert_same_training"),
+        *("masked_microbatches", "unmasked", "wrapped"),
+    ),
+}
+_HOMES = MappingProxyType({name: home for home, names in _NAMES.items() for name in names})
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -52,7 +52,7 @@ class FakeCommunicator(Communicator):
         self._world = world
 
     def split(self, groups: Sequence[Sequence[int]], axis: str) -> FakeCommunicator:
-        """As `meshwright.comm.subgroup`: this rank's communicator among ``groups``."""
+        """Make this rank's communicator among ``groups``, as `meshwright.comm.subgroup` does."""
         mine = [tuple(ranks) for ranks in groups if self.ranks[self.rank] in ranks]
         named = sorted(rank for ranks in groups for rank in ranks)
         if len(mine) != 1 or named != sorted(self.ranks):
@@ -63,18 +63,6 @@ class FakeCommunicator(Communicator):
         if mine[0] == self.ranks:
             return self
         return FakeCommunicator(self._world, mine[0], mine[0].index(self.ranks[self.rank]), axis)
-
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        *,
-        reduction: str = "sum",
-        label: str = "",
-        async_op: bool = True,
-    ) -> Pending:
-        """Reduce ``tensor`` over all ranks, in place, in rank order."""
-        self._check(tensor)
-        return self._meet("all_reduce", tensor, tensor, label, reduction=reduction)
 
     def all_gather(
         self,
@@ -89,38 +77,8 @@ class FakeCommunicator(Communicator):
         self._check_share(output, tensor, "all_gather")
         return self._meet("all_gather", tensor, output, label)
 
-    def all_gather_list(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        label: str = "",
-        async_op: bool = True,
-    ) -> Pending:
-        """As `all_gather`."""
-        return self.all_gather(output, tensor, label=label, async_op=async_op)
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        reduction: str = "sum",
-        label: str = "",
-        async_op: bool = True,
-    ) -> Pending:
-        """Reduce ``tensor`` over all ranks and keep this rank's share in ``output``."""
-        self._check(output, tensor)
-        self._check_share(tensor, output, "reduce_scatter")
-        return self._meet("reduce_scatter", tensor, output, label, reduction=reduction)
-
-    def broadcast(
-        self, tensor: torch.Tensor, *, source: int = 0, label: str = "", async_op: bool = True
-    ) -> Pending:
-        """Give every rank the ``tensor`` of rank ``source``, in place."""
-        self._check(tensor)
-        self._global(source)
-        return self._meet("broadcast", tensor, tensor, label, peer=source)
+    all_gather_list = all_gather
+    """The same: among threads there is no other call."""
 
     def all_to_all(
         self,
@@ -140,18 +98,6 @@ class FakeCommunicator(Communicator):
         )
         return self._meet("all_to_all", tensor, output, label, splits=splits)
 
-    def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
-        """Pass when every rank has come. Waits before it returns, unless ``async_op``."""
-        token = torch.zeros(1)
-        pending = self._meet("barrier", token, token, label)
-        if not async_op:
-            pending.wait()
-        return pending
-
-    def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
-        """Issue several transfers as one."""
-        return [self._transfer(transfer) for transfer in transfers]
-
     def _transfer(self, transfer: Transfer) -> Pending:
         self._check(transfer.tensor)
         self._global(transfer.peer)
@@ -163,6 +109,22 @@ class FakeCommunicator(Communicator):
             peer=transfer.peer,
             tag=transfer.tag,
         )
+
+    def _issue(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        label: str,
+        launch: Callable[[Any], Any],
+        *,
+        value: torch.Tensor | None = None,
+        is_ours: bool = True,
+        **about: Any,
+    ) -> Pending:
+        """Bring what c10d would be given to the other threads; a user's own call is made."""
+        if not is_ours:
+            return super()._issue(kind, tensor, label, launch, value=value, is_ours=False, **about)
+        return self._meet(kind, tensor, tensor if value is None else value, label, **about)
 
     def _meet(
         self,
@@ -205,7 +167,9 @@ class FakeCommunicator(Communicator):
             return [self._world.join((self.name, collective.sequence), call)], None
 
         shown = output if kind == "all_gather" else tensor  # as the real door shows it
-        return self._issue(kind, shown, label, launch, reduction=reduction, peer=peer, value=output)
+        return super()._issue(
+            kind, shown, label, launch, reduction=reduction, peer=peer, value=output
+        )
 
 
 def run_fake(

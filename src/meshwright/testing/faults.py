@@ -6,6 +6,7 @@ it: ``arm(Fault.parse("backward:rank=1:step=3:kill"), rank=world.rank, module=mo
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,13 +38,13 @@ class Fault:
     rank: int
     kind: FaultKind
     step: int = 0
-    """How often the place is passed unharmed."""
+    """The number of times that the place is passed unharmed."""
     seconds: float = 60.0
-    """How long the kind ``sleep`` sleeps."""
+    """The time that the kind ``sleep`` sleeps."""
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """From ``place:rank=R[:step=K][:seconds=S]:kind``. Raises ValueError on anything else."""
+        """Read ``place:rank=R[:step=K][:seconds=S]:kind``. Raises ValueError on anything else."""
         place, _, rest = text.partition(":")
         *settings, kind = rest.split(":")
         values = {name: value for name, _, value in (item.partition("=") for item in settings)}
@@ -85,21 +85,15 @@ class Fault:
                 time.sleep(self.seconds)
 
 
-class _Countdown:
-    """Strikes when it has been passed often enough, once."""
+def _countdown(fault: Fault) -> Callable[..., None]:
+    """Make a function that strikes when it has been called often enough, once."""
+    left = itertools.count(fault.step, -1)
 
-    def __init__(self, fault: Fault) -> None:
-        self._fault = fault
-        self._left = fault.step
+    def pass_by(*_: object) -> None:
+        if next(left) == 0:
+            fault.strike()
 
-    def __call__(self) -> None:
-        self._left -= 1
-        if self._left == -1:
-            self._fault.strike()
-
-    def at_gradient(self, gradient: torch.Tensor) -> None:
-        """As a hook on a tensor."""
-        self()
+    return pass_by
 
 
 def arm(
@@ -119,16 +113,16 @@ def arm(
     """
     if fault.rank != rank:
         return _nothing
-    countdown = _Countdown(fault)
+    countdown = _countdown(fault)
     if fault.place == "save":
         return countdown
     if fault.place == "forward" and module is not None:
-        module.register_forward_pre_hook(lambda *_: countdown())
+        module.register_forward_pre_hook(countdown)
     elif fault.place == "backward" and module is not None:
         first = next(p for p in module.parameters() if p.requires_grad)
-        first.register_hook(countdown.at_gradient)
+        first.register_hook(countdown)
     elif fault.place == "optimizer" and optimizer is not None:
-        optimizer.register_step_pre_hook(lambda *_: countdown())
+        optimizer.register_step_pre_hook(countdown)
     else:
         needed = "an optimizer" if fault.place == "optimizer" else "a module"
         raise ValueError(f"fault {fault} needs {needed} to wait in; pass it to arm()")
@@ -136,4 +130,4 @@ def arm(
 
 
 def _nothing() -> None:
-    """Nothing is to be called: the fault is in a hook, or another rank's."""
+    """Do nothing: the fault is in a hook, or another rank's."""

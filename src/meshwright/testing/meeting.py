@@ -1,5 +1,4 @@
-"""The meeting of the fake ranks of one process: their exchange of tensors, and the arithmetic of
-collectives.
+"""The meeting of the fake ranks of one process, and the arithmetic of their collectives.
 
 Sums run in rank order, so results do not depend on which thread comes first. Sends wait for their
 receives. When every rank that is left waits for something that cannot come, all are told at once.
@@ -9,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import MappingProxyType
 
 import torch
 
+from meshwright.comm.shared_memory.reductions import REDUCTIONS
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -25,18 +24,6 @@ from meshwright.errors import (
 from meshwright.timeline import Collective
 
 __all__ = ["Call", "FakeWork", "World"]
-
-_REDUCTIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {
-        "sum": torch.add,
-        "product": torch.mul,
-        "max": torch.maximum,
-        "min": torch.minimum,
-        "band": torch.bitwise_and,
-        "bor": torch.bitwise_or,
-        "bxor": torch.bitwise_xor,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +36,7 @@ class Call:
     """The group, in numbers of the world."""
     collective: Collective
     tensor: torch.Tensor
-    """What it hands in, as it was when it was issued."""
+    """The tensor that it hands in, as it was when it was issued."""
     output: torch.Tensor
     tag: int = 0
     input_splits: tuple[int, ...] | None = None
@@ -161,7 +148,7 @@ class World:
             return done
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """Rank ``rank`` issues nothing more: it has returned, or raised ``error``."""
+        """Count ``rank`` out: it has returned, or raised ``error``."""
         with self._changed:
             self._ended[rank] = error
             self._look_whether_stuck()
@@ -241,7 +228,7 @@ def _check_equal(calls: Sequence[Call]) -> None:
 
 
 def _reduced(calls: Sequence[Call]) -> torch.Tensor:
-    combine = _REDUCTIONS[calls[0].collective.reduction or "sum"]
+    combine = REDUCTIONS[calls[0].collective.reduction or "sum"]
     total = calls[0].tensor.clone()
     for call in calls[1:]:
         total = combine(total, call.tensor.view_as(total))

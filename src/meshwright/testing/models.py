@@ -25,6 +25,14 @@ LENGTH = 6
 """Positions of the transformer's inputs."""
 
 
+def _features(batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(batch_size, FEATURES, generator=generator)
+
+
+def _classes(batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(CLASSES, (batch_size,), generator=generator)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A model to try a layout with."""
@@ -32,13 +40,13 @@ class Sample:
     name: str
     build: Callable[[], nn.Module]
     """Draws the weights from torch's global generator."""
-    inputs: Callable[[int, torch.Generator], object]
+    inputs: Callable[[int, torch.Generator], object] = _features
     """A batch: one tensor, or a mapping of keyword arguments."""
-    targets: Callable[[int, torch.Generator], torch.Tensor]
-    loss: Callable[..., torch.Tensor]
+    targets: Callable[[int, torch.Generator], torch.Tensor] = _classes
+    loss: Callable[..., torch.Tensor] = F.cross_entropy
     """``loss(output, target)``, a mean over the batch."""
     depends_on: Literal["", "batch", "random numbers"] = ""
-    """What beside the sample itself its output depends on. A model that depends on the whole batch
+    """The other thing that its output depends on. A model that depends on the whole batch
     (BatchNorm), or on random numbers (dropout), need not train alike on another number of ranks."""
 
     def example_batch(
@@ -152,7 +160,7 @@ class TinyTransformer(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, length, words)`` of the next word at each position."""
+        """Compute logits ``(batch, length, words)`` of the next word at each position."""
         x = self.embedding(words) + self.position[: words.shape[1]]
         for layer in self.layers:
             x = layer(x)
@@ -192,14 +200,6 @@ def _batch_norm() -> nn.Module:
     )
 
 
-def _features(batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(batch_size, FEATURES, generator=generator)
-
-
-def _classes(batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(CLASSES, (batch_size,), generator=generator)
-
-
 def _words(batch_size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(WORDS, (batch_size, LENGTH), generator=generator)
 
@@ -216,21 +216,6 @@ def _keyword_loss(output: Mapping[str, torch.Tensor], target: torch.Tensor) -> t
     return F.cross_entropy(output["left"] + output["right"], target)
 
 
-def _of_features(
-    name: str,
-    build: Callable[[], nn.Module],
-    depends_on: Literal["", "batch", "random numbers"] = "",
-) -> Sample:
-    return Sample(
-        name=name,
-        build=build,
-        inputs=_features,
-        targets=_classes,
-        loss=F.cross_entropy,
-        depends_on=depends_on,
-    )
-
-
 def _of_words(name: str, build: Callable[[], nn.Module]) -> Sample:
     return Sample(name=name, build=build, inputs=_words, targets=_words, loss=_word_loss)
 
@@ -239,23 +224,17 @@ MODELS: Mapping[str, Sample] = MappingProxyType(
     {
         sample.name: sample
         for sample in (
-            _of_features("sequential", _sequential),
-            _of_features("frozen", _frozen),
-            _of_features("uneven", _uneven),
-            _of_features("unused", _Unused),
-            _of_features("skip", _Skip),
-            _of_features("reused", _Reused),
+            Sample(name="sequential", build=_sequential),
+            Sample(name="frozen", build=_frozen),
+            Sample(name="uneven", build=_uneven),
+            Sample(name="unused", build=_Unused),
+            Sample(name="skip", build=_Skip),
+            Sample(name="reused", build=_Reused),
             _of_words("tied", _Tied),
             _of_words("transformer", TinyTransformer),
-            Sample(
-                name="keywords",
-                build=_Keywords,
-                inputs=_keyword_inputs,
-                targets=_classes,
-                loss=_keyword_loss,
-            ),
-            _of_features("dropout", _dropout, "random numbers"),
-            _of_features("batch_norm", _batch_norm, "batch"),
+            Sample(name="keywords", build=_Keywords, inputs=_keyword_inputs, loss=_keyword_loss),
+            Sample(name="dropout", build=_dropout, depends_on="random numbers"),
+            Sample(name="batch_norm", build=_batch_norm, depends_on="batch"),
         )
     }
 )

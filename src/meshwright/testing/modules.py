@@ -25,7 +25,7 @@ _HOOK = "AssertionRewritingHook"
 
 
 def rewritten() -> dict[str, str]:
-    """File of each module of this process that pytest has imported as a test or conftest."""
+    """Name the file of each module that pytest has imported here as a test or conftest."""
     return {
         name: file
         for name, module in list(sys.modules.items())
@@ -40,7 +40,7 @@ def _is_test_module(name: str, module: ModuleType) -> bool:
 
 
 def preloadable() -> list[str]:
-    """Modules of this process that the server may load once for all later calls."""
+    """List modules of this process that the server may load once for all later calls."""
     names = [name for name in list(sys.modules) if name.partition(".")[0] == "meshwright"]
     rewriter = [_REWRITER, "pytest"] if _REWRITER in sys.modules else []
     hypothesis = ["hypothesis"] if "hypothesis" in sys.modules else []

@@ -40,22 +40,22 @@ class Outcome:
     seconds: float
     """From the start of the call to this rank's own end, or to its being killed."""
     order: float
-    """Which came first: the latest time at which the rank was surely well."""
+    """The latest time at which the rank was surely well: tells which failure came first."""
     exit_code: int | None = None
     """The process's exit code; minus the number of a signal."""
     value: object = None
-    """What the body returned."""
+    """The value that the body returned."""
     exception: BaseException | None = None
-    """What the body raised, without traceback; None too when it could not be sent."""
+    """The error that the body raised, without traceback; None too when it could not be sent."""
     traceback: str = ""
     stack: str = ""
     """The Python stack of each thread when the rank was killed or crashed."""
     output: str = ""
     """The end of what the rank wrote to stdout and stderr."""
     killed: bool = False
-    """Whether the harness killed the process, for time."""
+    """True when the harness killed the process, for time."""
     stopped: bool = False
-    """Whether the process was stopped (SIGSTOP) when it was killed."""
+    """True when the process was stopped (SIGSTOP) when it was killed."""
 
     @property
     def failed(self) -> bool:
@@ -75,7 +75,7 @@ class Outcome:
         return signal.Signals(-self.exit_code)
 
     def headline(self) -> str:
-        """One line: what happened to this rank."""
+        """Say in one line what happened to this rank."""
         after = f"after {self.seconds:.2f} s"
         match self.ending:
             case Ending.RAISED:
@@ -98,7 +98,7 @@ class Outcome:
         return "; it was stopped (SIGSTOP)" if self.stopped else ""
 
     def details(self) -> str:
-        """Traceback, stack and output, as far as there are any."""
+        """Join traceback, stack and output, as far as there are any."""
         parts = []
         if self.traceback:
             parts.append(self.traceback.rstrip())

@@ -50,6 +50,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """`meshwright.testing.ranks` with the backend of the test's marker or the command line."""
+    """Make `meshwright.testing.ranks` with the backend of the marker or the command line."""
     backend = getattr(request, "param", None) or request.config.getoption("--ranks-backend")
     return cast("Ranks", functools.partial(shared_pool().run, backend=backend))

@@ -82,10 +82,12 @@ class Pool:
         connected: bool = True,
         **kwargs: object,
     ) -> list[T]:
-        """As `ranks`."""
+        """Run one call, as `ranks` does."""
         __tracebackhide__ = True
         if n < 1:
             raise ValueError(f"ranks() needs at least 1 rank, got n={n}")
+        # A body that connects by itself finds the backend in the environment.
+        own = {"MESHWRIGHT_CPU_BACKEND": backend} if backend in ("gloo", "shm") else {}
         request = wire.Request(
             size=n,
             work=wire.pack((body, args, kwargs)),
@@ -93,7 +95,7 @@ class Pool:
             grace=grace,
             backend=backend,
             connected=connected,
-            environment=_environment(backend),
+            environment={**os.environ, **own},
             directory=os.getcwd(),
             path=tuple(sys.path),
             test_modules=modules.rewritten(),
@@ -244,14 +246,6 @@ def _pool_of(process: int) -> Pool:
     return pool
 
 
-def _environment(backend: str | None) -> dict[str, str]:
-    """List the caller's environment; a body that connects by itself finds the backend in it."""
-    environment = dict(os.environ)
-    if backend in ("gloo", "shm"):
-        environment["MESHWRIGHT_CPU_BACKEND"] = backend
-    return environment
-
-
 def _warning_filters() -> tuple[wire.WarningFilter, ...]:
     """List the filters in force, as text that `warnings.filterwarnings` takes."""
 
@@ -267,7 +261,7 @@ def _warning_filters() -> tuple[wire.WarningFilter, ...]:
 
 
 def _values(outcomes: Sequence[Outcome]) -> list[object]:
-    """List the returned values, or the error that the outcomes make."""
+    """List the returned values. Raises the error that the outcomes make."""
     __tracebackhide__ = True
     loaded = [_loaded(outcome) for outcome in outcomes]
     unwell = [outcome for outcome in loaded if outcome.ending != Ending.RETURNED]
@@ -286,7 +280,7 @@ def _values(outcomes: Sequence[Outcome]) -> list[object]:
 
 
 def _loaded(outcome: Outcome) -> Outcome:
-    """``outcome`` with its value or exception instead of their bytes."""
+    """Put value or exception in the place of their bytes."""
     data = cast("bytes", outcome.value)
     if outcome.ending == Ending.RAISED:
         return dataclasses.replace(outcome, value=None, exception=wire.exception_from(data))

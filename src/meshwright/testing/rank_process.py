@@ -68,8 +68,7 @@ def run(request: wire.Request, post: Post) -> NoReturn:
         value = _body_value(request, post)
         message = wire.Message(kind="returned", time=time.monotonic(), payload=wire.pack(value))
     except BaseException as error:
-        now = time.monotonic()
-        message = _message_of(error, now)
+        message = _message_of(error)
     _flush()
     wire.send(post.channel, message)
     if message.kind == "returned" and request.connected:
@@ -78,7 +77,8 @@ def run(request: wire.Request, post: Post) -> NoReturn:
     _leave(0 if message.kind in {"returned", "skipped"} else 1)
 
 
-def _message_of(error: BaseException, now: float) -> wire.Message:
+def _message_of(error: BaseException) -> wire.Message:
+    now = time.monotonic()
     if _is_skip(error):
         # By name: pytest's outcomes are not to be found in the module that they name as theirs.
         said = wire.pack((type(error).__name__, str(error)))

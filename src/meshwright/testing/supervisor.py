@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from meshwright.comm import host_store
+from meshwright.comm.failures.processes import is_stopped, status_of
 from meshwright.testing import rank_process, wire
 from meshwright.testing.outcome import Ending, Outcome
 
@@ -69,7 +71,7 @@ class _Child:
     def outstay(self, ending: Ending, now: float) -> None:
         """Outstay the time at ``now``: the rank will be killed for ``ending``."""
         self.killed_for = ending
-        self.stopped = _is_stopped(self.pid)
+        self.stopped = is_stopped(self.pid)
         if self.message is None:
             self.end = self.well_until = now
 
@@ -213,32 +215,24 @@ class _Watch:
 
 
 def _ending(child: _Child) -> Ending:
-    kind = None if child.message is None else child.message.kind
-    if kind == "raised":
-        return Ending.RAISED
-    if kind == "skipped":
-        return Ending.SKIPPED
-    if kind == "returned":
-        return Ending.RETURNED if child.exit_code == 0 else Ending.TEARDOWN
-    return child.killed_for or Ending.DIED
+    if child.message is None:
+        return child.killed_for or Ending.DIED
+    ending = Ending(child.message.kind)
+    return Ending.TEARDOWN if ending == Ending.RETURNED and child.exit_code else ending
 
 
 def _available(channel: socket.socket) -> bytes:
-    parts = []
+    data = b""
     channel.setblocking(False)
-    try:
+    with contextlib.suppress(BlockingIOError, ConnectionResetError):
         while part := channel.recv(1 << 20):
-            parts.append(part)
-    except (BlockingIOError, ConnectionResetError):
-        pass
-    return b"".join(parts)
+            data += part
+    return data
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _kill(child: _Child) -> None:
@@ -246,10 +240,8 @@ def _kill(child: _Child) -> None:
     if not child.running:
         return
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             kill(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def _kill_descendants() -> None:
@@ -269,25 +261,12 @@ def _own_children() -> list[int]:
     return [
         int(name)
         for name in os.listdir("/proc")
-        if name.isdigit() and (fields := _status_fields(int(name))) and int(fields[1]) == me
+        if name.isdigit() and (fields := status_of(int(name))) and int(fields[1]) == me
     ]
 
 
-def _is_stopped(pid: int) -> bool:
-    return _status_fields(pid)[:1] in (["T"], ["t"])
-
-
-def _status_fields(pid: int) -> list[str]:
-    """List the kernel's state, parent and so on of a process; empty when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
 def _wait_for_stacks(children: list[_Child]) -> None:
-    """Until every rank has written its stacks: the files are there and no longer grow."""
+    """Wait until every rank has written its stacks: the files are there and do not grow."""
     end = time.monotonic() + _DUMP_SECONDS
     before: list[int] = []
     while time.monotonic() < end:

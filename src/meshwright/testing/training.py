@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,9 +27,18 @@ from meshwright.plan import Plan
 from meshwright.reference import ReferenceRun, Trainee, first_difference, record, train_reference
 from meshwright.testing.models import Sample
 from meshwright.testing.pool import Ranks, shared_pool
-from meshwright.torch_internals.trees import tree_map
+from meshwright.torch_internals.trees import tree_map, tree_map_only
 
-__all__ = ["LaidOut", "Layout", "Training", "assert_same_training", "momentum", "wrapped"]
+__all__ = [
+    "LaidOut",
+    "Layout",
+    "Training",
+    "assert_same_training",
+    "masked_microbatches",
+    "momentum",
+    "unmasked",
+    "wrapped",
+]
 
 Batch = tuple[object, object]
 
@@ -44,14 +53,12 @@ class LaidOut(Trainee, Protocol):
 
     @property
     def data_size(self) -> int:
-        """Into how many shares a batch is cut."""
+        """The number of shares that a batch is cut into."""
         ...
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Find the default optimizer: its update is linear in the gradient, so rounding stays
-    rounding.
-    """
+    """Make the default optimizer, linear in the gradient, so that rounding stays rounding."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -130,7 +137,7 @@ def assert_same_training(
 
 
 def _built(sample: Sample, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Find the same weights on every rank and in the reference, whatever was drawn before."""
+    """Build the same weights on every rank and in the reference, whatever was drawn before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return sample.build().to(dtype)
@@ -144,7 +151,7 @@ def _trained(
     seed: int,
     dtype: torch.dtype,
 ) -> ReferenceRun:
-    """Find the run of one rank."""
+    """Train on one rank."""
     inputs = tree_map(partial(_in_dtype, dtype), batches[0][0])
     example: Any = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     laid_out = layout(_built(sample, seed, dtype), replace(training, example=example))
@@ -175,8 +182,7 @@ def _in_dtype(dtype: torch.dtype, value: object) -> object:
 
 
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Layout:
-    """Find the layout of a data-parallel function on modules, with the loop that its user would
-    write.
+    """Make a layout of a data-parallel function on modules, with a loop as its user would write.
 
     ``wrap`` makes gradients the mean over all ranks; its module may be the same or a new one that
     holds the model as ``module``.
@@ -195,15 +201,8 @@ class _Wrapped:
         self._training = training
         self._optimizer = training.optimizer(self._wrapped.parameters())
         self._world = communicator()
+        self.data_rank, self.data_size = self._world.rank, self._world.size
         self._loss = torch.zeros((), dtype=torch.float64)
-
-    @property
-    def data_rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def data_size(self) -> int:
-        return self._world.size
 
     def forward_backward(self, batch: object, target: object = None) -> None:
         loss = apply_loss(self._training.loss, call_module(self._wrapped, batch), target)
@@ -238,3 +237,47 @@ class _Step:
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
+
+
+def masked_microbatches(batch: Any, microbatches: int) -> list[Any]:  # noqa: ANN401
+    """Make microbatches of the shapes of the whole ``batch``, a tensor or nested tensors.
+
+    For comparisons bit by bit: kernels may add up in another order for fewer rows, so a model's
+    output for a slice of a batch may differ in the last bits from the slice of its output.
+    Microbatch k has the rows (along dim 0) that `torch.tensor_split` gives it, and zeros elsewhere:
+    what a model computes row by row then has the bits of one process.
+    Give them to a schedule that cuts nothing itself (``step_microbatches``), and its stage's
+    ``output_chunks`` to `unmasked`.
+    """
+
+    def masked(tensor: torch.Tensor, microbatch: int) -> torch.Tensor:
+        found = torch.zeros_like(tensor)
+        own = torch.tensor_split(found, microbatches)[microbatch]
+        own.copy_(torch.tensor_split(tensor, microbatches)[microbatch])
+        return found
+
+    return [
+        tree_map_only(torch.Tensor, partial(masked, microbatch=k), batch)
+        for k in range(microbatches)
+    ]
+
+
+def unmasked(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+    """Join the outputs for the whole batch, of each microbatch its own rows.
+
+    Raises ``ValueError`` for tensors without rows, or whose shapes differ between microbatches.
+    """
+
+    def joined(*tensors: Any) -> Any:  # noqa: ANN401
+        if not isinstance(tensors[0], torch.Tensor):
+            return tensors[0]
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) > 1 or not tensors[0].dim():
+            raise ValueError(
+                f"expected outputs with the rows of the whole batch in every microbatch, found "
+                f"shapes {sorted(shapes)}"
+            )
+        parts = [torch.tensor_split(tensor, len(tensors)) for tensor in tensors]
+        return torch.cat([rows[microbatch] for microbatch, rows in enumerate(parts)])
+
+    return tree_map(joined, outputs[0], *outputs[1:])

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 try:
     import cloudpickle
@@ -50,7 +50,7 @@ class Request:
     """Seconds that the other ranks have after the first failure."""
     backend: str | None
     connected: bool
-    """Whether the ranks are connected before the body starts."""
+    """True when the ranks are connected before the body starts."""
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
@@ -74,7 +74,7 @@ class Message:
 
 
 def pack(value: object) -> bytes:
-    """Bytes of ``value``; functions and classes defined inside a function travel by value.
+    """Pickle ``value``; functions and classes defined inside a function travel by value.
 
     Raises ``TypeError`` when something inside cannot travel to another process.
     """
@@ -98,9 +98,6 @@ def unpack(data: bytes) -> object:
     return pickle.loads(data)  # noqa: S301 - see the module's docstring
 
 
-_Parts = tuple[type[BaseException], tuple[object, ...], Mapping[str, object]]
-
-
 def _rebuild(
     kind: type[BaseException], args: tuple[object, ...], state: Mapping[str, object]
 ) -> BaseException:
@@ -118,7 +115,7 @@ def _rebuild(
 
 
 def exception_bytes(error: BaseException) -> bytes:
-    """``error`` without its traceback, or empty bytes when it cannot travel."""
+    """Pickle ``error`` without its traceback; empty when it cannot travel."""
     try:
         data = pack((type(error), error.args, dict(error.__dict__)))
         exception_from(data)
@@ -132,7 +129,8 @@ def exception_from(data: bytes) -> BaseException | None:
     if not data:
         return None
     try:
-        return _rebuild(*cast("_Parts", unpack(data)))
+        kind, args, state = cast("tuple[Any, tuple[object, ...], dict[str, object]]", unpack(data))
+        return _rebuild(kind, args, state)
     except Exception:
         return None
 

@@ -10,7 +10,6 @@ Bottom-up:
     made_dtensors      the DTensors that tensor parallelism has made of plain parameters
     mixed_lists        operators on lists of DTensors and plain tensors together
     local_leaves       the leaves on which modules compute in place of DTensors
-    partial_gradients  gradients that are added up at the end of a backward
     edges              DTensors that enter and leave what computes on local tensors
     unreadable         tensors without values, which are refused by name
     shard_view         a flat range of the elements of a tensor, for state dicts

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.torch_internals.autograd import after_hooks_of, set_after_hooks
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 _OPTIMIZERS = "_in_backward_optimizers"
-"""Where torch keeps them on a parameter."""
+"""The attribute of a parameter in which torch keeps them."""
 _CARRIED = "_meshwright_in_backward"
 _HOME = "torch.distributed.optim.apply_optimizer_in_backward"
 
@@ -50,10 +51,9 @@ def run_after_hooks(parameter: torch.Tensor) -> None:
 
 def take_over_steps(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
     """List those that torch's hooks step in the backward: from now on `step_in_backward` does."""
-    found = tuple(p for p in parameters if _OPTIMIZERS in p.__dict__ and _stepping(p))
-    hooked = getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
+    found = tuple(filter(_stepping, parameters))
     for parameter in found:
-        for handle in hooked.pop(parameter, ()):
+        for handle in _hooked().pop(parameter, ()):
             handle.remove()
         parameter.__dict__[_CARRIED] = True
     return found
@@ -91,6 +91,12 @@ def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> 
 
 def _stepping(parameter: torch.Tensor) -> Sequence[Optimizer]:
     """List the optimizers that step it in the backward: none where torch's hook was not wanted."""
-    hooked = getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})
-    is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in hooked
+    if _OPTIMIZERS not in parameter.__dict__:
+        return ()
+    is_hooked = parameter.__dict__.get(_CARRIED, False) or parameter in _hooked()
     return parameter.__dict__[_OPTIMIZERS] if is_hooked else ()
+
+
+def _hooked() -> dict[torch.Tensor, Sequence[RemovableHandle]]:
+    """Find torch's own list of the parameters that step in the backward, with their hooks."""
+    return getattr(sys.modules.get(_HOME), "param_to_optim_hook_handle_map", {})

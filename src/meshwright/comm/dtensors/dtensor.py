@@ -1,7 +1,7 @@
 """Conversion between local tensors with our placements and torch's DTensor, at the edge only.
 
 Nothing here computes: a DTensor is built around a local tensor whose storage it shares, and taken
-apart again. Forward and backward run on local tensors, see `leaves`.
+apart again. Forward and backward run on local tensors, see `local_leaves`.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ __all__ = [
 
 
 def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
-    """Find the one number of a DTensor as Python has it: of the whole tensor, so all its ranks
-    ask.
-    """
+    """Find the one number of a DTensor, of the whole tensor: all its ranks ask."""
     (tensor,) = args
     if all(is_replicated(placement) for placement in tensor.placements):
         return local_tensor_of(tensor).item()
@@ -156,17 +154,14 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
 
 
 def dtensor_around(local: torch.Tensor, rest: AtRest) -> DTensor:
-    """Make a DTensor placed as ``rest`` around ``local``, on the device and in the memory of
-    that.
-    """
+    """Make a DTensor placed as ``rest`` around ``local``, on its device and memory."""
     meta = TensorMeta(torch.Size(rest.shape), rest.stride, local.dtype)
     spec = DTensorSpec(rest.mesh, rest.placements, tensor_meta=meta)
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def savable(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a DTensor that `copy.deepcopy` and `torch.save` take, on the same memory; others as they
-    are.
+    """Make of a DTensor one on the same memory that `copy.deepcopy` and `torch.save` take.
 
     They look for memory of the wrapper's own where its local tensor is a view with an offset.
     """
@@ -218,7 +213,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, outside autograd; any other tensor as it is.
+    """Find this rank's part of a DTensor, outside autograd; any other tensor as it is.
 
     Of a part that is a subclass with all-gather extensions the plain tensor with its values.
     """
@@ -278,15 +273,12 @@ def local_box(
 
 
 def current_mesh() -> DeviceMesh:
-    """Find the mesh whose ``with`` block the caller is in. Raises RuntimeError where there is
-    none.
-    """
+    """Find the mesh whose ``with`` block the caller is in. Raises RuntimeError without one."""
     return mesh_resources.get_current_mesh()
 
 
 def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Communicator, ...]:
-    """List the communicator of each dim of ``mesh``, under the mesh's own axis names, or
-    ``unnamed``.
+    """List the communicator of each dim of ``mesh``, by the mesh's axis names, or ``unnamed``.
 
     Raises `CommunicationError` when the group of one was destroyed.
     """
@@ -305,8 +297,7 @@ def mesh_communicators(mesh: DeviceMesh, unnamed: str = "shard") -> tuple[Commun
 
 
 def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceMesh:
-    """Make a mesh of the ranks of ``parent``, which ``axes`` number, with the axes ``names`` as
-    dims.
+    """Make a mesh with axes ``names`` as dims of the ranks of ``parent``, which ``axes`` number.
 
     Only the ranks of ``parent`` call it. ``names`` are those axes with more than one rank, in any
     order; each dim has a group of its own, made for its ranks where there is none.
@@ -333,7 +324,7 @@ def mesh_over(parent: Communicator, axes: Axes, names: Sequence[str]) -> DeviceM
 
 
 def concatenated_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dims of all ``meshes``, which are slices of one mesh."""
+    """Join into one mesh the dims of all ``meshes``, which are slices of one mesh."""
     return concatenate_meshes(meshes)
 
 
@@ -352,7 +343,7 @@ def is_replicated(placement: TorchPlacement) -> bool:
 def cut_once_more(
     placements: Sequence[AnyPlacement], mesh: DeviceMesh, cutting: int, dim: int
 ) -> tuple[tuple[TorchPlacement, ...], bool]:
-    """Placements in which dim ``cutting`` of ``mesh`` cuts after all others, and if it is strided.
+    """Cut by dim ``cutting`` of ``mesh`` after all others; tells whether that makes it strided.
 
     A DTensor is cut by the dims of its mesh in their order. Where a later dim of the mesh has cut
     the same ``dim`` before, the pieces of ``cutting`` lie in strides over the whole tensor.
@@ -372,7 +363,7 @@ def cut_once_more(
 def local_gradient(
     gradient: torch.Tensor | None, like: AtRest, kept: Sequence[int]
 ) -> torch.Tensor | None:
-    """This rank's part of a gradient of ``like``, summed and cut as it except over ``kept``.
+    """Find this rank's part of a gradient of ``like``, summed and cut as it except over ``kept``.
 
     ``kept`` are dims of the mesh over which the caller sums.
     """
@@ -389,10 +380,8 @@ def local_gradient(
     return local_tensor_of(gradient)
 
 
-def torch_placements(
-    placements: Sequence[AnyPlacement],
-) -> tuple[TorchPlacement, ...]:
-    """``placements`` as torch's; torch's own pass through."""
+def torch_placements(placements: Sequence[AnyPlacement]) -> tuple[TorchPlacement, ...]:
+    """Turn ``placements`` into torch's; torch's own pass through."""
     return tuple(_torch_placement(placement) for placement in placements)
 
 
@@ -404,12 +393,11 @@ def _torch_placement(placement: AnyPlacement) -> TorchPlacement:
             return TorchReplicate()
         case Partial(reduction=reduction):
             return TorchPartial(reduction)
-        case _:
-            return placement
+    return placement
 
 
 def our_placement(placement: AnyPlacement, name: str) -> Placement:
-    """``placement`` as ours; ours pass through. Raises `LayoutError` for a strided one."""
+    """Turn ``placement`` into ours; ours pass through. Raises `LayoutError` for a strided one."""
     if isinstance(placement, Shard | Replicate | Partial):
         return placement
     if type(placement) is TorchShard:

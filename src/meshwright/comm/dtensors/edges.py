@@ -42,7 +42,7 @@ def placement_on(tensor: torch.Tensor, mesh: DeviceMesh, name: str) -> Placement
 
 
 def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
-    """This rank's part of a DTensor; its gradient goes back as one.
+    """Take this rank's part of a DTensor; its gradient goes back as one.
 
     ``partial``: on a mesh of one dim, each rank computes another part of what is made of it, so
     its gradient is Partial. All who say so get one local tensor, and their gradients are added up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +77,12 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
         return tensor
     rest = at_rest(tensor)
     cutting = [n for n, placement in enumerate(rest.placements) if not is_replicated(placement)]
-    sizes = [rest.mesh.size(number) for number in cutting]
     here = rest.mesh.get_coordinate()
     if here is None:
         raise LayoutError(f"{label}: this rank is not on {rest.mesh}, which holds the tensor")
-    places = [
-        _ranges(rest, [*_replaced(here, dict(zip(cutting, indices, strict=True)))], label)
-        for indices in itertools.product(*map(range, sizes))
-    ]
+    # Of all ranks that differ from this one along the axes that cut, in their order.
+    indices = [range(rest.mesh.size(n)) if n in cutting else (i,) for n, i in enumerate(here)]
+    places = [_ranges(rest, place, label) for place in itertools.product(*indices)]
     # Parts may differ in size; all travel in the largest.
     room = max(math.prod(map(_length, ranges)) for ranges in places)
     everyone = rest.local.new_zeros(room)
@@ -105,7 +103,7 @@ def whole(tensor: torch.Tensor, *, label: str = "whole tensor") -> torch.Tensor:
 
 @torch.no_grad()
 def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the whole ``tensor``, spread as ``like``; nothing is sent.
+    """Cut this rank's part out of the whole ``tensor``, spread as ``like``; nothing is sent.
 
     Raises `LayoutError` when their shapes differ.
     """
@@ -124,7 +122,7 @@ def part(
     placements: Sequence[AnyPlacement],
     stride: Sequence[int],
 ) -> DTensor:
-    """This rank's part of the whole ``tensor``, copied, as a DTensor; nothing is sent.
+    """Copy this rank's part of the whole ``tensor`` into a DTensor; nothing is sent.
 
     ``stride`` is that of the whole.
     """
@@ -158,9 +156,7 @@ def held_boxes(tensor: torch.Tensor, name: str = "a tensor") -> list[tuple[Box, 
 
 
 def side_by_side(dim: int, parts: int) -> TorchPlacement:
-    """Make a cut along ``dim`` of a tensor that is ``parts`` tensors: a rank holds its part of
-    each.
-    """
+    """Cut along ``dim`` a tensor that is ``parts`` tensors: a rank holds its part of each."""
     return _SideBySide(dim, split_factor=parts)
 
 
@@ -175,10 +171,8 @@ class _SideBySide(StridedShard):
         *mode: Any,
         **modes: Any,
     ) -> tuple[int, int | list[int] | None]:
-        """List the size; raises NotImplementedError where torch goes on to copy a box that begins
-        there.
-
-        Those are its checkpoints, and what is broadcast from rank 0 into a state dict.
+        """Compute the size. Raises NotImplementedError where torch goes on to copy a box there:
+        in its checkpoints, and in what is broadcast from rank 0 into a state dict.
         """
         if num_chunks > 1 and not asks_for_size_alone(*mode, **modes):
             raise NotImplementedError(
@@ -192,9 +186,7 @@ class _SideBySide(StridedShard):
 
 
 def is_side_by_side(rest: AtRest, dim: int) -> bool:
-    """Check for ranks that hold rows from several places along ``dim``, so that it is not cut
-    again.
-    """
+    """Check for ranks that hold rows from several places along ``dim``, not to be cut again."""
     return len(_ranges(rest, (0,) * rest.mesh.ndim, "a tensor")[dim]) > 1
 
 
@@ -243,13 +235,8 @@ def _length(ranges: _Ranges) -> int:
     return sum(rows for _, rows in ranges)
 
 
-def _replaced(coordinate: Sequence[int], others: Mapping[int, int]) -> Iterator[int]:
-    for number, index in enumerate(coordinate):
-        yield others.get(number, index)
-
-
 def _narrowed(ranges: _Ranges, start: int, count: int) -> _Ranges:
-    """``count`` rows from row ``start`` on of ``ranges`` of (first row, rows) laid end to end."""
+    """Cut ``count`` rows from row ``start`` on out of ``ranges`` laid end to end."""
     found: _Ranges = []
     for first, rows in ranges:
         skipped = min(start, rows)

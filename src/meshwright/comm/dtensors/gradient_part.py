@@ -80,7 +80,7 @@ class GradientPart(torch.Tensor):
     _meshwright_name: str
     """Of the parameter."""
     _meshwright_waits: bool = False
-    """Whether it is what this rank alone has, whole, until it is reduced."""
+    """True when it is whole, and this rank's own until it is reduced."""
 
     def _belong_to(self, name: str) -> None:
         self._meshwright_name = name
@@ -110,7 +110,7 @@ class GradientPart(torch.Tensor):
             return result
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """As that of a plain tensor."""
+        """Represent it as a plain tensor."""
         return repr(plain(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -119,20 +119,19 @@ class GradientPart(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, proto: object) -> Any:  # noqa: ANN401 - as torch says it
-        """As a plain tensor, which needs nothing of this library to be read."""
+        """Reduce to a plain tensor, which needs nothing of this library to be read."""
         return plain(self).__reduce_ex__(proto)
 
 
 def gradient_part(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """This rank's elements of the gradient of parameter ``name``, as a `GradientPart`."""
+    """Make a `GradientPart` of this rank's elements of the gradient of parameter ``name``."""
     found = make_subclass(GradientPart, gradient)
     found._belong_to(name)
     return found
 
 
 def waiting_gradient(like: torch.Tensor, name: str) -> torch.Tensor:
-    """Make a gradient for ``like`` of what this rank has and waits for its reduction; its data is
-    new.
+    """Make a gradient in new memory for ``like``, of this rank's own, which waits to be reduced.
 
     It computes as a part does: a norm of it is that of one rank.
     """
@@ -153,7 +152,7 @@ def refuse_waiting(gradient: torch.Tensor) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the same memory where it is a `GradientPart`; any other as it is."""
+    """Make a plain tensor on the same memory of a `GradientPart`; any other as it is."""
     if type(tensor) is not GradientPart:
         return tensor
     with without_function():

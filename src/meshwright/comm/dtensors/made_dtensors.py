@@ -5,6 +5,8 @@ A tied parameter becomes one DTensor. Whoever still holds the plain one finds on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -15,19 +17,15 @@ __all__ = ["Became", "became", "check_ties", "note_became", "what_became"]
 _BECAME = "_meshwright_became"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Became:
     """The DTensor that a plain parameter has become. A copy of the plain one has become nothing."""
 
-    __slots__ = ("is_partial", "name", "parameter", "placement")
-
-    def __init__(
-        self, parameter: nn.Parameter, placement: AnyPlacement, name: str, *, is_partial: bool
-    ) -> None:
-        self.parameter = parameter
-        self.placement = placement
-        self.name = name
-        self.is_partial = is_partial
-        """Whether each rank computes a part of its gradient."""
+    parameter: nn.Parameter
+    placement: AnyPlacement
+    name: str
+    is_partial: bool
+    """True when each rank computes a part of its gradient."""
 
     def __deepcopy__(self, memo: object) -> None:
         return None

@@ -23,14 +23,13 @@ from meshwright.torch_internals.tensors import operator_names
 __all__ = ["are_lists_taken_apart", "take_lists_apart"]
 
 _Operator = Callable[..., Any]
-_Handlers = dict[_Operator, _Operator]
 
 
 def take_lists_apart() -> None:
     """Take mixed lists apart from now on. Lists on one mesh pay one look at each tensor."""
     if are_lists_taken_apart():
         return
-    handlers, stack = _handlers(), torch.ops.aten.stack.default
+    handlers, stack = dtensor_handlers(), torch.ops.aten.stack.default
     handlers[stack] = _ListOperator(handlers.get(stack), _stacked)
     for name in operator_names():
         kind, _, overload = name.removeprefix("aten::").partition(".")
@@ -41,7 +40,7 @@ def take_lists_apart() -> None:
 
 def are_lists_taken_apart() -> bool:
     """Check that mixed lists are let through."""
-    return isinstance(_handlers().get(torch.ops.aten.stack.default), _ListOperator)
+    return isinstance(dtensor_handlers().get(torch.ops.aten.stack.default), _ListOperator)
 
 
 _OF_LISTS = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
@@ -62,7 +61,7 @@ class _ListOperator:
             return self.apart(op, args, kwargs)
         if self.before is not None:
             return self.before(op, args, kwargs)
-        handlers = _handlers()
+        handlers = dtensor_handlers()
         handlers.pop(op, None)
         try:
             return op(*args, **kwargs)
@@ -114,7 +113,3 @@ def _picked(value: Any, indices: Sequence[int], count: int) -> Any:  # noqa: ANN
     """Pick what of one argument belongs to the tensors at ``indices``."""
     is_list = isinstance(value, Sequence) and len(value) == count
     return [value[index] for index in indices] if is_list else value
-
-
-def _handlers() -> _Handlers:
-    return dtensor_handlers()

@@ -53,28 +53,17 @@ class ShardView(torch.Tensor):
     ``communicator`` spans the ranks that hold the other ranges; only ``full_tensor`` needs it.
     """
 
-    _local: torch.Tensor
-    _start: int
-    _name: str
-    _ranks: _Ranks
+    local: torch.Tensor
+    """This rank's elements, 1-D; writing to them writes to the shard."""
+    start: int
+    """The first element, counted in the flattened whole tensor."""
+    name: str = ""
+    """The name that messages call it by."""
 
     def __new__(
-        cls,
-        local: torch.Tensor,
-        start: int,
-        shape: Sequence[int],
-        *,
-        name: str = "",
-        communicator: Communicator | None = None,
+        cls, local: torch.Tensor, start: int, shape: Sequence[int], **options: object
     ) -> Self:
-        """Check the range and make the view."""
-        del communicator
-        numel = math.prod(shape)
-        if local.ndim != 1 or start < 0 or start + local.numel() > numel:
-            raise LayoutError(
-                f"{name or 'a ShardView'}: expected a 1-D range within the {numel} elements of "
-                f"shape {tuple(shape)}, found shape {tuple(local.shape)} from element {start} on"
-            )
+        """Make a tensor without memory of its own."""
         view = make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         return cast("Self", view)
 
@@ -87,19 +76,20 @@ class ShardView(torch.Tensor):
         name: str = "",
         communicator: Communicator | None = None,
     ) -> None:
-        del shape
+        """Check the range. Raises `LayoutError` where it is none of ``shape``."""
         super().__init__()
-        self._local = local.detach()
-        self._start = start
-        self._name = name
+        numel = math.prod(shape)
+        if local.ndim != 1 or start < 0 or start + local.numel() > numel:
+            raise LayoutError(
+                f"{name or 'a ShardView'}: expected a 1-D range within the {numel} elements of "
+                f"shape {tuple(shape)}, found shape {tuple(local.shape)} from element {start} on"
+            )
+        self.local = local.detach()
+        self.start = start
+        self.name = name
         self._ranks = _Ranks(communicator)
 
     # ------------------------------------------------------------------ what it holds
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's elements, 1-D; writing to them writes to the shard."""
-        return self._local
 
     @property
     def communicator(self) -> Communicator | None:
@@ -107,39 +97,27 @@ class ShardView(torch.Tensor):
         return self._ranks.communicator
 
     @property
-    def start(self) -> int:
-        """The first element, counted in the flattened whole tensor."""
-        return self._start
-
-    @property
     def stop(self) -> int:
         """One past the last element."""
-        return self._start + self._local.numel()
-
-    @property
-    def name(self) -> str:
-        """The name that messages call it by."""
-        return self._name
+        return self.start + self.local.numel()
 
     def boxes(self) -> list[tuple[Box, torch.Tensor]]:
         """List the boxes of the range, each with its elements as a view of ``local``."""
         found: list[tuple[Box, torch.Tensor]] = []
         at = 0
         for box in boxes(tuple(self.shape), self.start, self.stop):
-            found.append((box, self._local[at : at + box.numel].view(box.shape)))
+            found.append((box, self.local[at : at + box.numel].view(box.shape)))
             at += box.numel
         if self.numel() == 0 and self.ndim:  # one empty box, so that a reader finds the tensor
-            found = [(Box((0,) * self.ndim, tuple(self.shape)), self._local.view(self.shape))]
+            found = [(Box((0,) * self.ndim, tuple(self.shape)), self.local.view(self.shape))]
         return found
 
     def to_local(self) -> torch.Tensor:
-        """As ``local``, under DTensor's name."""
-        return self._local
+        """Return ``local``, under DTensor's name."""
+        return self.local
 
     def local_shards(self) -> list[Shard]:
-        """List the boxes as ShardedTensor gives them: each ``tensor`` shares memory with
-        ``local``.
-        """
+        """List the boxes as ShardedTensor gives them, each on the memory of ``local``."""
         rank = 0 if self.communicator is None else self.communicator.ranks[self.communicator.rank]
         return [
             Shard.from_tensor_and_offsets(part, list(box.offset), rank)
@@ -154,21 +132,21 @@ class ShardView(torch.Tensor):
         # With a communicator also a rank that holds all takes part: the others count on it.
         communicator = self.communicator
         if communicator is None:
-            if self._local.numel() == self.numel():
-                return self._local.view(self.shape).clone()
+            if self.local.numel() == self.numel():
+                return self.local.view(self.shape).clone()
             raise RuntimeError(
                 f"{self._called()} was made without a communicator, so the other ranges cannot be "
                 "gathered: build it with communicator=, or load it through a checkpoint"
             )
-        mine = self._local.to(communicator.device).contiguous()
+        mine = self.local.to(communicator.device).contiguous()
         ranges = communicator.gather_numbers(
-            (self.start, mine.numel()), label=f"ranges of {self._name}"
+            (self.start, mine.numel()), label=f"ranges of {self.name}"
         )
         longest = int(max(count for _, count in ranges))
         padded = mine.new_zeros(longest)
         padded[: mine.numel()] = mine
         everyone = mine.new_empty(communicator.size, longest)
-        communicator.all_gather(everyone, padded, label=f"full tensor {self._name}").wait()
+        communicator.all_gather(everyone, padded, label=f"full tensor {self.name}").wait()
         full = mine.new_empty(self.numel())
         seen = 0
         for row, (start, count) in zip(everyone, ranges, strict=True):
@@ -184,14 +162,14 @@ class ShardView(torch.Tensor):
     # ------------------------------------------------------------------ torch's checkpoint protocol
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One item for each box of the range."""
+        """Describe each box of the range."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offset)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=_chunk(box),
-                    properties=TensorProperties.create_from_tensor(self._local),
+                    properties=TensorProperties.create_from_tensor(self.local),
                     size=self.shape,
                 ),
             )
@@ -230,7 +208,7 @@ class ShardView(torch.Tensor):
                 return _compared(func, args, options)
             # It counts what differs in the elements that were compared.
             if func is torch.Tensor.flatten and _called_from(COMPARISON):
-                return args[0]._local
+                return args[0].local
             return func(*args, **options)
 
     @classmethod
@@ -246,16 +224,16 @@ class ShardView(torch.Tensor):
         options = dict(kwargs or {})
         if func in _MOVES:
             view = args[0]
-            moved = func(view._local, *args[1:], **_without_layout(options))
+            moved = func(view.local, *args[1:], **_without_layout(options))
             return view._with(cast("torch.Tensor", moved))
         if func in _NEW:
             view, size = args[0], tuple(args[1])
-            made = func(view._local, view._local.shape if size == view.shape else size, **options)
+            made = func(view.local, view.local.shape if size == view.shape else size, **options)
             return view._with(made) if size == view.shape else made
         if func is aten.copy_.default:
             return _copy(args[0], args[1])
         if func is aten.is_pinned.default:
-            return args[0]._local.is_pinned()
+            return args[0].local.is_pinned()
         view = next(_views([*args, *options.values()]))
         # Not TypeError: torch's arithmetic turns that into "unsupported operand", without the name.
         raise RuntimeError(
@@ -267,11 +245,11 @@ class ShardView(torch.Tensor):
 
     def _with(self, local: torch.Tensor) -> ShardView:
         return ShardView(
-            local, self._start, self.shape, name=self._name, communicator=self.communicator
+            local, self.start, self.shape, name=self.name, communicator=self.communicator
         )
 
     def _elements_of(self, other: torch.Tensor) -> torch.Tensor:
-        """This view's range of a view or a whole tensor."""
+        """Cut this view's range out of a view or a whole tensor."""
         if not isinstance(other, ShardView):
             return other.reshape(-1)[self.start : self.stop]
         if (other.start, other.stop) != (self.start, self.stop):
@@ -282,24 +260,26 @@ class ShardView(torch.Tensor):
         return other.local
 
     def _called(self) -> str:
-        name = f" {self._name!r}" if self._name else ""
+        name = f" {self.name!r}" if self.name else ""
         return f"ShardView{name} of shape {tuple(self.shape)}"
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"ShardView({self._local!r}, start={self._start}, shape={tuple(self.shape)})"
+        return f"ShardView({self.local!r}, start={self.start}, shape={tuple(self.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardView:
-        copy = self._with(self._local.clone())
+        copy = self._with(self.local.clone())
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, proto: object) -> tuple[Any, ...]:
         # A copy: files hold all the memory that a view looks at, which may be a whole unit's.
-        return _rebuild, (self._local.clone(), self._start, tuple(self.shape), self._name)
+        return _rebuild, (self.local.clone(), self.start, tuple(self.shape), self.name)
 
 
 class _Ranks:
-    """A holder of a communicator, of which copies of a view hold the same."""
+    """A holder of a communicator, itself in copies: torch copies all that a view holds to save it
+    in the background.
+    """
 
     __slots__ = ("communicator",)
 

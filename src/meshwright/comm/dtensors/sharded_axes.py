@@ -1,4 +1,4 @@
-"""Over which axes the elements of a tensor lie spread, so that sums over all of it can be taken.
+"""The axes that the elements of a tensor lie spread over, so that sums over it can be taken.
 
 A DTensor says so itself. A plain shard is marked by whoever made it::
 
@@ -6,20 +6,20 @@ A DTensor says so itself. A plain shard is marked by whoever made it::
     plain shard, marked       each rank of the named communicators holds other elements
     DTensor, Shard on axis a  each rank of a holds other elements; on other axes the same ones
     ShardView                 each rank of its communicator holds other elements
-
-torch's DTensor is known by its public attributes, and `ShardView` by its own, because importing
-torch's modules behind them takes longer than all of this library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.gradient_part import plain
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 from meshwright.torch_internals.distributed import root_mesh
@@ -37,33 +37,27 @@ __all__ = [
     "spread_over",
 ]
 
-
 _MARKER = "_meshwright_spread"
 
 
+@dataclass(frozen=True, slots=True)
 class _Marker:
     """The communicators of one shard. Copies of the tensor, and pickles, are not marked."""
 
-    __slots__ = ("communicators", "is_line", "refusal")
-
-    def __init__(
-        self,
-        communicators: tuple[Communicator, ...] = (),
-        refusal: str = "",
-        *,
-        is_line: bool = False,
-    ) -> None:
-        self.communicators = communicators
-        self.refusal = refusal
-        """Why there is no one answer."""
-        self.is_line = is_line
-        """Whether it is 1-D memory of parameters with other shapes."""
+    communicators: tuple[Communicator, ...] = ()
+    refusal: str = ""
+    """The reason for which there is no one answer."""
+    is_line: bool = False
+    """True when it is 1-D memory of parameters with other shapes."""
 
     def __deepcopy__(self, memo: object) -> _Marker:
         return self
 
     def __reduce__(self) -> tuple[type[_Marker], tuple[()]]:
         return _Marker, ()
+
+
+_UNMARKED = _Marker()
 
 
 class ManyInOne(torch.nn.Parameter):
@@ -73,53 +67,9 @@ class ManyInOne(torch.nn.Parameter):
     """The parameters, for whoever looks at each of them."""
 
 
-class _Placement(Protocol):
-    def is_replicate(self) -> bool: ...
-
-    def is_partial(self) -> bool: ...
-
-
-class _Mesh(Protocol):
-    @property
-    def mesh(self) -> torch.Tensor: ...
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
-
-    def get_coordinate(self) -> Sequence[int] | None: ...
-
-    def get_group(self, mesh_dim: int) -> torch.distributed.ProcessGroup: ...
-
-
-class _Distributed(Protocol):
-    @property
-    def device_mesh(self) -> _Mesh: ...
-
-    @property
-    def placements(self) -> Sequence[_Placement]: ...
-
-    def to_local(self) -> torch.Tensor: ...
-
-
-class _View(Protocol):
-    @property
-    def communicator(self) -> Communicator | None: ...
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-
-def _view(tensor: torch.Tensor) -> _View | None:
-    return cast("_View", tensor) if hasattr(tensor, "boxes") else None
-
-
-def _distributed(tensor: torch.Tensor) -> _Distributed | None:
-    return cast("_Distributed", tensor) if hasattr(tensor, "device_mesh") else None
-
-
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Check that ``tensor`` says itself how it lies, as a DTensor and a `ShardView` do."""
-    return _distributed(tensor) is not None or _view(tensor) is not None
+    return isinstance(tensor, DTensor | ShardView)
 
 
 def spread_over(
@@ -141,14 +91,18 @@ def refuse_spread(tensor: torch.Tensor, why: str) -> None:
 
 def is_marked_spread(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor``, a plain one, was marked as a shard, with the rest on other ranks."""
-    marker = vars(tensor).get(_MARKER)
-    return isinstance(marker, _Marker) and bool(marker.communicators or marker.refusal)
+    marker = _marker_of(tensor)
+    return bool(marker.communicators or marker.refusal)
 
 
 def is_line(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor`` holds parameters of other shapes in one line."""
-    marker = vars(tensor).get(_MARKER)
-    return isinstance(marker, _Marker) and marker.is_line
+    return _marker_of(tensor).is_line
+
+
+def _marker_of(tensor: torch.Tensor) -> _Marker:
+    marker = vars(tensor).get(_MARKER) if hasattr(tensor, "__dict__") else None
+    return marker if isinstance(marker, _Marker) else _UNMARKED
 
 
 def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -164,19 +118,17 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     several tensors that lie spread in several ways, and for a `ShardView` of a part that does not
     know who holds the others.
     """
-    view = _view(tensor)
-    if view is not None:
-        return _spread_of_view(tensor, view)
-    distributed = _distributed(tensor)
-    if distributed is None:
-        marker = vars(tensor).get(_MARKER) if hasattr(tensor, "__dict__") else None
-        if isinstance(marker, _Marker) and marker.refusal:
+    if isinstance(tensor, ShardView):
+        return _spread_of_view(tensor)
+    if not isinstance(tensor, DTensor):
+        marker = _marker_of(tensor)
+        if marker.refusal:
             raise LayoutError(marker.refusal)
-        return marker.communicators if isinstance(marker, _Marker) else ()
-    mesh = distributed.device_mesh
-    names = mesh.mesh_dim_names or ("shard",) * mesh.mesh.ndim
+        return marker.communicators
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("shard",) * mesh.ndim
     found: list[Communicator] = []
-    for dim, placement in enumerate(distributed.placements):
+    for dim, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise LayoutError(
                 f"a tensor of shape {tuple(tensor.shape)} is a partial sum on axis {names[dim]}: "
@@ -187,25 +139,21 @@ def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
     return tuple(found)
 
 
-def _spread_of_view(tensor: torch.Tensor, view: _View) -> tuple[Communicator, ...]:
+def _spread_of_view(view: ShardView) -> tuple[Communicator, ...]:
     if view.communicator is not None:
         return (view.communicator,) if view.communicator.size > 1 else ()
-    if view.local.numel() == tensor.numel():
+    if view.local.numel() == view.numel():
         return ()
     raise LayoutError(
-        f"{tensor!r} holds {view.local.numel()} of {tensor.numel()} elements, and nobody knows who "
+        f"{view!r} holds {view.local.numel()} of {view.numel()} elements, and nobody knows who "
         "holds the others: build it with communicator="
     )
 
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
-    view = _view(tensor)
-    if view is not None:
-        return view.local
-    distributed = _distributed(tensor)
-    return plain(tensor) if distributed is None else distributed.to_local()
+    """Find this rank's elements as a plain tensor, whatever ``tensor`` is. Not copied."""
+    return tensor.to_local() if isinstance(tensor, DTensor | ShardView) else plain(tensor)
 
 
 def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
@@ -214,18 +162,12 @@ def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
     Meshes may differ when all hold the same ranks, or are parts of one mesh: then every rank sees
     every tensor. Of two meshes over other ranks, some ranks see one and not the other.
     """
-    meshes: dict[int, _Mesh] = {}
-    for tensor in tensors:
-        distributed = _distributed(tensor)
-        if distributed is not None:
-            meshes.setdefault(id(distributed.device_mesh), distributed.device_mesh)
-    if not meshes:
-        return
-    first, *others = meshes.values()
-    for mesh in (first, *others):
+    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}
+    first = next(iter(meshes.values()), None)
+    for mesh in meshes.values():
         if mesh.get_coordinate() is None:
             raise LayoutError(f"this rank is not on {mesh}, so it does not see its tensors")
-        if not _cover_the_same(first, mesh):
+        if first is not None and not _cover_the_same(first, mesh):
             raise LayoutError(
                 f"tensors on {first} and on {mesh} cannot be combined: some ranks hold one and not "
                 "the other, so they would find different sums. Slice both meshes from one mesh "
@@ -233,7 +175,7 @@ def check_meshes(tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
-def _cover_the_same(one: _Mesh, other: _Mesh) -> bool:
+def _cover_the_same(one: DeviceMesh, other: DeviceMesh) -> bool:
     if one is other or set(one.mesh.flatten().tolist()) == set(other.mesh.flatten().tolist()):
         return True
     roots = [root_mesh(mesh) for mesh in (one, other)]

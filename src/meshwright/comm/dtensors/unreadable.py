@@ -21,44 +21,15 @@ from meshwright.torch_internals.trees import tree_leaves
 __all__ = ["FACTS", "SETTINGS", "Unreadable", "make_unreadable", "name_of"]
 
 _WHY = "_meshwright_why"
-FACTS = frozenset(
-    {
-        "__hash__",
-        "__len__",
-        *STATE_OF_TENSORS,
-        "device",
-        "dim",
-        "dtype",
-        "element_size",
-        "get_device",
-        "grad",
-        "grad_fn",
-        "is_complex",
-        "is_cpu",
-        "is_cuda",
-        "is_floating_point",
-        "is_leaf",
-        "is_meta",
-        "is_nested",
-        "is_quantized",
-        "is_sparse",
-        "itemsize",
-        "layout",
-        "names",
-        "ndim",
-        "ndimension",
-        "nelement",
-        "numel",
-        "requires_grad",
-        "retains_grad",
-        "shape",
-        "size",
-        "stride",
-    }
-)
-"""What can be asked without a value, by the names of torch's functions and attributes."""
+_FACTS = """
+    __hash__ __len__ device dim dtype element_size get_device grad grad_fn is_complex is_cpu is_cuda
+    is_floating_point is_leaf is_meta is_nested is_quantized is_sparse itemsize layout names ndim
+    ndimension nelement numel requires_grad retains_grad shape size stride
+"""
+FACTS = frozenset(STATE_OF_TENSORS) | frozenset(_FACTS.split())
+"""The names of torch's functions and attributes that need no value."""
 SETTINGS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
-"""What may be said to a parameter on every rank alike."""
+"""The names of functions that may be called for a parameter on every rank alike."""
 
 
 class _Why(NamedTuple):

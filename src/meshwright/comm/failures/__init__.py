@@ -11,10 +11,8 @@ Bottom-up:
     waiting      the one rule of all waits
     stuck_calls  calls of c10d that a thread does not come out of
     watching     the thread that watches this process and its neighbours
-    outside      waits in calls of torch's own, and while joining
     membership   the time of a rank in a run, from its first word to its last
-    comparison   the first comparison of what ranks are about to do
-    events       the events of one root, compared with the other ranks
+    events       comparisons of what ranks are about to do
 """
 
 from __future__ import annotations

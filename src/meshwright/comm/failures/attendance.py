@@ -39,7 +39,7 @@ class Describer(Protocol):
     """Adds to what a rank says of itself. Called from the board's thread."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Values that JSON can hold."""
+        """Return values that JSON can hold."""
         ...
 
 
@@ -50,8 +50,6 @@ class Waiting:
     what: str
     number: int
     """Different in every wait of this rank."""
-    since: float
-    """Its begin, on the monotonic clock."""
 
 
 class Attendance:
@@ -138,12 +136,11 @@ class Attendance:
 
     # ---------------------------------------------------------------- waits of this rank
 
-    def begin_wait(self, what: str) -> Waiting:
+    def begin_wait(self, what: str) -> None:
         """Note that this thread waits for other ranks from now on, to `end_wait`."""
         self._wait_count += 1
-        waiting = Waiting(what=what, number=self._wait_count, since=time.monotonic())
+        waiting = Waiting(what=what, number=self._wait_count)
         self._waits.setdefault(threading.get_ident(), []).append(waiting)
-        return waiting
 
     def end_wait(self) -> None:
         """Note that this thread waits no longer."""

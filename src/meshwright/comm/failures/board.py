@@ -16,7 +16,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, cast
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -33,64 +34,33 @@ _SLICE = 0.2
 """Seconds of one wait for the thread; after each, whether the host is lost is looked at."""
 
 _NOTHING = "\x01nothing"
-"""What the store says of a key that is not there, when it is asked whether that stands there."""
+"""The answer of the store for a key that is not there, when asked whether this stands there."""
 
 _SERVER = re.compile(r"server=(?!<nullptr>)")
-
-
-class _Order(Generic[T]):
-    """Something for the thread to do, and what came of it."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self.ended = threading.Lock()
-        self.ended.acquire()
-
-    def carry_out(self) -> None:
-        """Do it; in the thread."""
-        try:
-            self._value = self._work()
-        except BaseException as error:  # whoever waits gets it
-            self._error = error
-        self.ended.release()
-
-    def result(self) -> T:
-        """Find the value, or the error, after the end."""
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._value)
 
 
 class Board:
     """The keys of a store, for all threads of this process.
 
-    Every method raises `RankFailedError` when the store's host is lost: `host` and `host_name` say
-    who that is. ``every`` seconds the thread calls ``look``, when one is set.
+    Every method raises `RankFailedError` when the store's host is lost: `host` says who that is.
+    ``every`` seconds the thread calls ``look``, when one is set.
     """
 
     def __init__(self, store: dist.Store, *, host: int, every: float = 0.25) -> None:
-        """``host`` is the rank in whose process the store lives; `STORE` when it is none."""
+        """Begin the thread. ``host`` is the rank in whose process the store lives, or `STORE`."""
         self.host = host
         self.every = every
         self.look: Callable[[], None] | None = None
         """Called in the thread now and then."""
         self._given = store  # with it goes the server, where this process is the host
         self._store = _own_client(store)
-        self._lost: RankFailedError | None = None
+        self.lost: RankFailedError | None = None
+        """The error of every request from now on; None while the store answers."""
         self._busy_since: float | None = None
         self._has_stopped = False
-        self._orders: queue.SimpleQueue[_Order[object] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="meshwright-board", daemon=True)
         self._thread.start()
-
-    @property
-    def host_name(self) -> str:
-        """Name the host of the store, for messages."""
-        return (
-            "the run's store" if self.host == STORE else f"rank {self.host}, which hosts the store,"
-        )
 
     @property
     def host_process(self) -> str:
@@ -101,11 +71,6 @@ class Board:
         return "torchrun's agent" if is_agent else "the process that hosts it"
 
     @property
-    def lost(self) -> RankFailedError | None:
-        """The error of every request from now on; None while the store answers."""
-        return self._lost
-
-    @property
     def silence(self) -> float:
         """Seconds since which the store has not answered a request."""
         since = self._busy_since
@@ -113,25 +78,26 @@ class Board:
 
     def give_up(self, reason: str) -> RankFailedError:
         """Take the host for lost: who waits for an answer raises. Returns the error."""
-        if self._lost is None:
-            text = f"{self.host_name} failed first: {reason}"
-            self._lost = RankFailedError(text, self.host)
-        return self._lost
+        if self.lost is None:
+            is_rank = self.host != STORE
+            host = f"rank {self.host}, which hosts the store," if is_rank else "the run's store"
+            self.lost = RankFailedError(f"{host} failed first: {reason}", self.host)
+        return self.lost
 
     def run(self, work: Callable[[], T]) -> T:
         """Have the thread call ``work``, in which nobody else comes between two requests."""
         if self._has_stopped or threading.current_thread() is self._thread:
             return work()
-        order = _Order(work)
-        self._orders.put(cast("_Order[object]", order))
-        while not order.ended.acquire(timeout=_SLICE):
-            if self._lost is not None:
+        order: Future[T] = Future()
+        self._orders.put(lambda: _carry_out(work, order))
+        while not wait([order], timeout=_SLICE).done:
+            if self.lost is not None:
                 raise self._again()
         return order.result()
 
     def later(self, work: Callable[[], object]) -> None:
         """Have the thread call ``work`` when it comes to it; nobody waits."""
-        self._orders.put(cast("_Order[object]", _Order(work)))
+        self._orders.put(lambda: _carry_out(work, Future()))
 
     def learn_host(self, rank: int) -> None:
         """Learn that the store lives in the process of ``rank``."""
@@ -150,7 +116,7 @@ class Board:
         self.end_looking()
         self._orders.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=0.1 if self._lost is not None else 5.0)
+            self._thread.join(timeout=0.1 if self.lost is not None else 5.0)
         self._has_stopped = not self._thread.is_alive()
 
     # ---------------------------------------------------------------- requests
@@ -191,7 +157,7 @@ class Board:
 
     def _ask(self, request: Callable[[], T]) -> T:
         """Make one request of the store; in the thread."""
-        if self._lost is not None:
+        if self.lost is not None:
             raise self._again()
         self._busy_since = time.monotonic()
         try:
@@ -204,9 +170,7 @@ class Board:
             self._busy_since = None
 
     def _again(self) -> RankFailedError:
-        """Make a new error, as one that is raised by several threads would mix up their
-        tracebacks.
-        """
+        """Make a new error: one that several threads raise would mix up their tracebacks."""
         lost = self.give_up("it is closed")
         return RankFailedError(str(lost), lost.rank)
 
@@ -217,14 +181,21 @@ class Board:
                 order = self._orders.get(timeout=max(0.0, next_look - time.monotonic()))
                 if order is None:
                     return
-                order.carry_out()
+                order()
             except queue.Empty:
                 pass
             if time.monotonic() >= next_look:
-                if self.look is not None and self._lost is None:
+                if self.look is not None and self.lost is None:
                     with contextlib.suppress(RankFailedError):  # it is kept in `lost`
                         self.look()
                 next_look = time.monotonic() + self.every
+
+
+def _carry_out(work: Callable[[], T], order: Future[T]) -> None:
+    try:
+        order.set_result(work())
+    except BaseException as error:  # whoever waits gets it
+        order.set_exception(error)
 
 
 def hosts(store: dist.Store) -> bool:

@@ -15,6 +15,7 @@ that differs is an error on the rank that asks, and the others read it while the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from typing import Any, NoReturn
 from meshwright.comm import Communicator
 from meshwright.comm.failures.attendance import Answers, Describer
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.waiting import Watch
+from meshwright.comm.failures.waiting import Awaited, Watch
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["Coming", "Event", "EventCheck", "register", "wait_for_all"]
+__all__ = ["Coming", "Comparison", "Event", "EventCheck", "register", "wait_for_all"]
 
 FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
 """Seconds until, and between, the questions to ranks that have not come."""
@@ -45,7 +46,7 @@ REMEDY = (
 )
 
 State = Mapping[str, list[Any]]
-"""What decides a unit's collectives, by unit: settings first, then frozen parameters."""
+"""The state that decides collectives, by unit: settings first, then frozen parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class EventCheck:
         return (*self._last, event) not in self._known
 
     def happens(self, event: Event, *, asks: bool = False, after: str = "") -> None:
-        """``event`` is next; call it before its first collective.
+        """Take in that ``event`` is next; call it before its first collective.
 
         ``after`` names the pass that raised on this rank just before, if one did or may have.
 
@@ -123,7 +124,13 @@ class EventCheck:
         keys = [f"{self._key}/{self._number}/said/{rank}" for rank in ranks]
         mine = keys[self._communicator.rank]
         monitor.board.set(mine, said)
-        self._wait_until_said(monitor, event, keys)
+        if not monitor.board.check(keys):
+
+            def compare(answers: Answers) -> bool:
+                self._have_come(monitor, event, "", answers)
+                return False  # who has come may still be about to say its words
+
+            _wait(monitor, self._coming(event), lambda: monitor.board.check(keys), compare)
         rows = [monitor.board.get(key) or "" for key in keys]
         if self._said:  # who is here has read what was said before
             monitor.board.delete_key(self._said)
@@ -146,39 +153,17 @@ class EventCheck:
         return [axis.counts.get("", 0) for axis in self._axes]
 
     def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
-        number = self._number
-        votes = f"{self._key}/{number}/{event.text}/{event.state}"
+        votes = f"{self._key}/{self._number}/{event.text}/{event.state}"
         if after:
             votes += f"/{self._tail[-1][-1]}"
-
-        def have_come(answers: Answers) -> bool:
-            return self._have_come(monitor, number, event, after, answers)
-
+        have_come = functools.partial(self._have_come, monitor, event, after)
         wait_for_all(monitor, votes, self._coming(event, after), have_come)
 
-    def _wait_until_said(self, monitor: FailureMonitor, event: Event, keys: list[str]) -> None:
-        """Wait for ``keys`` as for a collective."""
-        if monitor.board.check(keys):
-            return
-        number, pause = self._number, 0.0002
-        with _watch(monitor, self._coming(event)) as watch:
-            while not monitor.board.check(keys):
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-                answers = watch.look()
-                if answers is not None:
-                    self._have_come(monitor, number, event, "", answers)
-
     def _have_come(
-        self,
-        monitor: FailureMonitor,
-        number: int,
-        event: Event,
-        after: str,
-        answers: Answers,
+        self, monitor: FailureMonitor, event: Event, after: str, answers: Answers
     ) -> bool:
         """Check that there is nobody left to wait for. Raises when a rank does something else."""
-        is_complete = True
+        number, is_complete = self._number, True
         for rank in self._communicator.ranks:
             if rank == self._rank:
                 continue
@@ -269,52 +254,49 @@ def register(kind: str, communicator: Communicator, describer: Describer) -> str
     return key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coming:
-    """The other ranks' coming to a place of the program, as a `Watch` sees it."""
+class Coming(Awaited):
+    """The other ranks' coming to a ``place`` of the program, as a `Watch` sees it.
 
-    communicator: Communicator
-    place: str
-    name: str
-    """Tells it from every other place, the same on all ranks."""
-    come: Callable[[Mapping[str, Any]], bool]
-    """Tells from the answer of a rank whether it has come."""
+    ``name`` tells it from every other place, the same on all ranks; ``come`` tells from the answer
+    of a rank whether it has come.
+    """
 
-    @property
-    def lacks(self) -> str:
-        """Return what messages say of a rank that has not come."""
-        return "has not come to it"
+    lacks = "has not come to it"
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The world's numbers of the other ranks."""
-        mine = self.communicator.rank
-        return [rank for n, rank in enumerate(self.communicator.ranks) if n != mine]
+    def __init__(
+        self,
+        *,
+        communicator: Communicator,
+        place: str,
+        name: str,
+        come: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        self.communicator = communicator
+        self.ranks = [r for n, r in enumerate(communicator.ranks) if n != communicator.rank]
+        self._place = place
+        self._name = name
+        self._come = come
 
     def describe(self) -> str:
         """Name it in one phrase."""
-        return f"the comparison of {self.place},"
+        return f"the comparison of {self._place},"
 
     def topic(self, answers: Answers) -> str:
         """Name it for reports."""
-        return self.name
+        return self._name
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has come."""
-        return self.come(answer)
+        return self._come(answer)
 
     def differences(self, answers: Answers) -> list[str]:
         """Say which ranks will never come."""
         left = [r for r in self.ranks if r in answers and answers[r]["leaving"]]
-        left = [rank for rank in left if not self.come(answers[rank])]
+        left = [rank for rank in left if not self._come(answers[rank])]
         if not left:
             return []
         mine = self.communicator.ranks[self.communicator.rank]
-        return [f"ranks {left} leave the run, where rank {mine} is at {self.place}. {REMEDY}"]
-
-    def last_of(self, answer: Mapping[str, Any]) -> str:
-        """Say nothing more of where a rank is."""
-        return ""
+        return [f"ranks {left} leave the run, where rank {mine} is at {self._place}. {REMEDY}"]
 
 
 def wait_for_all(
@@ -329,21 +311,25 @@ def wait_for_all(
     come any more, or raises. This wait keeps nobody from coming: what others need of this rank has
     been issued.
     """
-    pause, size = 0.0002, awaited.communicator.size
-    if monitor.board.add(votes, 1) >= size:
-        return
-    with _watch(monitor, awaited) as watch:
-        while monitor.board.add(votes, 0) < size:
+    size = awaited.communicator.size
+    if monitor.board.add(votes, 1) < size:
+        _wait(monitor, awaited, lambda: monitor.board.add(votes, 0) >= size, have_come)
+
+
+def _wait(
+    monitor: FailureMonitor,
+    awaited: Coming,
+    is_over: Callable[[], bool],
+    have_come: Callable[[Answers], bool],
+) -> None:
+    limit, pause = awaited.communicator.timeout, 0.0002
+    with Watch(monitor, awaited, limit, first=FIRST_ROLL_CALL, every=NEXT_ROLL_CALL) as watch:
+        while not is_over():
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             answers = watch.look()
             if answers is not None and have_come(answers):
                 return
-
-
-def _watch(monitor: FailureMonitor, awaited: Coming) -> Watch:
-    limit = awaited.communicator.timeout
-    return Watch(monitor, awaited, limit, first=FIRST_ROLL_CALL, every=NEXT_ROLL_CALL)
 
 
 def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:
@@ -355,3 +341,26 @@ def _first_difference(mine: State, theirs: State, rank: int, other: int) -> str:
                     return f"unit {name!r} set to {ours} on rank {rank}, {others} on rank {other}"
             return f"unit {name!r} set to {here} on rank {rank}, {there} on rank {other}"
     return f"settings of rank {rank} and rank {other} that differed for a while"
+
+
+class Comparison:
+    """The actions of this rank that were compared with the others."""
+
+    def __init__(self) -> None:
+        self._same: set[str] = set()
+
+    def compare(self, communicator: Communicator, what: str) -> None:
+        """Compare ``what``, which is next. Collective, unless all ranks have done it before.
+
+        Raises `CollectiveMismatchError` on every rank where they do not do the same.
+        """
+        if what in self._same or communicator.size == 1:
+            return
+        rows = communicator.gather_bytes(what.encode(), label=f"compare {what}")
+        if len(set(rows)) > 1:
+            named = zip(communicator.ranks, rows, strict=True)
+            texts = "; ".join(f"rank {rank} is in {row.decode()}" for rank, row in named)
+            raise CollectiveMismatchError(
+                f"the ranks of axis {communicator.axis} do not do the same: {texts}"
+            )
+        self._same.add(what)

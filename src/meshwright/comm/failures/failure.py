@@ -29,7 +29,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,17 +81,17 @@ class Failure:
     rank: int
     """The world's number of the rank that failed or was lost; `STORE` for the run's store."""
     by: int
-    """Who says so: the rank itself, or the one that found it lost."""
-    phase: str
-    operation: str
+    """The rank that says so: itself, or the one that found it lost."""
+    phase: str = ""
+    operation: str = ""
     error: str
-    line: str
+    line: str = ""
     attempt: int = 0
-    """How often the rank that says so had gone on after it raised."""
+    """The number of times that the rank that says so had gone on after it raised."""
 
     @property
     def what(self) -> tuple[str, str]:
-        """In which phase it was, and the type of the exception."""
+        """The phase that it was in, and the type of the exception."""
         return self.phase, self.error.partition(":")[0]
 
     def __str__(self) -> str:
@@ -119,6 +119,8 @@ class FailureMonitor:
         """``host`` is the rank in whose process the store lives; `STORE` for none or unknown."""
         self.rank = rank
         self.world_size = world_size
+        self.others = [other for other in range(world_size) if other != rank]
+        """The ranks but this one."""
         self.hang_after = hang_after
         """Seconds after which a wait is reported as a hang."""
         self.limit = limit
@@ -131,7 +133,7 @@ class FailureMonitor:
         self.has_raised = False
         """True when an error that names another rank, or ends the process, has been raised here."""
         self.deviations: dict[int, str] = {}
-        """What ranks have said they do otherwise than before, by rank; hang reports show it."""
+        """The things that ranks have said they do otherwise than before; hang reports show them."""
         self._is_hosting = hosts(store)
         self._seen = 0
         self._called = (0, float("-inf"))
@@ -140,7 +142,7 @@ class FailureMonitor:
         self._posted = False
         self._attempt = 0
         self._gave_up: tuple[str, str] | None = None
-        """In which phase this rank has raised since it has gone on, and what, at first."""
+        """The phase in which this rank first raised since it has gone on, and the error's type."""
         self._left: tuple[str, str] | None = None
         """Those of the attempt before."""
         self._standing: dict[int, Failure] = {}
@@ -171,7 +173,6 @@ class FailureMonitor:
         if not self.ranks.is_leaving:
             self.ranks.begin_leaving()
             self._post({"kind": "leaving", "rank": self.rank})
-            self.read()
 
     def stop(self) -> None:
         """End the thread. The board stays as it is."""
@@ -179,7 +180,8 @@ class FailureMonitor:
 
     def erase(self) -> None:
         """Remove the notices, so that nothing of a finished run is left on the store."""
-        self.board.run(self._erase)
+        for slot in range(1, self._seen + 1):
+            self.board.delete_key(f"slot/{slot}")
 
     # ---------------------------------------------------------------- this rank's side
 
@@ -192,25 +194,20 @@ class FailureMonitor:
         if isinstance(error, CommunicationError) and not is_cause:
             return
         failure = self._failure_of(error)
-        try:
+        with self._publishing(failure):
             has_posted = self.board.run(lambda: self._post_first(failure, is_difference=is_cause))
             self._posted = has_posted or self._posted
-        except RankFailedError:
-            self._tell_unpublished(failure)
 
     def end(self, error: BaseException) -> None:
         """Tell the other ranks that ``error`` ends this one's part in the run."""
         self.note_raised()
         failure = self._failure_of(error)
-        try:
+        with self._publishing(failure):
             if not self._posted:
                 post = functools.partial(self._post_first, failure, is_difference=False)
                 self._posted = self.board.run(post)
             if self._posted:
                 self._post({"kind": "ended", "rank": self.rank})
-                self.read()
-        except RankFailedError:
-            self._tell_unpublished(failure)
 
     def note_raised(self) -> None:
         """Note that an error that names another rank, or ends the process, is raised here."""
@@ -218,15 +215,11 @@ class FailureMonitor:
 
     def post_failure(self, failure: Failure) -> None:
         """Put ``failure`` on the board, for good; the first one standing counts for every rank."""
-        own = {**_values(failure), "is_final": True, "is_difference": False}
-        try:
-            self._post({**own, "past": sorted(self._past)})
-            self.read()
-        except RankFailedError:
-            self._tell_unpublished(failure)
+        with self._publishing(failure):
+            self._post(_notice_of(failure, self._past, is_final=True))
 
     def found_ended(self, rank: int) -> None:
-        """The process of ``rank`` has ended: it failed, unless it has said more. Does not wait."""
+        """Take in that the process of ``rank`` has ended: it failed, unless it said more."""
         self.board.later(lambda: self._found_ended(rank))
 
     def go_on(self) -> None:
@@ -241,7 +234,6 @@ class FailureMonitor:
         if self._posted:
             self._posted = False
             self._post({"kind": "recovered", "rank": self.rank})
-            self.read()
         for slot in list(self._raised):
             self._due.pop(slot, None)
         self._past |= self._raised
@@ -253,7 +245,6 @@ class FailureMonitor:
         The others show it when they wait in vain for this rank.
         """
         self._post({"kind": "deviation", "rank": self.rank, "text": text})
-        self.read()
 
     def said(self) -> list[str]:
         """List what ranks have said they do otherwise than before, one phrase each."""
@@ -318,7 +309,7 @@ class FailureMonitor:
         self.board.run(self._read)
 
     def roll_call(self, patience: float = PATIENCE, about: Iterable[int] = ()) -> Answers:
-        """Ask every rank where it is; the answers within ``patience`` seconds, by rank.
+        """Ask every rank where it is; return the answers within ``patience`` seconds, by rank.
 
         Who can look at the processes of ranks ``about`` says what it sees. A call that another rank
         has just made serves this one too, unless it is about somebody.
@@ -326,14 +317,9 @@ class FailureMonitor:
         slot, when = self._called
         if about or time.monotonic() - when > SHARED_FOR:
             slot = self._post({"kind": "call", "about": sorted(about)})
-            self.read()
         return self.ranks.collect(slot, patience, about)
 
     # ---------------------------------------------------------------- private
-
-    def _erase(self) -> None:
-        for slot in range(1, self._seen + 1):
-            self.board.delete_key(f"slot/{slot}")
 
     def _error_of(self, failure: Failure) -> RankFailedError:
         if failure.rank != self.rank:
@@ -344,9 +330,14 @@ class FailureMonitor:
             failure.rank,
         )
 
-    def _tell_unpublished(self, failure: Failure) -> None:
-        text = f"{failure.error} ({failure.line})" if failure.line else failure.error
-        _log.warning("rank %d cannot reach the store to publish: %s", self.rank, text)
+    @contextlib.contextmanager
+    def _publishing(self, failure: Failure) -> Iterator[None]:
+        """Log ``failure`` where the block cannot reach the store to publish it."""
+        try:
+            yield
+        except RankFailedError:
+            text = f"{failure.error} ({failure.line})" if failure.line else failure.error
+            _log.warning("rank %d cannot reach the store to publish: %s", self.rank, text)
 
     def _failure_of(self, error: BaseException) -> Failure:
         return Failure(
@@ -363,10 +354,7 @@ class FailureMonitor:
         failure = Failure(
             rank=rank,
             by=self.rank,
-            phase="",
-            operation="",
             error="its process has ended without a word (killed, or by os._exit)",
-            line="",
         )
         if self.board.lost is not None:  # its host failed before, and this rank may have for that
             return
@@ -377,9 +365,7 @@ class FailureMonitor:
             if any(other.rank == rank for other in self._standing.values()):
                 self._post({"kind": "ended", "rank": rank})
             else:
-                own = {**_values(failure), "is_final": True, "is_difference": False}
-                self._post({**own, "past": sorted(self._standing)})
-            self._read()
+                self._post(_notice_of(failure, self._standing, is_final=True))
         except RankFailedError:  # the store has gone with it, or soon after
             if not self.ranks.has_ended(self.board.host) and self.failure is None:
                 self._standing[0] = failure
@@ -391,7 +377,6 @@ class FailureMonitor:
         A difference that this rank finds is not posted either after another that it has not gone
         on after: it may be the same. What else it raises is posted then, and ends it for both.
         """
-        own = {**_values(failure), "is_final": False, "is_difference": is_difference}
         while True:
             self._read()
             slot = self._seen + 1  # taken, when something is read before the next line
@@ -399,18 +384,19 @@ class FailureMonitor:
             if found is not None:
                 self._ended_by(*found)
                 return False
-            text = self._text({**own, "past": sorted(self._past)})
+            text = self._text(_notice_of(failure, self._past, is_difference=is_difference))
             if self.board.compare_set(f"slot/{slot}", "", text) == text:
                 self._raised.update(list(self._due))
                 self._read()
                 return True
 
     def _post(self, notice: Mapping[str, Any]) -> int:
-        """Win the next free slot for ``notice``; its number."""
+        """Win the next free slot for ``notice``, and read the board; returns the slot's number."""
         text = self._text(notice)
         slot = self._seen + 1
         while self.board.compare_set(f"slot/{slot}", "", text) != text:
             slot += 1
+        self.read()
         return slot
 
     def _text(self, notice: Mapping[str, Any]) -> str:
@@ -477,7 +463,7 @@ class FailureMonitor:
     def _attend_failure(self, slot: int, notice: Mapping[str, Any]) -> None:
         if not self._standing.keys() <= {at for at in notice["past"] if isinstance(at, int)}:
             return
-        failure = Failure(**{name: notice[name] for name in Failure.__slots__})
+        failure = Failure(**{name: notice[name] for name in _OF_A_FAILURE})
         if notice["is_final"]:
             self._final.add(slot)
         elif notice["is_difference"] and failure.rank != self.rank:
@@ -488,5 +474,12 @@ class FailureMonitor:
         self.board.set(f"heard/{self.rank}", str(slot))
 
 
-def _values(failure: Failure) -> dict[str, Any]:
-    return {"kind": "failed", **{name: getattr(failure, name) for name in Failure.__slots__}}
+def _notice_of(
+    failure: Failure, past: Iterable[int], *, is_final: bool = False, is_difference: bool = False
+) -> dict[str, Any]:
+    kind = {"kind": "failed", "is_final": is_final, "is_difference": is_difference}
+    return {
+        **kind,
+        **{name: getattr(failure, name) for name in _OF_A_FAILURE},
+        "past": sorted(past),
+    }

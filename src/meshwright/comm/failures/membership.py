@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.waiting import Watch, blame
+from meshwright.comm.failures.waiting import AllOthers, Watch, blame
 from meshwright.comm.failures.watching import Watcher
 from meshwright.comm.groups.launch import record_failure
 from meshwright.comm.groups.registry import PROCESS
@@ -92,7 +91,8 @@ def leave() -> bool:
 
 def end_process(error: BaseException) -> None:
     """End this process for ``error`` now, with status 1 and without the interpreter's own end."""
-    _tell_end(error)
+    PROCESS.fall_silent()  # the others know
+    sys.excepthook(type(error), error, None)  # for whoever listens, as it is not raised
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -100,38 +100,23 @@ def end_process(error: BaseException) -> None:
     os._exit(1)
 
 
-def _tell_end(error: BaseException) -> None:
-    """Tell whoever listens of an error that ends the process without being raised."""
-    PROCESS.fall_silent()  # the others know
-    sys.excepthook(type(error), error, None)
-
-
 # -------------------------------------------------------------------------- leaving
 
 
-class _End:
+class _End(AllOthers):
     """The end of the run, to which all ranks come, as a `Watch` sees it."""
 
     lacks = "has not come to it"
 
     def __init__(self, monitor: FailureMonitor) -> None:
+        super().__init__(monitor, "the end of the run")
         self._left = monitor.ranks.left
-        self.ranks = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
-
-    def describe(self) -> str:
-        return "the end of the run"
 
     def topic(self, answers: Answers) -> str:
-        return "the end of the run"
+        return self.describe()
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         return bool(answer["leaving"]) or rank in self._left
-
-    def differences(self, answers: Answers) -> list[str]:
-        return []
-
-    def last_of(self, answer: Mapping[str, Any]) -> str:
-        return ""
 
 
 def _leave_together(monitor: FailureMonitor) -> bool:
@@ -174,13 +159,12 @@ def _linger(monitor: FailureMonitor) -> None:
     """Keep the store until the others have read who failed, where this process hosts it."""
     if monitor.board.host != monitor.rank or monitor.failure is None:
         return
-    others = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
 
     def has_heard(rank: int) -> bool:
         is_gone = rank in monitor.ranks.left or monitor.ranks.has_ended(rank)
         return is_gone or monitor.board.get(f"heard/{rank}") is not None
 
-    _wait_for(lambda: all(map(has_heard, others)), LINGER)
+    _wait_for(lambda: all(map(has_heard, monitor.others)), LINGER)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
@@ -209,12 +193,7 @@ class ExceptionHook:
     def __init__(self, before: Callable[..., object]) -> None:
         self.before = before
 
-    def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
         """Tell the other ranks and the launcher, then go on with the hook that was there."""
         if PROCESS.monitor is not None and PROCESS.monitor.pid == os.getpid():
             _tell(PROCESS.monitor, error)

@@ -45,9 +45,7 @@ class Notices:
 
 
 def _board(communicator: Communicator) -> Board:
-    """Find the run's board; where nobody watches the run, one that is kept with the
-    communicator.
-    """
+    """Find the run's board, or one kept with the communicator where nobody watches the run."""
     if PROCESS.monitor is not None:
         return PROCESS.monitor.board
     if "board" not in communicator.kept:

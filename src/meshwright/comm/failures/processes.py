@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-__all__ = ["Look", "Process", "Stillness", "is_alive", "is_stopped", "place", "process_start"]
+__all__ = [
+    "Look",
+    "Process",
+    "Stillness",
+    "is_alive",
+    "is_stopped",
+    "place",
+    "process_start",
+    "status_of",
+]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -68,13 +77,11 @@ class Process:
         return cls(place=place(), pid=os.getpid(), started=started)
 
     @classmethod
-    def of(cls, values: object) -> Process | None:
+    def of(cls, values: Mapping[str, object]) -> Process | None:
         """Read what `values` gave; None for anything else."""
-        if not isinstance(values, Mapping):
-            return None
-        name, pid, started = (values.get(key) for key in ("place", "pid", "started"))
-        if isinstance(name, str) and isinstance(pid, int) and isinstance(started, int):
-            return cls(place=name, pid=pid, started=started)
+        match values:
+            case {"place": str(name), "pid": int(pid), "started": int(started)}:
+                return cls(place=name, pid=pid, started=started)
         return None
 
     def values(self) -> dict[str, str | int]:
@@ -157,23 +164,25 @@ def process_start(pid: int) -> int:
 
 def is_alive(pid: int, started: int) -> bool:
     """Tell whether the process of that number and start is there, and not only waited for."""
-    try:
-        _, fields = _stat(f"/proc/{pid}/stat")
-    except OSError:
-        return False
-    return fields[0] not in ("Z", "X") and int(fields[19]) == started
+    fields = status_of(pid)
+    return bool(fields) and fields[0] not in ("Z", "X") and int(fields[19]) == started
 
 
 def is_stopped(pid: int) -> bool:
     """Tell whether ``pid`` is held by SIGSTOP or a debugger."""
+    return status_of(pid)[:1] in (["T"], ["t"])
+
+
+def status_of(pid: int) -> list[str]:
+    """List the kernel's state, parent and so on of process ``pid``; empty when it is gone."""
     try:
-        return _stat(f"/proc/{pid}/stat")[1][0] in ("T", "t")
+        return _stat(f"/proc/{pid}/stat")[1]
     except OSError:
-        return False
+        return []
 
 
 def _stat(path: str) -> tuple[str, list[str]]:
-    """Name of a process or thread, and the fields behind it: state, parent and so on."""
+    """Read the name of a process or thread, and the fields behind it: state, parent and so on."""
     with open(path, encoding="utf-8", errors="replace") as file:
         head, _, rest = file.read().rpartition(")")
     return head.partition("(")[2], rest.split()

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,21 +62,19 @@ class StuckCall:
     since: float
     """The first time that the thread was seen in it, on the monotonic clock."""
 
+    def __str__(self) -> str:
+        return f"{self.what}, called at {self.line}"
 
-@dataclass(slots=True)
-class _Place:
+
+class _Place(NamedTuple):
     """The place at which a thread stands."""
 
     frames: tuple[object, ...] | None
     """Its innermost frames; None where they were not asked for."""
     work: float
-    """What the system says of how much it has run, at the last look."""
+    """The amount that it had run at the last look, as the system says."""
     since: float
     number: int
-
-    def stay(self, frames: tuple[object, ...] | None, work: float) -> None:
-        """Stand there still, as another look has found."""
-        self.frames, self.work = frames, work
 
 
 class CallWatch:
@@ -121,7 +120,7 @@ class CallWatch:
         has_run = before is None or work - before.work >= (_SPURIOUS if is_main else 1.0)
         here = None if has_run and is_main else _position(ident)
         if before is not None and not has_run and before.frames in (None, here):
-            before.stay(here, work)
+            self._places[ident] = before._replace(frames=here, work=work)
             return True
         self._count += 1
         self._places[ident] = _Place(here, work, time.monotonic(), self._count)
@@ -129,9 +128,7 @@ class CallWatch:
 
 
 def _position(ident: int) -> tuple[object, ...] | None:
-    """List the innermost frames of a thread, as numbers, and where they are; None where it has
-    ended.
-    """
+    """List the innermost frames of a thread and where they are, as numbers; None: it has ended."""
     frame = sys._current_frames().get(ident)
     here: list[object] = []
     while frame is not None and len(here) < 8:
@@ -141,7 +138,7 @@ def _position(ident: int) -> tuple[object, ...] | None:
 
 
 def _work_of(thread: threading.Thread) -> float:
-    """CPU seconds of the main thread; how often another thread has gone to sleep."""
+    """Count the CPU seconds of the main thread, or how often another one has gone to sleep."""
     if thread is threading.main_thread():
         try:
             return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))

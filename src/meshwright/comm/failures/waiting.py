@@ -19,16 +19,17 @@ of them work alone, as they have said by an endless limit of their phase.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
 
 from meshwright.comm.failures.attendance import PATIENCE, Answers
 from meshwright.comm.failures.failure import Failure, FailureMonitor
 from meshwright.comm.failures.processes import Look, Stillness
 from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -36,7 +37,7 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = ["Awaited", "Watch", "blame", "explain"]
+__all__ = ["AllOthers", "Awaited", "OutsideCall", "Watch", "blame", "explain", "watched"]
 
 MISMATCH_AFTER = 3.0
 """Seconds after which a wait looks whether the other ranks do something else or have left."""
@@ -69,10 +70,10 @@ _OF_A_TRANSPORT = re.compile(r"gloo/|\[gloo\]|RankFailedError: ", re.IGNORECASE)
 class Awaited(Protocol):
     """Something that other ranks have a part in, and that this one waits for."""
 
-    @property
-    def lacks(self) -> str:
-        """Words for a rank that has not done its part: `rank 1 has not issued it`."""
-        ...
+    lacks: str
+    """Words for a rank that has not done its part: `rank 1 has not issued it`."""
+    ranks: Sequence[int]
+    """The world's numbers of the other ranks that have a part in it."""
 
     def describe(self) -> str:
         """Name it in one phrase."""
@@ -82,22 +83,17 @@ class Awaited(Protocol):
         """Name it for reports, the same on every rank that waits for it."""
         ...
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The world's numbers of the other ranks that have a part in it."""
-        ...
-
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has done its part."""
         ...
 
     def differences(self, answers: Answers) -> list[str]:
         """Say what other ranks do in its place, where the two can never fit."""
-        ...
+        return []
 
     def last_of(self, answer: Mapping[str, Any]) -> str:
         """Say what a rank has done last on the same axis, to follow on where it is."""
-        ...
+        return ""
 
 
 class Watch:
@@ -144,12 +140,7 @@ class Watch:
         self._monitor.ranks.begin_wait(self._awaited.describe())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._monitor.ranks.end_wait()
         if error is not None:
             self._monitor.note_raised()
@@ -219,11 +210,8 @@ class Watch:
                 is_alone = answers[rank]["alone"] and not answers[rank]["waiting"]
                 (self._alone.add if is_alone else self._alone.discard)(rank)
             else:
-                look = self._monitor.ranks.look_at(rank)
-                told = [answer["seen"].get(str(rank)) for answer in answers.values()]
-                seen = [found for values in told if (found := Look.of(values)) is not None]
                 silence = self._silent.setdefault(rank, _Silence(self._waited))
-                silence.take(look, seen, self._waited)
+                silence.take(*_look(self._monitor, rank, answers), self._waited)
         return answers
 
     def _put_off(self, answers: Answers) -> bool:
@@ -235,7 +223,7 @@ class Watch:
             has_reason or (self._has_excused and not missing),
             has_reason,
         )
-        silent = [rank for rank in self._awaited.ranks if rank not in answers]
+        silent = self._unanswering(answers)
         if not has_reason or silent or self._differs(answers):
             return False
         self._give_up = self._waited + (self._limit or 0.0)
@@ -245,7 +233,7 @@ class Watch:
         """Give up, naming the culprits on the board."""
         monitor = self._monitor
         text = self._describe(answers)
-        silent = [rank for rank in self._awaited.ranks if rank not in answers]
+        silent = self._unanswering(answers)
         lost = self._lost(answers)
         culprit = next(iter([*lost, *silent, *self._missing(answers)]), monitor.rank)
         state = answers.get(culprit, {})
@@ -253,7 +241,6 @@ class Watch:
             rank=culprit,
             by=monitor.rank,
             phase=str(state.get("phase", "")),
-            operation="",
             error=text,
             line=str(state.get("line", "")),
         )
@@ -273,7 +260,7 @@ class Watch:
             self._is_complete = True
             self._report_at = self._waited + self._monitor.hang_after
             return
-        if self._works_alone([*missing, *(r for r in self._awaited.ranks if r not in answers)]):
+        if self._works_alone([*missing, *self._unanswering(answers)]):
             return
         self._report_at = self._waited + LINE_EVERY
         self._reports += 1
@@ -285,6 +272,10 @@ class Watch:
 
     # ---------------------------------------------------------------- who is missing
 
+    def _unanswering(self, answers: Answers) -> list[int]:
+        """List the awaited ranks that do not answer."""
+        return [rank for rank in self._awaited.ranks if rank not in answers]
+
     def _works_alone(self, ranks: Sequence[int]) -> bool:
         """Tell whether all of ``ranks``, who are missing, work at something of their own."""
         silences = [self._silent[rank] for rank in ranks if rank in self._silent]
@@ -292,7 +283,7 @@ class Watch:
         return bool(ranks) and self._alone.issuperset(ranks) and at_work
 
     def _lost(self, answers: Answers) -> list[int]:
-        """Ranks whose processes have ended or stand still, or that nobody has seen for long."""
+        """List ranks whose processes have ended or stand still, or that were long unseen."""
         silent = [r for r in self._silent if r not in answers and r not in self._monitor.ranks.left]
         return sorted(
             (rank for rank in silent if self._silent[rank].is_lost),
@@ -300,14 +291,12 @@ class Watch:
         )
 
     def _leaving(self, answers: Answers) -> list[int]:
-        """Ranks that will never do their part: they are done with the run."""
-        gone = [
-            r for r in self._awaited.ranks if r not in answers and r in self._monitor.ranks.left
-        ]
+        """List ranks that will never do their part: they are done with the run."""
+        gone = [rank for rank in self._unanswering(answers) if rank in self._monitor.ranks.left]
         return gone + [rank for rank in self._missing(answers) if answers[rank]["leaving"]]
 
     def _missing(self, answers: Answers) -> list[int]:
-        """Ranks that answer but have not done their part."""
+        """List ranks that answer but have not done their part."""
         return [
             rank
             for rank in self._awaited.ranks
@@ -331,7 +320,7 @@ class Watch:
 
     def _describe(self, answers: Answers) -> str:
         ranks, monitor = self._awaited.ranks, self._monitor
-        parts = [self._describe_silent(rank) for rank in ranks if rank not in answers]
+        parts = [self._describe_silent(rank) for rank in self._unanswering(answers)]
         parts += self._awaited.differences(answers)
         missing = self._missing(answers)
         for rank in missing:
@@ -372,17 +361,14 @@ class _Silence:
     def __init__(self, since: float) -> None:
         self.is_remote = True
         """True when only others can look at its process, if anybody can."""
-        self._since = since
-        self._now = since
+        self._since = self._now = since
         self._look: Look | None = None
         self._stillness = Stillness()
         self._still = 0.0
 
-    def take(self, own: Look | None, others: Sequence[Look], now: float) -> None:
-        """Take in what this rank and others see at the time ``now``."""
-        self.is_remote = own is None
-        self._now = now
-        look = own if own is not None else next(iter(others), None)
+    def take(self, look: Look | None, is_remote: bool, now: float) -> None:
+        """Take in what is seen at the time ``now``, by other ranks alone where it ``is_remote``."""
+        self.is_remote, self._now = is_remote, now
         if look is not None:
             self._look = look
             self._still = self._stillness.take(look, now)
@@ -415,6 +401,13 @@ class _Silence:
         return "its process is at work, in a call that lets no other thread of it run"
 
 
+def _look(monitor: FailureMonitor, rank: int, answers: Answers) -> tuple[Look | None, bool]:
+    """Look at the process of ``rank``, or take another rank's look, and tell that it is such."""
+    own = monitor.ranks.look_at(rank)
+    told = (Look.of(answer["seen"].get(str(rank))) for answer in answers.values())
+    return next((look for look in (own, *told) if look is not None), None), own is None
+
+
 def explain(
     monitor: FailureMonitor, error: BaseException, what: str, ranks: Sequence[int] | None = None
 ) -> None:
@@ -431,14 +424,13 @@ def explain(
         time.sleep(0.05)
     if isinstance(error, RankFailedError):
         if monitor.ranks.has_ended(error.rank):
-            _declare_lost(monitor, error.rank, str(error))
+            monitor.post_failure(Failure(rank=error.rank, by=monitor.rank, error=str(error)))
         raise error  # nobody has said more within the grace
-    others = [rank for rank in range(monitor.world_size) if rank != monitor.rank]
-    lost = _find_lost(monitor, others if ranks is None else ranks)
+    lost = _find_lost(monitor, monitor.others if ranks is None else ranks)
     if lost is not None:
         text = "it does not answer (killed, or cut off from the network)"
         text = "; ".join([f"{text} while {what}", *monitor.said()])
-        _declare_lost(monitor, lost, text)
+        monitor.post_failure(Failure(rank=lost, by=monitor.rank, error=text))
         raise RankFailedError(f"rank {lost} failed first: {text}", lost) from error
 
 
@@ -465,7 +457,7 @@ def blame(monitor: FailureMonitor, error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and what it came of."""
+    """Iterate over ``error`` and what it came of."""
     for _ in range(20):  # a chain may be closed by hand
         if error is None:
             return
@@ -485,20 +477,11 @@ def _find_lost(monitor: FailureMonitor, ranks: Iterable[int]) -> int | None:
         if ended or (about and not silent):
             break
         answers = monitor.roll_call(PATIENCE / 2, about)
-        seen = {rank: monitor.ranks.look_at(rank) for rank in ranks if rank not in answers}
-        for rank in seen:
-            told = [Look.of(answer["seen"].get(str(rank))) for answer in answers.values()]
-            seen[rank] = next((look for look in [seen[rank], *told] if look is not None), None)
+        seen = {r: _look(monitor, r, answers)[0] for r in ranks if r not in answers}
         ended = [rank for rank, look in seen.items() if look is not None and look.state == ""]
         silent = [rank for rank, look in seen.items() if look is None]
     lost = [rank for rank in [*ended, *silent] if rank not in monitor.ranks.left]
     return lost[0] if lost else None
-
-
-def _declare_lost(monitor: FailureMonitor, rank: int, text: str) -> None:
-    monitor.post_failure(
-        Failure(rank=rank, by=monitor.rank, phase="", operation="", error=text, line="")
-    )
 
 
 def _leaves(rank: int) -> str:
@@ -509,3 +492,52 @@ def _leaves(rank: int) -> str:
 
 def _left(rank: int) -> str:
     return f"rank {rank} was done and has left the run: run as many iterations on every rank"
+
+
+# ---------------------------------------------------------------- outside of our own operations
+
+
+class AllOthers(Awaited):
+    """A part in the run that all other ranks have, named ``what``."""
+
+    def __init__(self, monitor: FailureMonitor, what: str) -> None:
+        self.ranks = monitor.others
+        self._what = what
+
+    def describe(self) -> str:
+        """Name it in one phrase."""
+        return self._what
+
+
+class OutsideCall(AllOthers):
+    """A call of `torch.distributed`, or the joining of a group.
+
+    Nothing is known of the group or the operation, only that this rank waits. All ranks of the run
+    may have a part in it; who waits too has done theirs, in whatever.
+    """
+
+    lacks = "is busy"
+
+    def topic(self, answers: Answers) -> str:
+        """Name it by the first rank that waits, which is the same for all that do."""
+        waiting = {r: answer["waiting"] for r, answer in answers.items() if answer["waiting"]}
+        first = min(waiting, default=-1)
+        return f"outside/{first}/{waiting.get(first, {}).get('number')}"
+
+    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
+        """Tell whether ``rank`` waits, too."""
+        return bool(answer["waiting"])
+
+
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[Callable[[], object]]:
+    """Watch over a wait in the block, which calls what it is given now and then; that may raise.
+
+    Nothing happens where nobody watches the run.
+    """
+    monitor = PROCESS.monitor
+    if monitor is None:
+        yield lambda: None
+        return
+    with Watch(monitor, OutsideCall(monitor, what), monitor.limit) as watch:
+        yield watch.look

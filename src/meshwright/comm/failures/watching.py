@@ -18,10 +18,9 @@ from collections.abc import Callable
 from meshwright.comm.failures.attendance import Waiting
 from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.outside import OutsideCall
 from meshwright.comm.failures.processes import Stillness
 from meshwright.comm.failures.stuck_calls import CallWatch, StuckCall
-from meshwright.comm.failures.waiting import STILL, UNSEEN, Watch
+from meshwright.comm.failures.waiting import STILL, UNSEEN, OutsideCall, Watch
 from meshwright.errors import CommunicationError, RankFailedError
 
 __all__ = ["Watcher"]
@@ -48,7 +47,7 @@ class Watcher:
     """Watches for one `FailureMonitor`, from its construction to `stop`."""
 
     def __init__(self, monitor: FailureMonitor, end: Callable[[BaseException], object]) -> None:
-        """``end`` is called with the error that is to end the process."""
+        """Begin to watch; ``end`` is called with the error that is to end the process."""
         self._monitor = monitor
         self._end = end
         self._calls = CallWatch(monitor.ranks.is_watched)
@@ -87,12 +86,9 @@ class Watcher:
             self._monitor.found_ended(rank)
         self._look_at_store()
         call = self._calls.look()
-        if call is None:
-            self._monitor.ranks.note_stuck(None)
-        else:
-            # Negative: the numbers of waits of ours are not.
-            what, number = f"{call.what}, called at {call.line}", -call.number
-            self._monitor.ranks.note_stuck(Waiting(what=what, number=number, since=call.since))
+        # Negative: the numbers of waits of ours are not.
+        stuck = None if call is None else Waiting(what=str(call), number=-call.number)
+        self._monitor.ranks.note_stuck(stuck)
         self._look_at_call(call)
 
     # ---------------------------------------------------------------- the store's host
@@ -154,18 +150,17 @@ class Watcher:
         known = now - self._known_since
         patience = RECOVER_AFTER if monitor.ending is None else END_AFTER
         if call is not None and min(known, now - call.since) >= patience:
-            text = f"{trouble}; rank {monitor.rank} was in {call.what}, called at {call.line}"
+            text = f"{trouble}; rank {monitor.rank} was in {call}"
             self._end(RankFailedError(text, trouble.rank))
         if known >= TELL_AFTER and not self._has_told and not monitor.has_raised:
             self._has_told = True
-            where = f"in {call.what}, called at {call.line}" if call is not None else "at work"
+            where = "at work" if call is None else f"in {call}"
             _log.error("rank %d is %s: %s", monitor.rank, where, trouble)
 
     def _inquire(self, call: StuckCall) -> None:
         """Follow ``call`` as a wait of ours; what ends it is put on the board for every rank."""
         monitor = self._monitor
-        what = f"{call.what}, called at {call.line},"
-        outside = OutsideCall(monitor, what)
+        outside = OutsideCall(monitor, f"{call},")
         watch = Watch(monitor, outside, monitor.limit, first=0.0, since=call.since)
         try:
             while not self._stop.wait(EVERY):

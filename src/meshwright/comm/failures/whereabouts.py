@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -35,7 +34,7 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(meshwright.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
-"""Where the files of Meshwright and of torch lie: no line of theirs is the user's."""
+"""The folders of Meshwright and of torch: no line of theirs is the user's."""
 
 LONGEST_ERROR, HEAD = 600, 200
 """Characters of an error that are shown, and how many of them from its beginning."""
@@ -56,8 +55,6 @@ def own_state() -> dict[str, Any]:
             ],
         }
     return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
         "phase": phase_text(),
         "line": line_of(frame),
         "compiling": _is_compiling(frame),
@@ -87,14 +84,12 @@ def answer_of(text: str | None) -> Mapping[str, Any] | None:
     if answer is None:
         return None
     for group in answer["groups"].values():
-        if not isinstance(group, dict):
+        if not _has(group, {"counts": dict, "last": list}):
             return None
-        counts, last = group.get("counts"), group.get("last")
-        if not isinstance(counts, dict) or not isinstance(last, list):
+        if not all(isinstance(count, int) for count in group["counts"].values()):
             return None
-        if not all(isinstance(count, int) for count in counts.values()):
-            return None
-        if not all(_has(entry, {"sequence": int, "kind": str, "label": str}) for entry in last):
+        entry = {"sequence": int, "kind": str, "label": str}
+        if not all(_has(each, entry) for each in group["last"]):
             return None
     return answer
 
@@ -126,24 +121,24 @@ def source_line(error: BaseException) -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Name the user's line that ``frame`` is in, or was called from."""
-    innermost = frame
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((*LIBRARIES, "<")):
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
-    if innermost is None:
+    places = (*LIBRARIES, "<")
+    users = (each for each in _frames(frame) if not each.f_code.co_filename.startswith(places))
+    found = next(users, frame)
+    if found is None:
         return ""
-    return f"{innermost.f_code.co_filename}:{innermost.f_lineno} in {innermost.f_code.co_name}"
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
 
 
 def _is_compiling(frame: FrameType | None) -> bool:
+    places = ("/torch/_dynamo/convert_frame", "/torch/_inductor/")
+    return any(place in f.f_code.co_filename for f in _frames(frame) for place in places)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Iterate over ``frame`` and those that it was called from."""
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if "/torch/_dynamo/convert_frame" in filename or "/torch/_inductor/" in filename:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def phase_text() -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -41,8 +42,6 @@ __all__ = [
     "traced_reduce_scatter",
 ]
 
-_OPERATORS = graph_operators
-
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Check for a graph that is traced through ``tensor``: then no collective may run."""
@@ -53,23 +52,22 @@ def all_reduce(
     tensor: torch.Tensor, communicator: Communicator, *, label: str = ""
 ) -> torch.Tensor:
     """Compute the sum of every rank's ``tensor``, same shape on every rank."""
-    return _apply(tensor, _AllReduce(communicator, label))
+    return _Linear.apply(tensor, _Operation("all_reduce", communicator, label))
 
 
 def all_gather(
     tensor: torch.Tensor, communicator: Communicator, *, dim: int = 0, label: str = ""
 ) -> torch.Tensor:
-    """Compute every rank's ``tensor`` concatenated along ``dim``, in rank order; shapes are
-    equal.
-    """
+    """Join every rank's ``tensor``, all of one shape, along ``dim``, in rank order."""
     moved = tensor.movedim(dim, 0).contiguous()
-    return _apply(moved, _AllGather(communicator, label)).movedim(0, dim)
+    gathered = _Linear.apply(moved, _Operation("all_gather", communicator, label))
+    return gathered.movedim(0, dim)
 
 
 def reduce_scatter(
     tensor: torch.Tensor, communicator: Communicator, *, dim: int = 0, label: str = ""
 ) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum of every rank's ``tensor``.
+    """Compute this rank's part along ``dim`` of the sum of every rank's ``tensor``.
 
     Raises ValueError when ``dim`` does not divide by the number of ranks.
     """
@@ -79,7 +77,8 @@ def reduce_scatter(
             f"{communicator.size} ranks, found shape {tuple(tensor.shape)}"
         )
     moved = tensor.movedim(dim, 0).contiguous()
-    return _apply(moved, _ReduceScatter(communicator, label)).movedim(0, dim)
+    part = _Linear.apply(moved, _Operation("reduce_scatter", communicator, label))
+    return part.movedim(0, dim)
 
 
 def all_to_all(
@@ -90,7 +89,7 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     label: str = "",
 ) -> torch.Tensor:
-    """Part ``i`` of every rank's ``tensor`` along dim 0, in rank order, on rank ``i``.
+    """Send part ``i`` of ``tensor`` along dim 0 to rank ``i``; join what came in rank order.
 
     The splits count rows of dim 0; equal parts when both are None.
     """
@@ -102,8 +101,10 @@ def all_to_all(
                 f"ranks, found shape {tuple(tensor.shape)}: give the splits"
             )
         input_splits = output_splits = [tensor.shape[0] // size] * size
-    exchange = _AllToAll(communicator, label, tuple(output_splits), tuple(input_splits))
-    return _apply(tensor.contiguous(), exchange)
+    splits = tuple(output_splits), tuple(input_splits)
+    return _Linear.apply(
+        tensor.contiguous(), _Operation("all_to_all", communicator, label, *splits)
+    )
 
 
 # ------------------------------------------------- in a graph, without a backward of their own
@@ -111,29 +112,27 @@ def all_to_all(
 
 def traced_all_reduce(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
     """Compute the sum of every rank's ``x``, in the graph that is being traced."""
-    return _OPERATORS.wait_tensor(_OPERATORS.all_reduce(x.contiguous(), "sum", axis.name))
+    return graph_operators.wait_tensor(graph_operators.all_reduce(x.contiguous(), "sum", axis.name))
 
 
 def traced_all_gather(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
-    """Compute every rank's ``x`` one after another along dim 0, in the graph that is being
-    traced.
-    """
-    found = _OPERATORS.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
-    return _OPERATORS.wait_tensor(found)
+    """Join every rank's ``x`` along dim 0, in the graph that is being traced."""
+    found = graph_operators.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+    return graph_operators.wait_tensor(found)
 
 
 def traced_reduce_scatter(x: torch.Tensor, axis: Communicator) -> torch.Tensor:
-    """This rank's part along dim 0 of the sum of every ``x``, in the graph being traced."""
-    found = _OPERATORS.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
-    return _OPERATORS.wait_tensor(found)
+    """Compute this rank's part along dim 0 of the sum of every ``x``, in the traced graph."""
+    found = graph_operators.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+    return graph_operators.wait_tensor(found)
 
 
 def traced_all_to_all(
     x: torch.Tensor, axis: Communicator, to_come: Sequence[int], to_go: Sequence[int]
 ) -> torch.Tensor:
-    """Part ``i`` of every ``x`` along dim 0 on rank ``i``, in the graph that is being traced."""
-    found = _OPERATORS.all_to_all_single(x.contiguous(), list(to_come), list(to_go), axis.name)
-    return _OPERATORS.wait_tensor(found)
+    """Send part ``i`` of ``x`` along dim 0 to rank ``i``, in the graph that is being traced."""
+    found = graph_operators.all_to_all_single(x.contiguous(), list(to_come), list(to_go), axis.name)
+    return graph_operators.wait_tensor(found)
 
 
 @torch.no_grad()
@@ -145,88 +144,69 @@ def broadcast_traced(communicator: Communicator, tensors: Sequence[torch.Tensor]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in members])
-        everyones = _OPERATORS.wait_tensor(_OPERATORS.broadcast(flat, 0, communicator.name))
+        everyones = graph_operators.wait_tensor(
+            graph_operators.broadcast(flat, 0, communicator.name)
+        )
         parts = everyones.split([tensor.numel() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
+_ADJOINT = MappingProxyType(
+    {
+        "all_reduce": "all_reduce",
+        "all_gather": "reduce_scatter",
+        "reduce_scatter": "all_gather",
+        "all_to_all": "all_to_all",
+    }
+)
+
+
 @dataclass(frozen=True)
-class _AllReduce:
-    communicator: Communicator
+class _Operation:
+    """A collective along dim 0, with the rows that each rank sends here and gets, where it asks."""
+
+    kind: str
+    axis: Communicator
     label: str
+    to_come: tuple[int, ...] = ()
+    to_go: tuple[int, ...] = ()
+
+    def adjoint(self) -> _Operation:
+        return _Operation(_ADJOINT[self.kind], self.axis, self.label, self.to_go, self.to_come)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
+        axis, label = self.axis, self.label
         if is_traced(x):
-            return traced_all_reduce(x, self.communicator)
-        result = x.detach().clone(memory_format=torch.contiguous_format)
-        self.communicator.all_reduce(result, label=self.label).wait()
+            return self._in_graph(x)
+        if self.kind == "all_reduce":
+            result = x.detach().clone(memory_format=torch.contiguous_format)
+            axis.all_reduce(result, label=label).wait()
+            return result
+        given, others = x.detach().contiguous(), x.shape[1:]
+        if self.kind == "all_gather":
+            result = x.new_empty((x.shape[0] * axis.size, *others))
+            axis.all_gather(result, given, label=label).wait()
+        elif self.kind == "reduce_scatter":
+            result = x.new_empty((x.shape[0] // axis.size, *others))
+            axis.reduce_scatter(result, given, label=label).wait()
+        else:
+            come, go = list(self.to_come), list(self.to_go)
+            result = x.new_empty((sum(come), *others))
+            pending = axis.all_to_all(
+                result, given, output_splits=come, input_splits=go, label=label
+            )
+            pending.wait()
         return result
 
-    def adjoint(self) -> _AllReduce:
-        return self
-
-
-@dataclass(frozen=True)
-class _AllGather:
-    communicator: Communicator
-    label: str
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        size = self.communicator.size
-        if is_traced(x):
-            return traced_all_gather(x, self.communicator)
-        output = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-        self.communicator.all_gather(output, x.detach().contiguous(), label=self.label).wait()
-        return output
-
-    def adjoint(self) -> _ReduceScatter:
-        return _ReduceScatter(self.communicator, self.label)
-
-
-@dataclass(frozen=True)
-class _ReduceScatter:
-    communicator: Communicator
-    label: str
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        size = self.communicator.size
-        if is_traced(x):
-            return traced_reduce_scatter(x, self.communicator)
-        output = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-        self.communicator.reduce_scatter(output, x.detach().contiguous(), label=self.label).wait()
-        return output
-
-    def adjoint(self) -> _AllGather:
-        return _AllGather(self.communicator, self.label)
-
-
-@dataclass(frozen=True)
-class _AllToAll:
-    communicator: Communicator
-    label: str
-    to_come: tuple[int, ...]
-    to_go: tuple[int, ...]
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        to_come, to_go = list(self.to_come), list(self.to_go)
-        if is_traced(x):
-            return traced_all_to_all(x, self.communicator, to_come, to_go)
-        output = x.new_empty((sum(to_come), *x.shape[1:]))
-        self.communicator.all_to_all(
-            output,
-            x.detach().contiguous(),
-            output_splits=to_come,
-            input_splits=to_go,
-            label=self.label,
-        ).wait()
-        return output
-
-    def adjoint(self) -> _AllToAll:
-        return _AllToAll(self.communicator, self.label, self.to_go, self.to_come)
-
-
-_Operation = _AllReduce | _AllGather | _ReduceScatter | _AllToAll
+    def _in_graph(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "all_reduce":
+            return traced_all_reduce(x, self.axis)
+        if self.kind == "all_gather":
+            return traced_all_gather(x, self.axis)
+        if self.kind == "reduce_scatter":
+            return traced_reduce_scatter(x, self.axis)
+        return traced_all_to_all(x, self.axis, self.to_come, self.to_go)
 
 
 class _Linear(torch.autograd.Function):
@@ -244,7 +224,3 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
         adjoint = ctx.operation.adjoint()  # pyrefly: ignore[missing-attribute]
         return _Linear.apply(grad, adjoint), None
-
-
-def _apply(x: torch.Tensor, operation: _Operation) -> torch.Tensor:
-    return _Linear.apply(x, operation)

@@ -52,20 +52,18 @@ class MarkedModel(Protocol):
         ...
 
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Make a new contiguous tensor with ``gradient``, of parameter ``index``, over
-        ``ranks``.
-        """
+        """Divide ``gradient``, of parameter ``index``, by ``ranks``, in new contiguous memory."""
         ...
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
-        """A graph is about to reduce the gradients of ``indices`` as ``plan`` says.
+        """Agree to reduce the gradients of ``indices``, all of a graph, as ``plan`` says.
 
         Raises on every rank when another one is about to do something else.
         """
         ...
 
     def unfused(self) -> None:
-        """A mark runs as it is: no pass has put it into a bucket."""
+        """Count a mark that runs as it is: no pass has put it into a bucket."""
         ...
 
 
@@ -149,6 +147,13 @@ GRAD_REDUCE = torch.ops.meshwright.grad_reduce.default
 AGREE = torch.ops.meshwright.agree.default
 DIVIDED = torch.ops.meshwright.divided.default
 
+with_kept = torch.ops.meshwright.with_kept.default
+"""``gradient`` plus what ``.grad`` of parameter ``index`` of ``model`` holds when the graph runs,
+which it takes."""
+deliver = torch.ops.meshwright.deliver.default
+"""Adds ``gradient`` to that of parameter ``index`` of ``model``, a DTensor, when the graph runs.
+``token`` is an input of the graph, the same for all of a model's gradients."""
+
 # What the compiler's passes emit and look for: c10d's operators that graphs may hold.
 ALL_REDUCE = graph_operators.all_reduce.default
 ALL_REDUCE_IN_PLACE = graph_operators.all_reduce_.default
@@ -174,19 +179,6 @@ def grad_reduce(
     all that follow.
     """
     return GRAD_REDUCE(gradient, index, ranks, group, model, mode, sizes)
-
-
-def with_kept(gradient: torch.Tensor, index: int, model: str) -> torch.Tensor:
-    """``gradient`` plus what ``.grad`` of the parameter holds when the graph runs; takes that."""
-    return torch.ops.meshwright.with_kept.default(gradient, index, model)
-
-
-def deliver(token: torch.Tensor, gradient: torch.Tensor, index: int, model: str) -> None:
-    """Add ``gradient`` to that of a DTensor parameter when the graph runs.
-
-    ``token`` is an input of the graph, the same for all of a model's gradients.
-    """
-    torch.ops.meshwright.deliver.default(token, gradient, index, model)
 
 
 def _find(name: str) -> MarkedModel:

@@ -31,19 +31,14 @@ constant = keep_result
 """A decorator: traces call the function once and keep its result."""
 
 
-def inlined(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, which is traced as a part of its caller or runs uncompiled, and not by halves.
+inlined = as_part_of_caller
+"""A decorator: the function is traced as a part of its caller or runs uncompiled, not by halves.
 
-    What it calls may be compiled then. For functions that mark gradients: a graph that breaks
-    inside of them would have marks that belong to no forward.
-    """
-    return as_part_of_caller(function)
+What it calls may be compiled then. For functions that mark gradients: a graph that breaks inside of
+them would have marks that belong to no forward."""
 
+apart = never_first
+"""A decorator: no compiler begins with the function's frame, nor with those that it calls.
 
-def apart(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, whose frame no compiler begins with, nor with those that it calls.
-
-    For hooks that ask `torch.compiler.is_compiling` and take the way of `untraced`. Between graphs
-    they are called as they are; without a compiler this costs nothing.
-    """
-    return never_first(function)
+For hooks that ask `torch.compiler.is_compiling` and take the way of `untraced`. Between graphs they
+are called as they are; without a compiler this costs nothing."""

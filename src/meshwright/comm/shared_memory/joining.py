@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from meshwright.comm.failures.outside import watched
 from meshwright.comm.failures.processes import is_alive, process_start
+from meshwright.comm.failures.waiting import watched
 from meshwright.comm.shared_memory.arena import ArenaLayout, Segment, host_identity, unsupported
 from meshwright.comm.shared_memory.channels import CHANNEL_BYTES
 from meshwright.comm.shared_memory.collectives import SLOT_BYTES

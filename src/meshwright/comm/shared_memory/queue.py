@@ -19,7 +19,7 @@ from operator import attrgetter
 import torch
 from torch.futures import Future
 
-from meshwright.comm.failures.outside import watched
+from meshwright.comm.failures.waiting import watched
 from meshwright.comm.shared_memory.fingerprints import Call
 from meshwright.comm.shared_memory.waits import Meeting, Steps, unusable
 from meshwright.errors import CollectiveTimeoutError

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator, Pending
-from meshwright.comm.failures.comparison import Comparison
+from meshwright.comm.failures.events import Comparison
 
 __all__ = ["Residency", "Several", "find_residency"]
 

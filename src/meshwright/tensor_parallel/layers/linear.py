@@ -28,8 +28,12 @@ from torch.nn import functional
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.gather_dtensor import side_by_side
-from meshwright.comm.dtensors.local_leaves import local_leaf, sum_partial
-from meshwright.comm.dtensors.partial_gradients import PartialGradient, forget_unsummed
+from meshwright.comm.dtensors.local_leaves import (
+    PartialGradient,
+    forget_unsummed,
+    local_leaf,
+    sum_partial,
+)
 from meshwright.errors import LayoutError
 from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
 from meshwright.tensor_parallel.checks.following import mark

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.comm.dtensors.local_leaves import sum_partial
-from meshwright.comm.dtensors.partial_gradients import PartialGradient, forget_unsummed
+from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsummed, sum_partial
 from meshwright.layout import Shard
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 
