@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 
-from meshwright.comm.shared_memory.reductions import REDUCTIONS
+from meshwright.comm.shared_memory.reductions import accumulate
 from meshwright.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -228,10 +228,9 @@ def _check_equal(calls: Sequence[Call]) -> None:
 
 
 def _reduced(calls: Sequence[Call]) -> torch.Tensor:
-    combine = REDUCTIONS[calls[0].collective.reduction or "sum"]
-    total = calls[0].tensor.clone()
-    for call in calls[1:]:
-        total = combine(total, call.tensor.view_as(total))
+    total = torch.empty_like(calls[0].tensor)
+    values = [call.tensor.view_as(total) for call in calls]
+    accumulate(total, values, calls[0].collective.reduction or "sum")
     return total
 
 
