@@ -36,9 +36,10 @@ from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
 from meshwright.recipes.options import option_lines
 from meshwright.recipes.runs.run_folder import require_folder, require_start
-from meshwright.recipes.runs.tensor_trace import traced_modules
+from meshwright.recipes.tensors.compare import compare_runs
+from meshwright.recipes.tensors.trace import traced_modules
 from meshwright.recipes.text import open_text
-from meshwright.report import compare_runs, read_chrome_trace, write_page
+from meshwright.report import read_chrome_trace, write_page
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import build
 from meshwright.schedule.drawing import draw

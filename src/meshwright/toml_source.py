@@ -45,7 +45,6 @@ from meshwright.settings import (
     Problem,
     RejectedError,
     Through,
-    check_bounds,
     default_of,
     expected,
     fields_of,
@@ -123,12 +122,11 @@ def plain(record: object) -> object:
         return _plain_value(record)
     tree: dict[str, object] = {}
     for item, hint in fields_of(type(record)):
-        _, markers = unmarked(hint)
         value = getattr(record, item.name)
-        if through := marked(markers, Through):
+        if through := marked(hint, Through):
             value = through.plain(value)
         inner = plain(value)
-        if marked(markers, Inline) and isinstance(inner, dict):
+        if marked(hint, Inline) and isinstance(inner, dict):
             tree |= inner
         else:
             tree[item.name] = inner
@@ -154,11 +152,11 @@ def dump(record: object, *, every_key: bool = False) -> str:
 def _differing(record: object, every_key: bool) -> dict[str, object]:
     tree: dict[str, object] = {}
     for item, hint in fields_of(type(record)):
-        _, markers = unmarked(hint)
         value, default = getattr(record, item.name), default_of(item)
-        if is_dataclass(value) and not marked(markers, Through):
+        through = marked(hint, Through)
+        if is_dataclass(value) and not through:
             inner = _differing(value, every_key)
-            if marked(markers, Inline):
+            if marked(hint, Inline):
                 tree |= inner
             elif inner or default is MISSING:
                 tree[item.name] = inner
@@ -166,7 +164,6 @@ def _differing(record: object, every_key: bool) -> dict[str, object]:
             if default not in (None, MISSING):
                 raise ValueError(f"{item.name} is None where the default is {default!r}")
         elif every_key or value != default:
-            through = marked(markers, Through)
             tree[item.name] = plain(through.plain(value) if through else value)
     return tree
 
@@ -189,7 +186,7 @@ def _apply(tree: dict[str, object], override: str, given: dict[Key, str]) -> lis
 
 
 def _split(override: str) -> tuple[Key, object, str]:
-    """Key, value and the text of the value; no key if the override is not ``key=value``."""
+    """Split an override into key, value and the text of the value; no key if it has none."""
     for index, character in enumerate(override):
         if character == "=" and (key := parse_key(override[:index].strip())):
             raw = override[index + 1 :].strip()
@@ -240,9 +237,8 @@ class _Reader:
         problems: list[Problem] = []
         lacking = False
         for item, hint in fields_of(kind):
-            inner, markers = unmarked(hint)
-            if marked(markers, Inline):
-                given[item.name], found = self._take(cast(type, inner), rest, key)
+            if marked(hint, Inline):
+                given[item.name], found = self._take(cast(type, unmarked(hint)), rest, key)
                 problems += found
                 lacking |= given[item.name] is None
             elif item.name in rest:
@@ -284,16 +280,16 @@ class _Reader:
         override = self._origin.overrides.get(key)
         if override is None:
             return self._convert(value, hint, key)
-        result = self._attempt(value, hint, key)
-        if isinstance(result, RejectedError):
-            # What parses as TOML may have been meant as text: run.name=123.
-            raw = _split(override)[2]
-            is_none = raw.lower() == "none" and types.NoneType in members(hint)
-            retried = self._attempt(None if is_none else raw, hint, key)
-            result = result if isinstance(retried, RejectedError) else retried
-        if isinstance(result, RejectedError):
-            raise result
-        return result
+        # What parses as TOML may have been meant as text: run.name=123.
+        raw = _split(override)[2]
+        is_none = raw.lower() == "none" and types.NoneType in members(hint)
+        rejected: list[RejectedError] = []
+        for each in (value, None if is_none else raw):
+            result = self._attempt(each, hint, key)
+            if not isinstance(result, RejectedError):
+                return result
+            rejected.append(result)
+        raise rejected[0]
 
     def _attempt(self, value: object, hint: object, key: Key) -> object:
         """Find the converted value, or the ``RejectedError``, without a trace of what was tried."""
@@ -305,32 +301,23 @@ class _Reader:
             return rejected
 
     def _convert(self, value: object, hint: object, key: Key) -> object:
-        kind, markers = unmarked(hint)
-        if through := marked(markers, Through):
-            return self._through(through, value, key)
+        kind = unmarked(hint)
         origin = typing.get_origin(kind)
+        if through := marked(hint, Through):
+            return self._through(through, value, key)
         if origin in (Union, types.UnionType):
-            result = self._alternative(value, hint, key)
-        elif isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
-            result = self._record(kind, value, key)
-        elif isinstance(value, Mapping) and origin in (Mapping, dict):
+            return self._alternative(value, hint, key)
+        if isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
+            return self._record(kind, value, key)
+        if isinstance(value, Mapping) and origin in (Mapping, dict):
             item = typing.get_args(kind)[1]
-            reads = {
-                name: partial(self.value, inner, item, (*key, name))
-                for name, inner in value.items()
-            }
-            result = _all(reads)
-        elif (
-            isinstance(value, (list, tuple)) and (hints := item_hints(kind, len(value))) is not None
-        ):
-            pairs = enumerate(zip(value, hints, strict=True))
-            result = tuple(
-                _all({i: partial(self._convert, v, h, key) for i, (v, h) in pairs}).values()
-            )
-        else:
-            result = scalar(value, hint, key)
-        check_bounds(result, hint, key)
-        return result
+            reads = [partial(self.value, v, item, (*key, name)) for name, v in value.items()]
+            return dict(zip(value, _all(reads), strict=True))
+        hints = item_hints(kind, len(value)) if isinstance(value, (list, tuple)) else None
+        if hints is None:
+            return scalar(value, hint, key)
+        items = zip(cast(Sequence[object], value), hints, strict=True)
+        return tuple(_all([partial(self._convert, v, h, key) for v, h in items]))
 
     def _through(self, through: Through, value: object, key: Key) -> object:
         checked = through.check(value) if through.check and isinstance(value, Mapping) else ()
@@ -358,13 +345,13 @@ class _Reader:
         raise RejectedError(mismatch(value, hint, key))
 
 
-def _all(reads: Mapping[T, Callable[[], object]]) -> dict[T, object]:
+def _all(reads: Sequence[Callable[[], object]]) -> list[object]:
     """Run every read; all that is wrong is raised together."""
-    made: dict[T, object] = {}
+    made: list[object] = []
     problems: list[Problem] = []
-    for name, read_one in reads.items():
+    for read_one in reads:
         try:
-            made[name] = read_one()
+            made.append(read_one())
         except RejectedError as rejected:
             problems += rejected.problems
     if problems:

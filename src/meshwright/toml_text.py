@@ -103,20 +103,25 @@ def write(tree: Mapping[str, object], key: Key = ()) -> str:
 def parse_key(text: str) -> Key | None:
     """Find the path of a key as written before an equals sign; ``None`` if it is not a key."""
     try:
-        node: object = tomllib.loads(text + " = 0")
+        key, node = _descend(tomllib.loads(text + " = 0"))
     except ValueError:
         return None
-    path: list[str] = []
-    while isinstance(node, dict) and len(node) == 1:
-        (part, node), *_ = node.items()
-        path.append(part)
-    return tuple(path) if node == 0 else None
+    return key if node == 0 else None
+
+
+def _descend(tree: object) -> tuple[Key, object]:
+    """Follow the first keys of a tree down; returns their path, and what is at its end."""
+    key: list[str] = []
+    while isinstance(tree, dict) and tree:
+        (part, tree), *_ = tree.items()
+        key.append(part)
+    return tuple(key), tree
 
 
 def parse(text: str) -> Document:
     """Read a TOML text. Never raises: faults are listed in the document."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    statements = [_read(statement) for statement in _statements(text)]
+    statements = list(_statements(text))
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -124,19 +129,13 @@ def parse(text: str) -> Document:
         return Document(
             tree=tree,
             lines=_lines(statements),
-            faults=tuple(faults) or (_fault(error, _Statement(1, text, False)),),
+            faults=tuple(faults) or (_fault(error, 1, text),),
         )
     return Document(tree=tree, lines=_lines(statements), faults=())
 
 
 class _Statement(NamedTuple):
-    line: int
-    text: str
-    is_header: bool
-
-
-class _Reading(NamedTuple):
-    """One statement, read: its key and value, or its fault."""
+    """One statement: its key and value, or its fault."""
 
     line: int
     is_header: bool
@@ -155,7 +154,7 @@ def _statements(text: str) -> Iterator[_Statement]:
         end = _end(text, begin, is_header)
         statement = text[begin:end]
         if statement.strip() and not statement.startswith("#"):
-            yield _Statement(line, statement, is_header)
+            yield _read(line, statement, is_header)
         line += statement.count("\n") + 1
         position = end + 1
 
@@ -178,22 +177,13 @@ def _end(text: str, begin: int, is_header: bool) -> int:
     return first_newline if depth > 0 and first_newline >= 0 else len(text)
 
 
-def _read(statement: _Statement) -> _Reading:
-    line, text, is_header = statement
+def _read(line: int, text: str, is_header: bool) -> _Statement:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        return _Reading(line, is_header, fault=_fault(error, statement))
-    key, node = _header(tree) if is_header else _assignment(text, tree)
-    return _Reading(line, is_header, key, node)
-
-
-def _header(tree: object) -> tuple[Key, object]:
-    key: list[str] = []
-    while isinstance(tree, dict) and tree:
-        (part, tree), *_ = tree.items()
-        key.append(part)
-    return tuple(key), tree
+        return _Statement(line, is_header, fault=_fault(error, line, text))
+    key, node = _descend(tree) if is_header else _assignment(text, tree)
+    return _Statement(line, is_header, key, node)
 
 
 def _assignment(text: str, tree: object) -> tuple[Key, object]:
@@ -204,11 +194,11 @@ def _assignment(text: str, tree: object) -> tuple[Key, object]:
     return key, tree
 
 
-def _fault(error: Exception, statement: _Statement) -> Fault:
+def _fault(error: Exception, line: int, text: str) -> Fault:
     if isinstance(error, RecursionError):
-        return Fault(statement.line, "not valid TOML: nested too deeply")
+        return Fault(line, "not valid TOML: nested too deeply")
     found = _POSITION.search(str(error))
-    rows = statement.text.split("\n")
+    rows = text.split("\n")
     row = int(found[1] or len(rows)) if found else 1
     shown = rows[row - 1].strip()
     reason = _POSITION.sub("", str(error))
@@ -219,10 +209,10 @@ def _fault(error: Exception, statement: _Statement) -> Fault:
     if len(shown) > 60:
         shown = shown[:57] + "..."
     message = f"not valid TOML: {reason[:1].lower() + reason[1:]} in `{shown}`{hint}"
-    return Fault(statement.line + row - 1, message)
+    return Fault(line + row - 1, message)
 
 
-def _lines(statements: list[_Reading]) -> dict[Key, int]:
+def _lines(statements: list[_Statement]) -> dict[Key, int]:
     lines: dict[Key, int] = {}
     table: Key = ()
     for statement in statements:
@@ -239,15 +229,15 @@ def _lines(statements: list[_Reading]) -> dict[Key, int]:
 
 
 def _add_inner(lines: dict[Key, int], key: Key, value: object, line: int) -> None:
-    """Keys of an inline table have the line of its statement."""
+    """Give the keys of an inline table the line of its statement."""
     if isinstance(value, dict):
         for part, inner in value.items():
             lines.setdefault((*key, part), line)
             _add_inner(lines, (*key, part), inner, line)
 
 
-def _recover(statements: list[_Reading]) -> tuple[dict[str, object], list[Fault]]:
-    """List the tree of all statements that can be read, and the faults of the others."""
+def _recover(statements: list[_Statement]) -> tuple[dict[str, object], list[Fault]]:
+    """Make the tree of all statements that can be read, and list the faults of the others."""
     tree: dict[str, object] = {}
     faults: list[Fault] = []
     given: dict[Key, int] = {}
@@ -272,7 +262,7 @@ def _recover(statements: list[_Reading]) -> tuple[dict[str, object], list[Fault]
     return tree, faults
 
 
-def _put(tree: dict[str, object], key: Key, reading: _Reading) -> bool:
+def _put(tree: dict[str, object], key: Key, reading: _Statement) -> bool:
     """Add a statement to the tree; False if a value stands where a table is needed."""
     node: object = tree
     for part in key[:-1]:

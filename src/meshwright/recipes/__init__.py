@@ -8,6 +8,7 @@ Bottom-up:
     language_model  the model
     optimization    the optimizer and its learning rate
     runs            the folder of a run, and what is written and read there
+    tensors         traces of tensors, and two runs compared
     validation      the loss on held-out text
     loop            the main job
     parity          the proof that a layout trains the same model

@@ -35,11 +35,11 @@ from meshwright.recipes.runs.run_folder import (
 )
 from meshwright.recipes.runs.snapshot import restore_run, save_run
 from meshwright.recipes.runs.stopping import StopRequest
-from meshwright.recipes.runs.tensor_trace import TensorTrace, open_trace
 from meshwright.recipes.runs.tracing import StepTrace
+from meshwright.recipes.tensors.rows import Header, trace_file
+from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
 from meshwright.recipes.validation import validation_loss
-from meshwright.report import Header, trace_file
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 

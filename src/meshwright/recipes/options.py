@@ -37,12 +37,13 @@ def option_lines(kind: type = TrainConfig) -> list[str]:
 
 def _tables(kind: type) -> Iterator[tuple[str, type]]:
     for item, hint in fields_of(kind):
-        inner, markers = unmarked(hint)
-        is_table = isinstance(inner, type) and is_dataclass(inner)
-        if is_table and marked(markers, Inline):
-            yield from _tables(cast(type, inner))
-        elif is_table and not marked(markers, Through):
-            yield item.name, cast(type, inner)
+        inner = unmarked(hint)
+        if not isinstance(inner, type) or not is_dataclass(inner) or marked(hint, Through):
+            continue
+        if marked(hint, Inline):
+            yield from _tables(inner)
+        else:
+            yield item.name, inner
 
 
 def _default(item: Field[object]) -> str:

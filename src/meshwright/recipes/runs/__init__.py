@@ -2,13 +2,11 @@
 
 Bottom-up:
 
-    digest        sums that do not depend on who holds which elements
-    metrics       a line of JSON a step, and progress
-    run_folder    where a run writes, and where it resumes from
-    snapshot      the state of a run as a checkpoint
-    stopping      stopping on request
-    tensor_trace  what each rank holds of every tensor
-    tracing       the last steps as a timeline
+    metrics     a line of JSON a step, and progress
+    run_folder  where a run writes, and where it resumes from
+    snapshot    the state of a run as a checkpoint
+    stopping    stopping on request
+    tracing     the last steps as a timeline
 """
 
 from __future__ import annotations

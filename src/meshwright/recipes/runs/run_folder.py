@@ -36,6 +36,7 @@ __all__ = [
     "check_same_run",
     "choose_folder",
     "describe_run",
+    "json_leaves",
     "require_equal_ranks",
     "require_folder",
     "require_start",
@@ -220,16 +221,17 @@ def _fingerprint(data: Tensor) -> str:
 
 def _differences(first: object, second: object) -> Iterator[tuple[str, str, str]]:
     """Dotted key and both values wherever two JSON trees differ."""
-    ours, theirs = dict(_leaves(first)), dict(_leaves(second))
+    ours, theirs = dict(json_leaves(first)), dict(json_leaves(second))
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         if ours.get(key) != theirs.get(key):
             name = key.removeprefix("config.")
             yield name, ours.get(key, "nothing"), theirs.get(key, "nothing")
 
 
-def _leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+def json_leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Read each value of a JSON tree, as text, with its dotted key."""
     if isinstance(tree, Mapping):
         for name, inner in tree.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+            yield from json_leaves(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, json.dumps(tree)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.composition import StepResult, Trainable
 from meshwright.layout import Box
 from meshwright.plan import match_names
-from meshwright.recipes.runs.digest import digest
 from meshwright.recipes.runs.metrics import MetricsFile
-from meshwright.report import Header, TensorRow, trace_file
+from meshwright.recipes.tensors.digest import digest
+from meshwright.recipes.tensors.rows import Header, TensorRow, trace_file
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -42,7 +42,7 @@ def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.M
 
 
 def open_trace(folder: Path, header: Header, limit: float, world: Communicator) -> MetricsFile:
-    """Find the file of this rank, begun with ``header``; all ranks call it together.
+    """Open the file of this rank, begun with ``header``; all ranks call it together.
 
     What any rank wrote of the header's step and later ones is dropped, also that of ranks that are
     no more. The file is closed before it grows beyond ``limit`` bytes.
@@ -90,7 +90,7 @@ class TensorTrace:
                 module.register_forward_hook(partial(self._leave, stage, name))
 
     def step(self, batch: object, target: object = None) -> StepResult:
-        """As `Trainable.step`."""
+        """Train as `Trainable.step` does."""
         trainable = self._trainable
         self._step = trainable.steps + 1
         self._passes = {stage: _Pass(self._first) for stage, _ in trainable.entries}
@@ -182,6 +182,7 @@ class TensorTrace:
             shape = shape[1:] if each == 1 else (each, *shape[1:])
             samples = (now.begin, now.begin + now.samples)
         row = TensorRow(
+            **asdict(sums),
             step=self._step,
             kind=kind,
             name=name,
@@ -192,7 +193,6 @@ class TensorTrace:
             part=_part(holding, skipped=int(now is not None)),
             samples=samples,
             microbatch=None if now is None else now.microbatch,
-            sums=sums,
             tensor_rank=self._tensor_rank if kind == "activation" else "",
         )
         self._write(row.to_json())
