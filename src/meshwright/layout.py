@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from meshwright.axes import Axes
 from meshwright.errors import LayoutError
@@ -37,36 +38,27 @@ __all__ = [
     "overlap",
 ]
 
-ITEMSIZE: Mapping[str, int] = MappingProxyType(
+_NAMES: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {
-        "bool": 1,
-        "uint8": 1,
-        "int8": 1,
-        "float8_e4m3fn": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2": 1,
-        "float8_e5m2fnuz": 1,
-        "float8_e8m0fnu": 1,
-        "uint16": 2,
-        "int16": 2,
-        "float16": 2,
-        "bfloat16": 2,
-        "uint32": 4,
-        "int32": 4,
-        "float32": 4,
-        "complex32": 4,
-        "uint64": 8,
-        "int64": 8,
-        "float64": 8,
-        "complex64": 8,
-        "complex128": 16,
+        1: (
+            *("bool", "uint8", "int8", "float8_e8m0fnu"),
+            *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        ),
+        2: ("uint16", "int16", "float16", "bfloat16"),
+        4: ("uint32", "int32", "float32", "complex32"),
+        8: ("uint64", "int64", "float64", "complex64"),
+        16: ("complex128",),
     }
+)
+
+ITEMSIZE: Mapping[str, int] = MappingProxyType(
+    {name: size for size, names in _NAMES.items() for name in names}
 )
 """Bytes of one element, by the name of the dtype."""
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes of one element of the dtype called ``name``, such as ``"float32"``."""
+    """Find the bytes of one element of the dtype called ``name``, such as ``"float32"``."""
     try:
         return ITEMSIZE[name]
     except KeyError:
@@ -90,6 +82,11 @@ class Box:
         if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
             raise LayoutError(f"expected no negative numbers, found {self.offset}, {self.shape}")
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Make the box of all elements of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a box without dims."""
@@ -106,15 +103,18 @@ class Box:
             return None
         return Box(start, tuple(j - i for i, j in zip(start, stop, strict=True)))
 
+    def ranges(self) -> list[str]:
+        """Write the range of each dim, such as ``"2:5"``."""
+        return [f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)]
+
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
-        """Slices that select this box from the whole tensor, or from one that holds ``within``."""
-        origin = within.offset if within is not None else (0,) * len(self.offset)
-        moved = [o - w for o, w in zip(self.offset, origin, strict=True)]
-        if within is not None and any(
-            m < 0 or m + n > limit
-            for m, n, limit in zip(moved, self.shape, within.shape, strict=True)
-        ):
-            raise LayoutError(f"expected a box inside {within}, found {self}")
+        """Make slices that select this box from the whole tensor, or from one of ``within``."""
+        moved = list(self.offset)
+        if within is not None:
+            moved = [o - w for o, w in zip(self.offset, within.offset, strict=True)]
+            limits = zip(moved, self.shape, within.shape, strict=True)
+            if any(m < 0 or m + n > limit for m, n, limit in limits):
+                raise LayoutError(f"expected a box inside {within}, found {self}")
         return tuple(slice(m, m + n) for m, n in zip(moved, self.shape, strict=True))
 
 
@@ -160,19 +160,19 @@ def _in_row(row: int, inner: Sequence[Box]) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every coordinate of the axis holds the same values."""
+    """A placement by which every coordinate of the axis holds the same values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Each coordinate of the axis holds one chunk along ``dim``; see ``chunk``."""
+    """A placement of one chunk along ``dim`` on each coordinate of the axis; see ``chunk``."""
 
     dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each coordinate holds a summand; the value is the ``reduction`` over the axis."""
+    """A placement of summands; the value is their ``reduction`` over the axis."""
 
     reduction: str = "sum"
 
@@ -182,7 +182,7 @@ Placement = Replicate | Shard | Partial
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of chunk ``index`` of a dim of ``size`` in ``parts``, by torch's rule.
+    """Cut a dim of ``size`` into ``parts`` by torch's rule: start and length of chunk ``index``.
 
     Chunks have ``ceil(size / parts)`` rows; the last may be shorter and later ones empty: 5 rows
     in 4 parts give 2, 2, 1, 0.
@@ -250,8 +250,7 @@ class TensorLayout:
 
 
 def overlap(a: TensorLayout, rank_a: int, b: TensorLayout, rank_b: int) -> Box | None:
-    """Find the elements that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``; ``None`` if
-    none.
+    """Find the box that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``, or ``None``.
 
     In coordinates of the whole tensor; ``Box.slices(within=layout.box(rank))`` makes them local.
     """
@@ -282,22 +281,42 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatLayout:
-    """Tensors packed into one line of elements, cut into ``parts`` shards of equal size.
-
-    Made by ``pack``. Pure integers, equal on all ranks. Sizes and alignments count elements.
-    """
+class _Packed:
+    """Tensors cut into ``parts`` shards of equal size. Sizes and offsets count elements."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     parts: int
     offsets: tuple[int, ...]
-    """Where each tensor begins in the line."""
-    extent: int
-    """One past the last element of the last tensor, gaps between tensors included."""
+    """Where each tensor begins: in the line of a flat layout, in every shard of a chunked one."""
     shard_size: int
     """Elements of one shard, padding included."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors, without gaps and padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padded_size(self) -> int:
+        """Elements of all shards together: ``parts * shard_size``."""
+        return self.parts * self.shard_size
+
+    def _require_part(self, part: int) -> None:
+        if not 0 <= part < self.parts:
+            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatLayout(_Packed):
+    """Tensors packed into one line of elements, cut into ``parts`` shards of equal size.
+
+    Made by ``pack``. Pure integers, equal on all ranks. Sizes and alignments count elements.
+    """
+
+    extent: int
+    """One past the last element of the last tensor, gaps between tensors included."""
 
     @classmethod
     def pack(
@@ -315,18 +334,14 @@ class FlatLayout:
         Each tensor begins at a multiple of ``tensor_alignment`` and each shard has a multiple of
         ``shard_alignment`` elements. A shard may end within a tensor, at any element.
         """
-        _check_packing(names, shapes, parts, (shard_alignment, tensor_alignment))
-        dtype_bytes(dtype)
+        checked = _checked(names, shapes, dtype, parts, (shard_alignment, tensor_alignment))
         offsets: list[int] = []
         end = 0
         for shape in shapes:
             offsets.append(_round_up(end, tensor_alignment))
             end = offsets[-1] + math.prod(shape)
         return cls(
-            names=tuple(names),
-            shapes=tuple(tuple(shape) for shape in shapes),
-            dtype=dtype,
-            parts=parts,
+            **checked,
             offsets=tuple(offsets),
             extent=end,
             shard_size=_round_up(-(-end // parts), shard_alignment),
@@ -342,8 +357,7 @@ class FlatLayout:
         dims: Sequence[int] | None = None,
     ) -> ChunkedLayout:
         """Cut each tensor along a dim of its own (dim 0 when None); see `ChunkedLayout`."""
-        _check_packing(names, shapes, parts, (1, 1))
-        dtype_bytes(dtype)
+        checked = _checked(names, shapes, dtype, parts, (1, 1))
         dims = tuple(dims) if dims is not None else (0,) * len(names)
         _check_dims(names, shapes, dims)
         offsets: list[int] = []
@@ -352,41 +366,20 @@ class FlatLayout:
             offsets.append(end)
             rows = -(-shape[dim] // parts)
             end += rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        return ChunkedLayout(
-            names=tuple(names),
-            shapes=tuple(tuple(shape) for shape in shapes),
-            dims=dims,
-            dtype=dtype,
-            parts=parts,
-            offsets=tuple(offsets),
-            shard_size=end,
-        )
-
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors, without gaps and padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    @property
-    def padded_size(self) -> int:
-        """Elements of the whole line: ``parts * shard_size``."""
-        return self.parts * self.shard_size
+        return ChunkedLayout(**checked, dims=dims, offsets=tuple(offsets), shard_size=end)
 
     def range(self, index: int) -> tuple[int, int]:
-        """First element and one past the last of tensor ``index``, counted in the line."""
+        """Find the first element of tensor ``index`` and one past the last, in the line."""
         start = self.offsets[index]
         return start, start + math.prod(self.shapes[index])
 
     def shard_range(self, part: int) -> tuple[int, int]:
-        """First element and one past the last of shard ``part``, counted in the line."""
-        if not 0 <= part < self.parts:
-            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
+        """Find the first element of shard ``part`` and one past the last, in the line."""
+        self._require_part(part)
         return part * self.shard_size, (part + 1) * self.shard_size
 
     def owned(self, part: int) -> tuple[Piece, ...]:
-        """List the pieces of tensors that lie in shard ``part``, in order; none for empty
-        tensors.
-        """
+        """List the pieces of tensors in shard ``part``, in order; none for empty tensors."""
         begin, end = self.shard_range(part)
         pieces: list[Piece] = []
         for index in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
@@ -404,7 +397,7 @@ class FlatLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLayout:
+class ChunkedLayout(_Packed):
     """Tensors cut along one dim each; a shard is one chunk of every tensor, one after another.
 
     Made by `FlatLayout.chunked`. Each slot of a shard has room for the largest chunk of its tensor,
@@ -415,26 +408,8 @@ class ChunkedLayout:
         shard 1   |a20 a21  -   - |b2 b3|
     """
 
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
-    """Along which dim each tensor is cut."""
-    dtype: str
-    parts: int
-    offsets: tuple[int, ...]
-    """Where the slot of each tensor begins in every shard."""
-    shard_size: int
-    """Elements of one shard, padding included."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors, without padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    @property
-    def padded_size(self) -> int:
-        """Elements of all shards together."""
-        return self.parts * self.shard_size
+    """The dim along which each tensor is cut."""
 
     @property
     def padding(self) -> float:
@@ -448,11 +423,8 @@ class ChunkedLayout:
         return tuple(end - start for start, end in zip(self.offsets, ends, strict=True))
 
     def box(self, index: int, part: int) -> Box:
-        """Find the box of tensor ``index`` that lies in shard ``part``; empty where chunks run
-        out.
-        """
-        if not 0 <= part < self.parts:
-            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
+        """Find the box of tensor ``index`` in shard ``part``; empty where chunks run out."""
+        self._require_part(part)
         shape, dim = self.shapes[index], self.dims[index]
         start, length = chunk(shape[dim], self.parts, part)
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
@@ -477,12 +449,14 @@ def _check_dims(names: Sequence[str], shapes: Sequence[Sequence[int]], dims: Seq
             )
 
 
-def _check_packing(
+def _checked(
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
+    dtype: str,
     parts: int,
     alignments: tuple[int, int],
-) -> None:
+) -> dict[str, Any]:
+    """Check what both layouts are made from, and make the fields that they share."""
     if len(names) != len(shapes):
         raise LayoutError(
             f"expected one shape for each name, found {len(names)} names and {len(shapes)} shapes"
@@ -495,6 +469,9 @@ def _check_packing(
             f"expected at least 1 part and alignments of at least 1, found {parts} parts and "
             f"alignments {alignments}"
         )
+    dtype_bytes(dtype)
+    shared = {"names": tuple(names), "shapes": tuple(map(tuple, shapes))}
+    return {**shared, "dtype": dtype, "parts": parts}
 
 
 def _round_up(value: int, multiple: int) -> int:

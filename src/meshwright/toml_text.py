@@ -135,7 +135,7 @@ def parse(text: str) -> Document:
 
 
 class _Statement(NamedTuple):
-    """One statement: its key and value, or its fault."""
+    """A statement of the text: its whole key and its value, or its fault."""
 
     line: int
     is_header: bool
@@ -146,6 +146,7 @@ class _Statement(NamedTuple):
 
 def _statements(text: str) -> Iterator[_Statement]:
     position, line = 0, 1
+    table: Key = ()
     while position < len(text):
         begin = position
         while text.startswith((" ", "\t"), begin):
@@ -154,7 +155,10 @@ def _statements(text: str) -> Iterator[_Statement]:
         end = _end(text, begin, is_header)
         statement = text[begin:end]
         if statement.strip() and not statement.startswith("#"):
-            yield _read(line, statement, is_header)
+            found = _read(line, statement, is_header)
+            if is_header and not found.fault:
+                table = found.key
+            yield found if is_header else found._replace(key=table + found.key)
         line += statement.count("\n") + 1
         position = end + 1
 
@@ -214,17 +218,13 @@ def _fault(error: Exception, line: int, text: str) -> Fault:
 
 def _lines(statements: list[_Statement]) -> dict[Key, int]:
     lines: dict[Key, int] = {}
-    table: Key = ()
     for statement in statements:
         if statement.fault:
             continue
-        key = statement.key if statement.is_header else table + statement.key
-        for length in range(1, len(key) + 1):
-            lines.setdefault(key[:length], statement.line)
-        if statement.is_header:
-            table = key
-        else:
-            _add_inner(lines, key, statement.value, statement.line)
+        for length in range(1, len(statement.key) + 1):
+            lines.setdefault(statement.key[:length], statement.line)
+        if not statement.is_header:
+            _add_inner(lines, statement.key, statement.value, statement.line)
     return lines
 
 
@@ -241,31 +241,29 @@ def _recover(statements: list[_Statement]) -> tuple[dict[str, object], list[Faul
     tree: dict[str, object] = {}
     faults: list[Fault] = []
     given: dict[Key, int] = {}
-    table: Key = ()
     for reading in statements:
         if reading.fault:
             faults.append(reading.fault)
             continue
-        key = reading.key if reading.is_header else table + reading.key
-        if reading.is_header:
-            table = key
+        key = reading.key
         is_repeatable = isinstance(reading.value, list) and reading.is_header
         if key in given and not is_repeatable:
             name = f"table [{dotted(key)}]" if reading.is_header else f"key '{dotted(key)}'"
             faults.append(Fault(reading.line, f"{name} is given twice, first on line {given[key]}"))
             continue
         given.setdefault(key, reading.line)
-        if not _put(tree, key, reading):
+        if not _put(tree, reading):
             faults.append(
                 Fault(reading.line, f"'{dotted(key)}' is given both as a table and as a value")
             )
     return tree, faults
 
 
-def _put(tree: dict[str, object], key: Key, reading: _Statement) -> bool:
+def _put(tree: dict[str, object], reading: _Statement) -> bool:
     """Add a statement to the tree; False if a value stands where a table is needed."""
     node: object = tree
-    for part in key[:-1]:
+    *outer, last = reading.key
+    for part in outer:
         if not isinstance(node, dict):
             return False
         node = node.setdefault(part, {})
@@ -273,12 +271,12 @@ def _put(tree: dict[str, object], key: Key, reading: _Statement) -> bool:
             node = node[-1]
     if not isinstance(node, dict):
         return False
-    before = node.get(key[-1])
+    before = node.get(last)
     if reading.is_header and isinstance(before, type(reading.value)):
         if isinstance(before, list):
             before.append({})
         return True
-    if key[-1] in node:
+    if last in node:
         return False
-    node[key[-1]] = reading.value
+    node[last] = reading.value
     return True
