@@ -2,15 +2,12 @@
 
 Bottom-up:
 
-    config          the configuration of a run
-    options         its keys in words
+    config          the configuration of a run, and its keys in words
     text            text as bytes, and windows of them
-    language_model  the model
-    optimization    the optimizer and its learning rate
+    language_model  the model, its optimizer and the learning rate
     runs            the folder of a run, and what is written and read there
     tensors         traces of tensors, and two runs compared
-    validation      the loss on held-out text
-    loop            the main job
+    loop            the main job, and its loss on held-out text
     parity          the proof that a layout trains the same model
 """
 

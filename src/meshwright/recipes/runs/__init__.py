@@ -2,11 +2,9 @@
 
 Bottom-up:
 
-    metrics     a line of JSON a step, and progress
-    run_folder  where a run writes, and where it resumes from
-    snapshot    the state of a run as a checkpoint
+    metrics     a line of JSON a step, progress, and the last steps as a timeline
+    run_folder  where a run writes, what it resumes from, and its state as a checkpoint
     stopping    stopping on request
-    tracing     the last steps as a timeline
 """
 
 from __future__ import annotations

@@ -138,9 +138,10 @@ def compare_runs(
         if b.number == behind:
             b = next(right, None)
     if not found.steps:
+        begins = [next((step.number for step in run.steps()), "none") for run in runs]
         raise ValueError(
             f"{first} and {second} have no step in common: the first begins with step "
-            f"{_begin(runs[0])}, the second with step {_begin(runs[1])}"
+            f"{begins[0]}, the second with step {begins[1]}"
         )
     if found.divergence is None and (a is not None or b is not None):
         longer = "A" if a is not None else "B"
@@ -195,13 +196,10 @@ class _StepComparison:
 
     def _compare(self, key: _Key, rows: tuple[_Rows, _Rows]) -> None:
         self._found.counts[key[0]] += key[3].startswith("0 ") or not key[3]
-        worst: list[Finding] = []
-        for number in (0, 1):
-            worst += self._copies(number, rows[number])
+        worst = [*self._copies(0, rows[0]), *self._copies(1, rows[1])]
         for samples in _regions(*rows):
             pieces = [_piece(each, samples) for each in rows]
-            sums = [self._sum(number, rows[number], pieces[number], samples) for number in (0, 1)]
-            a, b = sums
+            a, b = (self._sum(number, rows[number], pieces[number], samples) for number in (0, 1))
             if a is not None and b is not None and a.hash != b.hash:
                 where = "" if samples is None else "; " + ", ".join(map(_where, pieces, "AB"))
                 detail = f"norm {a.norm:.6g} in A, {b.norm:.6g} in B{where}"
@@ -240,15 +238,15 @@ class _StepComparison:
     ) -> Sums | None:
         """Add up a piece of a tensor; None where a run that was cut short did not write it all."""
         one = whole[0][1]
-        total = Sums.of([row for _, row in rows]) if rows else None
+        total = Sums.of([row for _, row in rows])
         expected = math.prod(one.shape) * (1 if samples is None else samples[1] - samples[0])
-        if total is not None and total.numel == expected:
+        if total.numel == expected:
             return total
         if self._steps[number].is_finished:
             raise ValueError(
                 f"{self._runs[number].folder}: the traces of step {self._steps[number].number} "
-                f"hold {0 if total is None else total.numel} of {expected} elements of the "
-                f"{one.kind} {one.name!r}: the files are not those of one run"
+                f"hold {total.numel} of {expected} elements of the {one.kind} {one.name!r}: the "
+                "files are not those of one run"
             )
         return None
 
@@ -391,10 +389,6 @@ _LAYOUT = (
     *("train.accumulate", "train.recompute"),
 )
 """Settings that two layouts of one run may differ in."""
-
-
-def _begin(run: RunTrace) -> int | str:
-    return next((step.number for step in run.steps()), "none")
 
 
 def _counted(count: int, kind: str) -> str:

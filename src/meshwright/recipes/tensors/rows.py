@@ -159,7 +159,9 @@ class RunTrace:
                 f"{folder}: expected tensor traces in {first.parent}, found none: start the run "
                 "with --trace-tensors"
             )
-        headers = self._headers(0)
+        headers = [line for line in self._lines(0) if isinstance(line, Header)]
+        if not headers:
+            raise ValueError(f"{first}: expected a header, found no line")
         self.header = headers[-1]
         self.layouts = tuple(dict.fromkeys(header.layout for header in headers))
         ranks = max(header.ranks for header in headers)
@@ -189,12 +191,6 @@ class RunTrace:
             yield Step(number=number, rows=tuple(rows), is_finished=finished == wanted)
             if finished < wanted:
                 return
-
-    def _headers(self, rank: int) -> list[Header]:
-        found = [line for line in self._lines(rank) if isinstance(line, Header)]
-        if not found:
-            raise ValueError(f"{trace_file(self.folder, rank)}: expected a header, found no line")
-        return found
 
     def _steps_of(self, rank: int) -> Iterator[tuple[int, int, list[TensorRow]]]:
         """Read the number, the ranks and this rank's rows of each step."""

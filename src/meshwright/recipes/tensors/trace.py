@@ -68,7 +68,7 @@ class _Pass:
 
 
 class TensorTrace:
-    """Trains as ``trainable`` does and writes a row for each tensor; see `TensorRow`.
+    """A training as of ``trainable`` that writes a row for each tensor; see `TensorRow`.
 
     ``share`` samples of each global batch are this rank's. Left out are outputs whose dim 0 is no
     multiple of the samples of their microbatch, and what is computed again in a backward pass.
@@ -132,8 +132,7 @@ class TensorTrace:
             return
         if not self._is_traced(stage):
             return
-        now = self._passes[stage]
-        values = _tensors(output)
+        now, values = self._passes[stage], _tensors(output)
         for number, value in enumerate(values):
             full = name if len(values) == 1 else f"{name}[{number}]"
             self._put_samples("activation", full, (stage, now.calls.total()), value, now)
@@ -203,13 +202,8 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _part(holding: Holding, *, skipped: int) -> str:
-    """Find the ranges of the boxes in all dims after the first ``skipped``; empty for the whole."""
+    """Write the ranges of the boxes in all dims after the first ``skipped``; none for the whole."""
     shape = holding.shape[skipped:]
     if all(box.shape[skipped:] == shape for box in holding.boxes):
         return ""
-    return ";".join(
-        ",".join(
-            f"{o}:{o + n}" for o, n in zip(box.offset[skipped:], box.shape[skipped:], strict=True)
-        )
-        for box in holding.boxes
-    )
+    return ";".join(",".join(box.ranges()[skipped:]) for box in holding.boxes)
