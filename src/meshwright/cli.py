@@ -36,7 +36,7 @@ from meshwright.errors import MeshwrightError, PlanError, ScheduleError
 from meshwright.recipes.config import TrainConfig, option_lines, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.runs.run_folder import require_folder, require_start
+from meshwright.recipes.run_folder import require_folder, require_start
 from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.recipes.tensors.trace import traced_modules
 from meshwright.recipes.text import open_text

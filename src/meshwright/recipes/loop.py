@@ -31,9 +31,9 @@ from meshwright.recipes.language_model import (
     learning_rate,
     set_learning_rate,
 )
+from meshwright.recipes.metrics import MetricsFile, StepTrace, show_progress
 from meshwright.recipes.parity import Parity, check_parity
-from meshwright.recipes.runs.metrics import MetricsFile, StepTrace, show_progress
-from meshwright.recipes.runs.run_folder import (
+from meshwright.recipes.run_folder import (
     RunFolder,
     choose_folder,
     describe_run,
@@ -41,7 +41,7 @@ from meshwright.recipes.runs.run_folder import (
     restore_run,
     save_run,
 )
-from meshwright.recipes.runs.stopping import StopRequest
+from meshwright.recipes.stopping import StopRequest
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright.recipes.runs.run_folder import json_leaves
+from meshwright.recipes.run_folder import json_leaves
 from meshwright.recipes.tensors.digest import SKETCH, Sums
 from meshwright.recipes.tensors.rows import KINDS, RunTrace, Step, TensorRow
 

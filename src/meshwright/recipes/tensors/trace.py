@@ -22,7 +22,7 @@ from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.composition import StepResult, Trainable
 from meshwright.layout import Box
 from meshwright.plan import match_names
-from meshwright.recipes.runs.metrics import MetricsFile
+from meshwright.recipes.metrics import MetricsFile
 from meshwright.recipes.tensors.digest import digest
 from meshwright.recipes.tensors.rows import Header, TensorRow, trace_file
 from meshwright.torch_internals.autograd import running_backward
