@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from meshwright.axes import Axes
 from meshwright.errors import LayoutError
@@ -38,27 +37,36 @@ __all__ = [
     "overlap",
 ]
 
-_NAMES: Mapping[int, tuple[str, ...]] = MappingProxyType(
-    {
-        1: (
-            *("bool", "uint8", "int8", "float8_e8m0fnu"),
-            *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-        ),
-        2: ("uint16", "int16", "float16", "bfloat16"),
-        4: ("uint32", "int32", "float32", "complex32"),
-        8: ("uint64", "int64", "float64", "complex64"),
-        16: ("complex128",),
-    }
-)
-
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
-    {name: size for size, names in _NAMES.items() for name in names}
+    {
+        "bool": 1,
+        "uint8": 1,
+        "int8": 1,
+        "float8_e4m3fn": 1,
+        "float8_e4m3fnuz": 1,
+        "float8_e5m2": 1,
+        "float8_e5m2fnuz": 1,
+        "float8_e8m0fnu": 1,
+        "uint16": 2,
+        "int16": 2,
+        "float16": 2,
+        "bfloat16": 2,
+        "uint32": 4,
+        "int32": 4,
+        "float32": 4,
+        "complex32": 4,
+        "uint64": 8,
+        "int64": 8,
+        "float64": 8,
+        "complex64": 8,
+        "complex128": 16,
+    }
 )
 """Bytes of one element, by the name of the dtype."""
 
 
 def dtype_bytes(name: str) -> int:
-    """Find the bytes of one element of the dtype called ``name``, such as ``"float32"``."""
+    """Bytes of one element of the dtype called ``name``, such as ``"float32"``."""
     try:
         return ITEMSIZE[name]
     except KeyError:
@@ -108,7 +116,7 @@ class Box:
         return [f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)]
 
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
-        """Make slices that select this box from the whole tensor, or from one of ``within``."""
+        """Slices that select this box from the whole tensor, or from one that holds ``within``."""
         moved = list(self.offset)
         if within is not None:
             moved = [o - w for o, w in zip(self.offset, within.offset, strict=True)]
@@ -160,19 +168,19 @@ def _in_row(row: int, inner: Sequence[Box]) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """A placement by which every coordinate of the axis holds the same values."""
+    """Every coordinate of the axis holds the same values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A placement of one chunk along ``dim`` on each coordinate of the axis; see ``chunk``."""
+    """Each coordinate of the axis holds one chunk along ``dim``; see ``chunk``."""
 
     dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A placement of summands; the value is their ``reduction`` over the axis."""
+    """Each coordinate holds a summand; the value is the ``reduction`` over the axis."""
 
     reduction: str = "sum"
 
@@ -182,7 +190,7 @@ Placement = Replicate | Shard | Partial
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Cut a dim of ``size`` into ``parts`` by torch's rule: start and length of chunk ``index``.
+    """Start and length of chunk ``index`` of a dim of ``size`` in ``parts``, by torch's rule.
 
     Chunks have ``ceil(size / parts)`` rows; the last may be shorter and later ones empty: 5 rows
     in 4 parts give 2, 2, 1, 0.
@@ -250,7 +258,8 @@ class TensorLayout:
 
 
 def overlap(a: TensorLayout, rank_a: int, b: TensorLayout, rank_b: int) -> Box | None:
-    """Find the box that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``, or ``None``.
+    """Find the elements that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``; ``None`` if
+    none.
 
     In coordinates of the whole tensor; ``Box.slices(within=layout.box(rank))`` makes them local.
     """
@@ -281,42 +290,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Packed:
-    """Tensors cut into ``parts`` shards of equal size. Sizes and offsets count elements."""
+class FlatLayout:
+    """Tensors packed into one line of elements, cut into ``parts`` shards of equal size.
+
+    Made by ``pack``. Pure integers, equal on all ranks. Sizes and alignments count elements.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     parts: int
     offsets: tuple[int, ...]
-    """Where each tensor begins: in the line of a flat layout, in every shard of a chunked one."""
-    shard_size: int
-    """Elements of one shard, padding included."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors, without gaps and padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    @property
-    def padded_size(self) -> int:
-        """Elements of all shards together: ``parts * shard_size``."""
-        return self.parts * self.shard_size
-
-    def _require_part(self, part: int) -> None:
-        if not 0 <= part < self.parts:
-            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatLayout(_Packed):
-    """Tensors packed into one line of elements, cut into ``parts`` shards of equal size.
-
-    Made by ``pack``. Pure integers, equal on all ranks. Sizes and alignments count elements.
-    """
-
+    """Where each tensor begins in the line."""
     extent: int
     """One past the last element of the last tensor, gaps between tensors included."""
+    shard_size: int
+    """Elements of one shard, padding included."""
 
     @classmethod
     def pack(
@@ -334,14 +323,18 @@ class FlatLayout(_Packed):
         Each tensor begins at a multiple of ``tensor_alignment`` and each shard has a multiple of
         ``shard_alignment`` elements. A shard may end within a tensor, at any element.
         """
-        checked = _checked(names, shapes, dtype, parts, (shard_alignment, tensor_alignment))
+        _check_packing(names, shapes, parts, (shard_alignment, tensor_alignment))
+        dtype_bytes(dtype)
         offsets: list[int] = []
         end = 0
         for shape in shapes:
             offsets.append(_round_up(end, tensor_alignment))
             end = offsets[-1] + math.prod(shape)
         return cls(
-            **checked,
+            names=tuple(names),
+            shapes=tuple(tuple(shape) for shape in shapes),
+            dtype=dtype,
+            parts=parts,
             offsets=tuple(offsets),
             extent=end,
             shard_size=_round_up(-(-end // parts), shard_alignment),
@@ -357,7 +350,8 @@ class FlatLayout(_Packed):
         dims: Sequence[int] | None = None,
     ) -> ChunkedLayout:
         """Cut each tensor along a dim of its own (dim 0 when None); see `ChunkedLayout`."""
-        checked = _checked(names, shapes, dtype, parts, (1, 1))
+        _check_packing(names, shapes, parts, (1, 1))
+        dtype_bytes(dtype)
         dims = tuple(dims) if dims is not None else (0,) * len(names)
         _check_dims(names, shapes, dims)
         offsets: list[int] = []
@@ -366,20 +360,41 @@ class FlatLayout(_Packed):
             offsets.append(end)
             rows = -(-shape[dim] // parts)
             end += rows * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        return ChunkedLayout(**checked, dims=dims, offsets=tuple(offsets), shard_size=end)
+        return ChunkedLayout(
+            names=tuple(names),
+            shapes=tuple(tuple(shape) for shape in shapes),
+            dims=dims,
+            dtype=dtype,
+            parts=parts,
+            offsets=tuple(offsets),
+            shard_size=end,
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors, without gaps and padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padded_size(self) -> int:
+        """Elements of the whole line: ``parts * shard_size``."""
+        return self.parts * self.shard_size
 
     def range(self, index: int) -> tuple[int, int]:
-        """Find the first element of tensor ``index`` and one past the last, in the line."""
+        """First element and one past the last of tensor ``index``, counted in the line."""
         start = self.offsets[index]
         return start, start + math.prod(self.shapes[index])
 
     def shard_range(self, part: int) -> tuple[int, int]:
-        """Find the first element of shard ``part`` and one past the last, in the line."""
-        self._require_part(part)
+        """First element and one past the last of shard ``part``, counted in the line."""
+        if not 0 <= part < self.parts:
+            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         return part * self.shard_size, (part + 1) * self.shard_size
 
     def owned(self, part: int) -> tuple[Piece, ...]:
-        """List the pieces of tensors in shard ``part``, in order; none for empty tensors."""
+        """List the pieces of tensors that lie in shard ``part``, in order; none for empty
+        tensors.
+        """
         begin, end = self.shard_range(part)
         pieces: list[Piece] = []
         for index in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
@@ -397,7 +412,7 @@ class FlatLayout(_Packed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLayout(_Packed):
+class ChunkedLayout:
     """Tensors cut along one dim each; a shard is one chunk of every tensor, one after another.
 
     Made by `FlatLayout.chunked`. Each slot of a shard has room for the largest chunk of its tensor,
@@ -408,8 +423,26 @@ class ChunkedLayout(_Packed):
         shard 1   |a20 a21  -   - |b2 b3|
     """
 
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
-    """The dim along which each tensor is cut."""
+    """Along which dim each tensor is cut."""
+    dtype: str
+    parts: int
+    offsets: tuple[int, ...]
+    """Where the slot of each tensor begins in every shard."""
+    shard_size: int
+    """Elements of one shard, padding included."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors, without padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padded_size(self) -> int:
+        """Elements of all shards together."""
+        return self.parts * self.shard_size
 
     @property
     def padding(self) -> float:
@@ -423,8 +456,11 @@ class ChunkedLayout(_Packed):
         return tuple(end - start for start, end in zip(self.offsets, ends, strict=True))
 
     def box(self, index: int, part: int) -> Box:
-        """Find the box of tensor ``index`` in shard ``part``; empty where chunks run out."""
-        self._require_part(part)
+        """Find the box of tensor ``index`` that lies in shard ``part``; empty where chunks run
+        out.
+        """
+        if not 0 <= part < self.parts:
+            raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         shape, dim = self.shapes[index], self.dims[index]
         start, length = chunk(shape[dim], self.parts, part)
         offset = tuple(start if d == dim else 0 for d in range(len(shape)))
@@ -449,14 +485,12 @@ def _check_dims(names: Sequence[str], shapes: Sequence[Sequence[int]], dims: Seq
             )
 
 
-def _checked(
+def _check_packing(
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
-    dtype: str,
     parts: int,
     alignments: tuple[int, int],
-) -> dict[str, Any]:
-    """Check what both layouts are made from, and make the fields that they share."""
+) -> None:
     if len(names) != len(shapes):
         raise LayoutError(
             f"expected one shape for each name, found {len(names)} names and {len(shapes)} shapes"
@@ -469,9 +503,6 @@ def _checked(
             f"expected at least 1 part and alignments of at least 1, found {parts} parts and "
             f"alignments {alignments}"
         )
-    dtype_bytes(dtype)
-    shared = {"names": tuple(names), "shapes": tuple(map(tuple, shapes))}
-    return {**shared, "dtype": dtype, "parts": parts}
 
 
 def _round_up(value: int, multiple: int) -> int:

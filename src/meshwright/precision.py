@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 __all__ = ["FloatName", "Precision"]
@@ -33,10 +33,13 @@ class Precision:
     """Master copy and optimizer state; by default that of ``parameters``."""
 
     def resolved(self) -> Precision:
-        """Make the same precision with every dtype named."""
-        names = (self.compute, self.reduce, self.optimizer)
-        compute, reduce, optimizer = (name or self.parameters for name in names)
-        return replace(self, compute=compute, reduce=reduce, optimizer=optimizer)
+        """Find the same precision with every dtype named."""
+        return Precision(
+            parameters=self.parameters,
+            compute=self.compute or self.parameters,
+            reduce=self.reduce or self.parameters,
+            optimizer=self.optimizer or self.parameters,
+        )
 
     @property
     def is_mixed(self) -> bool:
