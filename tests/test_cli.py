@@ -17,7 +17,8 @@ import pytest
 from meshwright import __version__
 from meshwright.checkpoint import latest, verify
 from meshwright.cli import main
-from meshwright.report import compare_runs, read_chrome_trace, write_chrome_trace
+from meshwright.recipes.tensors.compare import compare_runs
+from meshwright.report import read_chrome_trace, write_chrome_trace
 from meshwright.schedule.builders import one_f_one_b
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate

@@ -59,7 +59,7 @@ class Axes:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Axes:
-        """Axes from a mapping of name to size, in the order of the mapping."""
+        """Make axes from a mapping of name to size, in its order."""
         return cls(tuple(sizes), tuple(sizes.values()))
 
     def mapping(self) -> dict[str, int]:
@@ -72,11 +72,11 @@ class Axes:
         return math.prod(self.sizes)
 
     def size(self, name: str) -> int:
-        """Size of one axis; 1 if it is absent."""
+        """Find the size of one axis; 1 if it is absent."""
         return self.sizes[self.names.index(name)] if name in self.names else 1
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of ``rank`` along every axis, in the order of the axes.
+        """Compute the position of ``rank`` along every axis, in the order of the axes.
 
         Raises ``LayoutError`` when the rank lies outside ``range(world_size)``.
         """
@@ -91,7 +91,7 @@ class Axes:
         return dict(zip(self.names, reversed(position), strict=True))
 
     def rank(self, position: Mapping[str, int] | None = None, /, **coordinate: int) -> int:
-        """Rank at a coordinate, given as a mapping or as keywords; an unnamed axis counts as 0.
+        """Find the rank at a coordinate, a mapping or keywords; an unnamed axis counts as 0.
 
         An absent axis may be given as 0, because every axis is there with size 1.
         """

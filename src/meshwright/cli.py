@@ -17,10 +17,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Protocol
 
 import torch
 import tyro
@@ -31,14 +33,14 @@ from meshwright.comm.groups.launch import is_launched, launch, record_failure
 from meshwright.composition import check_model
 from meshwright.doctor import examine, report_lines
 from meshwright.errors import MeshwrightError, PlanError, ScheduleError
-from meshwright.recipes.config import TrainConfig, read_config
+from meshwright.recipes.config import TrainConfig, option_lines, read_config
 from meshwright.recipes.language_model import LanguageModel
 from meshwright.recipes.loop import Outcome, train
-from meshwright.recipes.options import option_lines
-from meshwright.recipes.runs.run_folder import require_folder, require_start
-from meshwright.recipes.runs.tensor_trace import traced_modules
+from meshwright.recipes.run_folder import require_folder, require_start
+from meshwright.recipes.tensors.compare import compare_runs
+from meshwright.recipes.tensors.trace import traced_modules
 from meshwright.recipes.text import open_text
-from meshwright.report import compare_runs, read_chrome_trace, write_page
+from meshwright.report import read_chrome_trace, write_page
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import build
 from meshwright.schedule.drawing import draw
@@ -52,7 +54,13 @@ __all__ = ["main"]
 # Set for the ranks that this command line starts: their launcher reports for them.
 _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
 
-_Command = TypeVar("_Command")
+
+class _Command(Protocol):
+    """The options of a command, and what it does."""
+
+    def run(self, words: list[str]) -> int:
+        """Run it, given as ``words``; returns the exit status."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,26 @@ class _TrainCommand:
     trace_tensors: tyro.conf.FlagCreatePairsOff[bool] = False
     """Short for --run.trace_tensors true."""
 
+    def run(self, words: list[str]) -> int:
+        """Check the configuration, and train here or on ranks that are started here."""
+        overrides, _ = _split_overrides(words)
+        if self.resume:
+            overrides.append(f"run.resume={self.resume}")
+        flags = {"check_parity": self.check_parity, "trace_tensors": self.trace_tensors}
+        overrides += [f"run.{flag}=true" for flag, is_given in flags.items() if is_given]
+        config = read_config(self.config, overrides)
+        if self.nproc < 0:
+            raise PlanError(f"--nproc: expected a whole number of at least 0, found {self.nproc}")
+        ranks = self.nproc or config.plan.axes.world_size
+        if is_launched():
+            ranks = int(os.environ["WORLD_SIZE"])
+        if _UNDER_LAUNCHER not in os.environ:
+            _check(config, ranks)
+        if is_launched() or ranks == 1:
+            return _train_here(config)
+        os.environ[_UNDER_LAUNCHER] = "1"
+        return launch([sys.executable, "-m", "meshwright", "train", *words], ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareCommand:
@@ -90,6 +118,16 @@ class _CompareCommand:
     tolerance: Annotated[str, tyro.conf.arg(metavar="X")] = ""
     """Relative difference that is rounding; by default 1e-9, 1e-3, 3e-2 by the narrowest dtype."""
 
+    def run(self, words: list[str]) -> int:
+        """Print what was found."""
+        try:
+            tolerance = _at_least_0("--tolerance", self.tolerance) if self.tolerance else None
+            found = compare_runs(self.first, self.second, tolerance=tolerance)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        print("\n".join(found.lines()))
+        return int(found.divergence is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _DoctorCommand:
@@ -98,6 +136,12 @@ class _DoctorCommand:
     measure: bool = True
     """Start two ranks and measure; otherwise look only."""
 
+    def run(self, words: list[str]) -> int:
+        """Print the findings."""
+        findings = examine(measure_collectives=self.measure)
+        print("\n".join(report_lines(findings)))
+        return int(any(finding.is_broken for finding in findings))
+
 
 @dataclass(frozen=True, kw_only=True)
 class _VerifyCommand:
@@ -105,6 +149,20 @@ class _VerifyCommand:
 
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """The checkpoint: a folder such as checkpoints/step_00000300."""
+
+    def run(self, words: list[str]) -> int:
+        """Verify, and print what the checkpoint holds."""
+        inner = Path(self.folder, "checkpoints")
+        if inner.is_dir():
+            newest = checkpoint.latest(inner) or inner / "step_..."
+            raise PlanError(f"{self.folder}: expected a checkpoint, found a run: give {newest}")
+        manifest = checkpoint.verify(self.folder)
+        total = sum(file.size for file in manifest.file_maps.values())
+        print(
+            f"{self.folder}: sound, step {manifest.step}, {len(manifest.tensors)} tensors, "
+            f"{total:,} bytes"
+        )
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +176,19 @@ class _ReportCommand:
     """A run's folder, or a timeline.json."""
     output: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
     """Where to write it; by default report.html beside the timeline."""
+
+    def run(self, words: list[str]) -> int:
+        """Write the page."""
+        path = Path(self.timeline)
+        path = path / "timeline.json" if path.is_dir() else path
+        output = Path(self.output) if self.output else path.with_name("report.html")
+        try:
+            timeline = read_chrome_trace(path)
+            write_page(timeline, output, title=f"Timeline of {path.resolve().parent.name}")
+        except (ValueError, ScheduleError) as error:
+            raise PlanError(str(error)) from error
+        print(f"wrote {output}")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +216,45 @@ class _SimulateCommand:
     page: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = ""
     """Draw it as a page for a browser."""
 
+    def run(self, words: list[str]) -> int:
+        """Print what was simulated."""
+        try:
+            for name in ("forward", "input", "weight", "transfer"):
+                _at_least_0(f"--{name}", str(getattr(self, name)))
+            compute = self._schedule()
+            lowered = lower(compute)
+        except (ValueError, ScheduleError) as error:
+            raise PlanError(str(error)) from error
+        share = len(compute.stages_of(0))
+        costs = replace(
+            Costs.shared(share, self.forward, self.input, self.weight),
+            transfer=self.transfer,
+        )
+        found = simulate(lowered, costs, events=bool(self.page))
+        print(draw(compute))
+        print()
+        for rank, (busy, idle) in enumerate(zip(found.compute, found.bubbles, strict=True)):
+            print(
+                f"rank {rank}: computes {busy:g}, idles {idle:g}, holds the activations of at most "
+                f"{found.peaks[rank]:g} microbatches"
+            )
+        print(f"in all {found.makespan:g}, {found.bubble_fraction:.1%} of it idle")
+        if self.write:
+            dump_csv(lowered, self.write)
+        if self.page:
+            write_page(found.timeline, self.page, title=f"{self.schedule}, simulated")
+        return 0
+
+    def _schedule(self) -> Schedule:
+        if self.schedule.endswith(".csv"):
+            return load_csv(self.schedule)
+        if self.stages % max(1, self.ranks):
+            raise ValueError(
+                f"--stages: expected a multiple of the {self.ranks} ranks, found {self.stages}"
+            )
+        chunks = self.stages // max(1, self.ranks) or None
+        return build(self.schedule, self.ranks, self.microbatches, chunks)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
@@ -156,10 +266,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    for name, run in _COMMANDS.items():
-        if words[: len(name.split())] == name.split():
+    for name, kind in _COMMANDS.items():
+        begin, rest = words[: len(name.split())], words[len(name.split()) :]
+        if begin == name.split():
             try:
-                return run(words[len(name.split()) :])
+                return _parse(kind, name, rest).run(rest)
             except PlanError as error:
                 return _fail(name, *error.args[0].splitlines(), status=2)
             except MeshwrightError as error:
@@ -178,29 +289,6 @@ def _run(words: list[str]) -> int:
 
 
 # ---------------------------------------------------------------------------------------- train
-
-
-def _train(words: list[str]) -> int:
-    overrides, rest = _split_overrides(words)
-    command = _parse(_TrainCommand, "train", rest, option_lines)
-    if command.resume:
-        overrides.append(f"run.resume={command.resume}")
-    if command.check_parity:
-        overrides.append("run.check_parity=true")
-    if command.trace_tensors:
-        overrides.append("run.trace_tensors=true")
-    config = read_config(command.config, overrides)
-    if command.nproc < 0:
-        raise PlanError(f"--nproc: expected a whole number of at least 0, found {command.nproc}")
-    ranks = command.nproc or config.plan.axes.world_size
-    if is_launched():
-        ranks = int(os.environ["WORLD_SIZE"])
-    if _UNDER_LAUNCHER not in os.environ:
-        _check(config, ranks)
-    if is_launched() or ranks == 1:
-        return _train_here(config)
-    os.environ[_UNDER_LAUNCHER] = "1"
-    return launch([sys.executable, "-m", "meshwright", "train", *words], ranks)
 
 
 def _check(config: TrainConfig, ranks: int) -> None:
@@ -245,7 +333,9 @@ def _train_here(config: TrainConfig) -> int:
     try:
         world = connect(timeout=config.run.timeout)
         with phase("train"):
-            outcome = train(config, world, _print if rank == 0 else _ignore)
+            outcome = train(
+                config, world, partial(print, flush=True) if rank == 0 else lambda line: None
+            )
     except (MeshwrightError, OSError) as error:
         record_failure(error)
         disconnect()  # tells the other ranks why, too
@@ -292,75 +382,6 @@ def _summary(outcome: Outcome) -> list[str]:
     return lines
 
 
-# --------------------------------------------------------------------------- the other commands
-
-
-def _simulate(words: list[str]) -> int:
-    command = _parse(_SimulateCommand, "simulate", words)
-    try:
-        for name in ("forward", "input", "weight", "transfer"):
-            _at_least_0(f"--{name}", str(getattr(command, name)))
-        compute = _schedule_of(command)
-        lowered = lower(compute)
-    except (ValueError, ScheduleError) as error:
-        raise PlanError(str(error)) from error
-    share = len(compute.stages_of(0))
-    costs = replace(
-        Costs.shared(share, command.forward, command.input, command.weight),
-        transfer=command.transfer,
-    )
-    found = simulate(lowered, costs, events=bool(command.page))
-    print(draw(compute))
-    print()
-    for rank, (busy, idle) in enumerate(zip(found.compute, found.bubbles, strict=True)):
-        print(
-            f"rank {rank}: computes {busy:g}, idles {idle:g}, holds the activations of at most "
-            f"{found.peaks[rank]:g} microbatches"
-        )
-    print(f"in all {found.makespan:g}, {found.bubble_fraction:.1%} of it idle")
-    if command.write:
-        dump_csv(lowered, command.write)
-    if command.page:
-        write_page(found.timeline, command.page, title=f"{command.schedule}, simulated")
-    return 0
-
-
-def _compare(words: list[str]) -> int:
-    command = _parse(_CompareCommand, "compare", words)
-    try:
-        tolerance = _at_least_0("--tolerance", command.tolerance) if command.tolerance else None
-        found = compare_runs(command.first, command.second, tolerance=tolerance)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    print("\n".join(found.lines()))
-    return int(found.divergence is not None)
-
-
-def _report(words: list[str]) -> int:
-    command = _parse(_ReportCommand, "report", words)
-    path = Path(command.timeline)
-    path = path / "timeline.json" if path.is_dir() else path
-    output = Path(command.output) if command.output else path.with_name("report.html")
-    try:
-        timeline = read_chrome_trace(path)
-        write_page(timeline, output, title=f"Timeline of {path.resolve().parent.name}")
-    except (ValueError, ScheduleError) as error:
-        raise PlanError(str(error)) from error
-    print(f"wrote {output}")
-    return 0
-
-
-def _schedule_of(command: _SimulateCommand) -> Schedule:
-    if command.schedule.endswith(".csv"):
-        return load_csv(command.schedule)
-    if command.stages % max(1, command.ranks):
-        raise ValueError(
-            f"--stages: expected a multiple of the {command.ranks} ranks, found {command.stages}"
-        )
-    chunks = command.stages // max(1, command.ranks) or None
-    return build(command.schedule, command.ranks, command.microbatches, chunks)
-
-
 def _at_least_0(option: str, given: str) -> float:
     try:
         value = float(given)
@@ -371,52 +392,23 @@ def _at_least_0(option: str, given: str) -> float:
     return value
 
 
-def _doctor(words: list[str]) -> int:
-    command = _parse(_DoctorCommand, "doctor", words)
-    findings = examine(measure_collectives=command.measure)
-    print("\n".join(report_lines(findings)))
-    return int(any(finding.is_broken for finding in findings))
-
-
-def _verify(words: list[str]) -> int:
-    command = _parse(_VerifyCommand, "checkpoint verify", words)
-    inner = Path(command.folder, "checkpoints")
-    if inner.is_dir():
-        newest = checkpoint.latest(inner) or inner / "step_..."
-        raise PlanError(f"{command.folder}: expected a checkpoint, found a run: give {newest}")
-    manifest = checkpoint.verify(command.folder)
-    total = sum(file.size for file in manifest.file_maps.values())
-    print(
-        f"{command.folder}: sound, step {manifest.step}, {len(manifest.tensors)} tensors, "
-        f"{total:,} bytes"
-    )
-    return 0
-
-
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "compare": _compare,
-    "doctor": _doctor,
-    "report": _report,
-    "simulate": _simulate,
-    "checkpoint verify": _verify,
-}
-
-_ABOUT = {
-    "train": _TrainCommand,
-    "compare": _CompareCommand,
-    "doctor": _DoctorCommand,
-    "report": _ReportCommand,
-    "simulate": _SimulateCommand,
-    "checkpoint verify": _VerifyCommand,
-}
+_COMMANDS: Mapping[str, type[_Command]] = MappingProxyType(
+    {
+        "train": _TrainCommand,
+        "compare": _CompareCommand,
+        "doctor": _DoctorCommand,
+        "report": _ReportCommand,
+        "simulate": _SimulateCommand,
+        "checkpoint verify": _VerifyCommand,
+    }
+)
 
 
 # ------------------------------------------------------------------------------- words and lines
 
 
 def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``--table.key value`` and ``--table.key=value`` as ``table.key=value``, and the other words.
+    """Split words into options of a table, as ``table.key=value``, and the others.
 
     A key with no value after it is a switch: ``--model.tied``.
     """
@@ -435,22 +427,18 @@ def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, rest
 
 
-def _parse(
-    kind: type[_Command],
-    name: str,
-    words: list[str],
-    more_help: Callable[[], list[str]] = list,
-) -> _Command:
+def _parse(kind: type[_Command], name: str, words: list[str]) -> _Command:
     """Find the command's own arguments; a mistake in them is one line and exit status 2."""
     told = io.StringIO()
     about = inspect.cleandoc(kind.__doc__ or "")
+    own = _split_overrides(words)[1] if kind is _TrainCommand else words
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(kind, prog=f"meshwright {name}", args=words, description=about)
+            return tyro.cli(kind, prog=f"meshwright {name}", args=own, description=about)
     except SystemExit as error:
         if error.code:
             raise PlanError(_unboxed(told.getvalue())) from None
-        print("\n".join(more_help()))
+        print("\n".join(option_lines() if kind is _TrainCommand else []))
         raise
 
 
@@ -464,7 +452,7 @@ def _unboxed(text: str) -> str:
 
 def _overview() -> str:
     lines = ["usage: meshwright COMMAND ...", ""]
-    for name, kind in _ABOUT.items():
+    for name, kind in _COMMANDS.items():
         lines.append(f"  {name:<18} {(kind.__doc__ or '').strip().splitlines()[0]}")
     return "\n".join([*lines, "", "meshwright COMMAND --help tells more."])
 
@@ -477,11 +465,3 @@ def _fail(command: str, *lines: str, status: int) -> int:
     for line in lines:
         print(f"meshwright {command}: {line}".replace(" :", ":"), file=sys.stderr)
     return status
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
-def _ignore(line: str) -> None:
-    pass

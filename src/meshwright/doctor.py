@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from meshwright import __version__
-from meshwright.comm import Communicator, connect, disconnect, shared_memory
+from meshwright.comm import connect, disconnect, shared_memory
 from meshwright.comm.groups.launch import launch
 from meshwright.errors import MeshwrightError
 
@@ -35,7 +35,7 @@ _SLOW_SECONDS = {"all_reduce 4 KB": 0.02, "all_reduce 1 MB": 0.2, "barrier": 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fact about this machine."""
+    """A fact about this machine."""
 
     name: str
     value: str
@@ -79,7 +79,7 @@ def report_lines(findings: list[Finding]) -> list[str]:
 
 
 def usable_cores() -> float:
-    """Cores this process may use: its affinity, or less where a control group sets a quota."""
+    """Count the cores this process may use: its affinity, or less by a control group's quota."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _control_groups():
         words = _read(folder / "cpu.max").split() or [
@@ -92,7 +92,7 @@ def usable_cores() -> float:
 
 
 def memory_limit() -> tuple[int, str]:
-    """Bytes that a run may still take, and what sets the limit: the machine or a control group."""
+    """Find the bytes that a run may still take, and what limits it: machine or control group."""
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             available, source = int(line.split()[1]) * 1024, "free on the machine"
@@ -137,24 +137,15 @@ def measure() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    is_old = sys.version_info < (3, 11)
     yield Finding(name="meshwright", value=__version__)
-    yield Finding(
-        name="python",
-        value=f"{platform.python_version()} on {platform.platform()}",
-        problem="expected 3.11 or newer" if is_old else "",
-        remedy="install a newer Python" if is_old else "",
-        is_broken=is_old,
-    )
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    is_old = (major, minor) < (2, 11)
-    yield Finding(
-        name="torch",
-        value=torch.__version__,
-        problem="expected 2.11 or newer" if is_old else "",
-        remedy="pip install 'torch>=2.11'" if is_old else "",
-        is_broken=is_old,
-    )
+    python = f"{platform.python_version()} on {platform.platform()}"
+    for name, value, found, least, remedy in (
+        ("python", python, platform.python_version(), "3.11", "install a newer Python"),
+        ("torch", torch.__version__, torch.__version__, "2.11", "pip install 'torch>=2.11'"),
+    ):
+        is_old = [*map(int, found.split(".")[:2])] < [*map(int, least.split("."))]
+        problem, remedy = (f"expected {least} or newer", remedy) if is_old else ("", "")
+        yield Finding(name=name, value=value, problem=problem, remedy=remedy, is_broken=is_old)
     for package in ("numpy", "safetensors", "tyro", "rich"):
         yield Finding(name=package, value=_version(package))
 
@@ -252,7 +243,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """This process's control groups of either version and those around them, inside out."""
+    """List this process's control groups of either version and those around them, inside out."""
     root = Path("/sys/fs/cgroup")
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         number, controllers, path = line.split(":", 2)
@@ -284,18 +275,14 @@ def _median(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _measure_here(communicator: Communicator) -> dict[str, float]:
+def _main(target: Path) -> None:
+    communicator = connect()
     small, large = torch.zeros(1024), torch.zeros(2**18)
-    return {
+    medians = {
         "all_reduce 4 KB": _median(lambda: communicator.all_reduce(small).wait()),
         "all_reduce 1 MB": _median(lambda: communicator.all_reduce(large).wait()),
         "barrier": _median(lambda: communicator.barrier().wait()),
     }
-
-
-def _main(target: Path) -> None:
-    communicator = connect()
-    medians = _measure_here(communicator)
     if communicator.rank == 0:
         target.write_text(json.dumps({"backend": communicator.backend, "medians": medians}))
     disconnect()

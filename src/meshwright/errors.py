@@ -51,7 +51,7 @@ __all__ = [
 
 
 class MeshwrightError(Exception):
-    """Every exception that Meshwright raises on purpose, apart from plain argument errors."""
+    """The base of what Meshwright raises on purpose, apart from plain argument errors."""
 
 
 class PlanError(MeshwrightError, ValueError):

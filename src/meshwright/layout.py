@@ -55,6 +55,11 @@ class Box:
         if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
             raise LayoutError(f"expected no negative numbers, found {self.offset}, {self.shape}")
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Make the box of all elements of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a box without dims."""
@@ -71,15 +76,18 @@ class Box:
             return None
         return Box(start, tuple(j - i for i, j in zip(start, stop, strict=True)))
 
+    def ranges(self) -> list[str]:
+        """Write the range of each dim, such as ``"2:5"``."""
+        return [f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)]
+
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
         """Slices that select this box from the whole tensor, or from one that holds ``within``."""
-        origin = within.offset if within is not None else (0,) * len(self.offset)
-        moved = [o - w for o, w in zip(self.offset, origin, strict=True)]
-        if within is not None and any(
-            m < 0 or m + n > limit
-            for m, n, limit in zip(moved, self.shape, within.shape, strict=True)
-        ):
-            raise LayoutError(f"expected a box inside {within}, found {self}")
+        moved = list(self.offset)
+        if within is not None:
+            moved = [o - w for o, w in zip(self.offset, within.offset, strict=True)]
+            limits = zip(moved, self.shape, within.shape, strict=True)
+            if any(m < 0 or m + n > limit for m, n, limit in limits):
+                raise LayoutError(f"expected a box inside {within}, found {self}")
         return tuple(slice(m, m + n) for m, n in zip(moved, self.shape, strict=True))
 
 

@@ -87,7 +87,7 @@ class TrainPlan:
     recompute: tuple[str, ...] = ()
     """Patterns of modules whose activations are computed again in the backward."""
     compile: bool = False
-    """Whether `torch.compile` compiles the model, a stage of it, or each unit of axis shard."""
+    """True to compile the model, a stage of it, or each unit of axis shard by `torch.compile`."""
     batch_norm: Literal["local", "sync"] | None = None
     """Statistics of each rank's own share or of all; must be said when data axes meet BatchNorm."""
     dropout: Literal["local", "global"] = "local"
@@ -96,7 +96,7 @@ class TrainPlan:
     """Patterns of modules that draw for themselves although dropout is global."""
     seed: Annotated[int, AtLeast(0)] = 0
     flat: bool = False
-    """Whether the optimizer, an element-wise one, is given `flat_groups` of the parameters."""
+    """True to give the optimizer, an element-wise one, `flat_groups` of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Plan:
         return read_file(path, cls, overrides=overrides)
 
     def to_toml(self, *, every_key: bool = False) -> str:
-        """TOML with what differs from one process, or with every key that has a value."""
+        """Write TOML with what differs from one process, or with every key that has a value."""
         return dump(self, every_key=every_key)
 
     @classmethod
@@ -172,7 +172,7 @@ class Plan:
         return read_tree(tree, cls, origin=Origin(source))
 
     def to_json(self) -> str:
-        """One line of JSON with every key; ``from_json`` gives an equal plan."""
+        """Write one line of JSON with every key; ``from_json`` gives an equal plan."""
         return json.dumps(plain(self))
 
     @property
@@ -238,7 +238,7 @@ def _component(part: str) -> str:
 
 
 def module_names(parameters: Iterable[str]) -> tuple[str, ...]:
-    """Names of the modules that hold parameters, parents first, the root (``""``) included."""
+    """List the modules that hold parameters, parents first, the root (``""``) included."""
     names: dict[str, None] = {"": None}
     for parameter in parameters:
         components = parameter.split(".")[:-1]
@@ -257,7 +257,7 @@ _NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def _idle_problems(plan: Plan) -> Iterator[Problem]:
-    """Settings that would have no effect. Those left at their default were not asked for."""
+    """Find settings without effect. Those left at their default were not asked for."""
     for table, only, needed in _NEEDS:
         if any(plan.axes.size(axis) > 1 for axis in needed):
             continue
@@ -310,15 +310,18 @@ def _pattern_problems(plan: Plan, modules: Sequence[str]) -> Iterator[Problem]:
                 yield Problem(inner, f"{where} matches no module; {hint}")
 
 
+_PATTERNS = (
+    *(("pipeline", "split"), ("shard", "units"), ("tensor", "rules")),
+    *(("train", "recompute"), ("train", "per_rank")),
+)
+"""Tables and keys that hold patterns of module names, or a name (text) in their place."""
+
+
 def _patterns(plan: Plan) -> Iterator[tuple[tuple[str, str], Iterable[str]]]:
-    if not isinstance(plan.pipeline.split, str):
-        yield ("pipeline", "split"), plan.pipeline.split
-    if not isinstance(plan.shard.units, str):
-        yield ("shard", "units"), plan.shard.units
-    if isinstance(plan.tensor.rules, Mapping):
-        yield ("tensor", "rules"), plan.tensor.rules
-    yield ("train", "recompute"), plan.train.recompute
-    yield ("train", "per_rank"), plan.train.per_rank
+    for table, key in _PATTERNS:
+        value = getattr(getattr(plan, table), key)
+        if value is not None and not isinstance(value, str):
+            yield (table, key), value
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.comm.dtensors.gather_dtensor import whole
-from meshwright.gradients import LocalLoss, apply_loss, call_module, clip_grad_norm_, cut_batch
+from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch
 from meshwright.torch_internals.trees import tree_map
 
 __all__ = [
@@ -90,7 +91,7 @@ class Trainee(Protocol):
     """A training in two halves, such as `meshwright.composition.Trainable`."""
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers, whole, by original name."""
+        """List parameters and buffers, whole, by original name."""
         ...
 
     def forward_backward(self, batch: object, target: object = None) -> None:
@@ -98,7 +99,7 @@ class Trainee(Protocol):
         ...
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """Them, by original name."""
+        """List them by original name."""
         ...
 
     def optimizer_step(self) -> Result:
@@ -136,10 +137,12 @@ def train_reference(
     norms: list[float] = []
     for batch, target in batches:
         parts = cut_batch(*_cast((batch, target), dtype), accumulate)
-        mean = _global_mean([apply_loss(loss, call_module(trained, x), y) for x, y, _ in parts])
+        told = [apply_loss(loss, call_module(trained, x), y) for x, y, _ in parts]
+        mean = torch.stack([each.total for each in told]).sum() / sum(each.count for each in told)
         mean.backward()
         losses.append(mean.item())
-        gradients.append(_gradients(trained))
+        own = ((name, parameter.grad) for name, parameter in trained.named_parameters())
+        gradients.append({name: grad.detach().clone() for name, grad in own if grad is not None})
         norms.append(_norm(gradients[-1].values()))
         if clip_norm is not None:
             clip_grad_norm_(trained, clip_norm)
@@ -149,7 +152,7 @@ def train_reference(
         losses=tuple(losses),
         gradients=tuple(gradients),
         norms=tuple(norms),
-        weights=_weights(trained),
+        weights={n: whole(tensor.detach()).clone() for n, tensor in trained.state_dict().items()},
     )
 
 
@@ -179,55 +182,42 @@ def record(trainee: Trainee, batches: Batches, *, dtype: torch.dtype | None = No
 def first_difference(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
 ) -> Difference | None:
-    """Find the first loss, gradient, norm or weight that differs by more than ``tolerance``,
-    relative.
+    """Find the first loss, gradient, norm or weight that differs by more, relative.
 
     Steps in their order, in each the loss before the gradients and the norm of all of them, and
-    weights at the end. A relative
-    error is the largest difference over the largest value of the tensor (or over a millionth of
-    the largest value among all gradients of the step, if that is more).
+    weights at the end. A relative error is the largest difference over the largest value of the
+    tensor (or over a millionth of the largest value among all gradients of the step, if that is
+    more).
     """
-    for difference in _differences(parallel, reference, tolerance):
-        if not difference.error <= tolerance:
-            return difference
-    return None
+    found = _differences(parallel, reference, tolerance)
+    return next((each for each in found if not each.error <= tolerance), None)
 
 
 def _differences(
     parallel: ReferenceRun, reference: ReferenceRun, tolerance: float
 ) -> Iterator[Difference]:
     steps = len(reference.losses)
+    number = partial(Difference, name="", tolerance=tolerance)
     if len(parallel.losses) != steps:
         note = f"{len(parallel.losses)} steps against {steps}"
-        yield Difference(
-            kind="loss", name="", step=0, error=math.inf, tolerance=tolerance, note=note
-        )
-    rows = zip(
-        parallel.losses,
-        reference.losses,
-        parallel.gradients,
-        reference.gradients,
-        parallel.norms,
-        reference.norms,
-        strict=True,
-    )
-    for step, (loss, expected, gradients, wanted, norm, expected_norm) in enumerate(rows):
-        error = _number_error(loss, expected)
-        yield Difference(kind="loss", name="", step=step, error=error, tolerance=tolerance)
-        yield from _tensor_differences("gradient", step, gradients, wanted, tolerance)
-        if norm is not None and expected_norm is not None:
-            error = _number_error(norm, expected_norm)
-            yield Difference(kind="norm", name="", step=step, error=error, tolerance=tolerance)
-    last = max(steps - 1, 0)
-    yield from _tensor_differences("weight", last, parallel.weights, reference.weights, tolerance)
+        yield number(kind="loss", step=0, error=math.inf, note=note)
+    both = (parallel, reference)
+    for step in range(steps):
+        loss, expected = (run.losses[step] for run in both)
+        yield number(kind="loss", step=step, error=_number_error(loss, expected))
+        make = partial(Difference, kind="gradient", step=step, tolerance=tolerance)
+        yield from _tensor_differences(make, *(run.gradients[step] for run in both))
+        norm, expected = (run.norms[step] for run in both)
+        if norm is not None and expected is not None:
+            yield number(kind="norm", step=step, error=_number_error(norm, expected))
+    make = partial(Difference, kind="weight", step=max(steps - 1, 0), tolerance=tolerance)
+    yield from _tensor_differences(make, parallel.weights, reference.weights)
 
 
 def _tensor_differences(
-    kind: str,
-    step: int,
+    make: Callable[..., Difference],
     found: Mapping[str, torch.Tensor],
     wanted: Mapping[str, torch.Tensor],
-    tolerance: float,
 ) -> Iterator[Difference]:
     floor = FLOOR * max((_largest(tensor) for tensor in wanted.values()), default=0.0)
     for name in [*wanted, *(name for name in found if name not in wanted)]:
@@ -240,9 +230,7 @@ def _tensor_differences(
             note = f"shape {tuple(found[name].shape)} against {tuple(wanted[name].shape)}"
         else:
             error = _relative(found[name], wanted[name], floor)
-        yield Difference(
-            kind=kind, name=name, step=step, error=error, tolerance=tolerance, note=note
-        )
+        yield make(name=name, error=error, note=note)
 
 
 def _number_error(found: float, wanted: float) -> float:
@@ -251,7 +239,7 @@ def _number_error(found: float, wanted: float) -> float:
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """Largest difference over largest value; NaN where only one has it counts as infinite."""
+    """Divide largest difference by largest value; NaN where only one has it is infinite."""
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     a, b = found.detach().cpu().to(wide), wanted.detach().cpu().to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
@@ -266,11 +254,6 @@ def _largest(tensor: torch.Tensor) -> float:
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
-def _global_mean(losses: list[LocalLoss]) -> torch.Tensor:
-    total = torch.stack([loss.total for loss in losses]).sum()
-    return total / sum(loss.count for loss in losses)
-
-
 def _cast(pair: tuple[object, object], dtype: torch.dtype | None) -> tuple[object, object]:
     def convert(leaf: object) -> object:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -279,20 +262,7 @@ def _cast(pair: tuple[object, object], dtype: torch.dtype | None) -> tuple[objec
     return pair if dtype is None else tree_map(convert, pair)
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.grad.detach().clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
 def _norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Of all of them together; shares nothing with the norm over ranks that it judges."""
+    """Compute the norm of all together; shares nothing with the one over ranks that it judges."""
     norms = [gradient.norm().double() for gradient in gradients]
     return torch.stack(norms).norm().item() if norms else 0.0
-
-
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return {name: whole(tensor.detach()).clone() for name, tensor in state.items()}

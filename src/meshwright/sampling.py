@@ -60,7 +60,7 @@ class Permutation:
         return index
 
     def _encrypt(self, value: int, bits: int) -> int:
-        """One pass of the network; halves of unequal width swap roles every round."""
+        """Pass once through the network; halves of unequal width swap roles every round."""
         low = bits // 2
         high = bits - low
         left, right = value >> low, value & ((1 << low) - 1)
@@ -90,7 +90,7 @@ class Sampler:
         data_size: int = 1,
         position: int = 0,
     ) -> None:
-        """``batch_size`` counts the samples of all ranks together.
+        """Begin at ``position``; ``batch_size`` counts the samples of all ranks together.
 
         Raises ``PlanError`` when the data set is smaller than a batch or the batch does not divide
         among ``data_size`` ranks.
@@ -120,7 +120,7 @@ class Sampler:
         return self.batch_size // self.data_size
 
     def next_indices(self) -> list[int]:
-        """This rank's samples of the next global batch, and move on by one batch."""
+        """List this rank's samples of the next global batch, and move on by one batch."""
         begin = self._position + self.data_rank * self.share
         indices = [self._sample(place) for place in range(begin, begin + self.share)]
         self._position += self.batch_size

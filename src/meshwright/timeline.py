@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.precision import dtype_bytes
 
@@ -50,7 +50,7 @@ Lane = Literal["compute", "gather", "reduce", "transfer"]
 Interval = tuple[float, float]
 """Start and end in seconds."""
 
-LANES: tuple[Lane, ...] = ("compute", "gather", "reduce", "transfer")
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 LANE_OF_KIND: Mapping[str, Lane] = MappingProxyType(
     {
@@ -70,7 +70,7 @@ KINDS: tuple[str, ...] = tuple(LANE_OF_KIND)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One operation as it passes the door: what, over which axis, and why."""
+    """An operation as it passes the door: what, over which axis, and why."""
 
     kind: str
     """One of ``KINDS``."""
@@ -99,7 +99,7 @@ class Collective:
         return LANE_OF_KIND[self.kind]
 
     def __str__(self) -> str:
-        """Such as ``all_gather #42 "unshard layers.4" on axis shard``."""
+        """Write it such as ``all_gather #42 "unshard layers.4" on axis shard``."""
         label = f' "{self.label}"' if self.label else ""
         peer = f" with peer {self.peer}" if self.peer is not None else ""
         return f"{self.kind} #{self.sequence}{label} on axis {self.axis}{peer}"
@@ -107,7 +107,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that took time on one lane of one rank."""
+    """A span of time on one lane of one rank."""
 
     name: str
     """What is drawn, such as ``"forward"`` or ``"unshard layers.3"``."""
@@ -141,9 +141,7 @@ class Event:
 
     @classmethod
     def of(cls, collective: Collective, *, rank: int, start: float, end: float) -> Event:
-        """Find the event of a collective that ``rank`` issued at ``start`` and was done at
-        ``end``.
-        """
+        """Make the event of a collective that ``rank`` issued at ``start``, done at ``end``."""
         return cls(
             name=collective.label or collective.kind,
             lane=collective.lane,
@@ -173,21 +171,6 @@ def _length(disjoint: Iterable[Interval]) -> float:
     return math.fsum(end - start for start, end in disjoint)
 
 
-def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Times in both of two lists of disjoint intervals, each in order."""
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """Events of one or several ranks, ordered by start."""
@@ -214,7 +197,7 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
     def merge(self, others: Iterable[Timeline]) -> Timeline:
-        """One timeline with the events of this and all others; clocks are taken as they are."""
+        """Join the events of this and all others; clocks are taken as they are."""
         return Timeline([*self.events, *(event for other in others for event in other.events)])
 
     def select(self, *, rank: int | None = None, lane: str | None = None) -> Timeline:
@@ -230,21 +213,20 @@ class Timeline:
         return union((e.start, e.end) for e in self.events if e.rank == rank and e.lane in lanes)
 
     def busy(self, rank: int, lane: str) -> float:
-        """Seconds during which ``lane`` of ``rank`` runs something; overlaps count once."""
+        """Count the seconds in which ``lane`` of ``rank`` runs something; overlaps count once."""
         return _length(self.intervals(rank, lane))
 
     def exposed(self, rank: int) -> float:
-        """Seconds during which ``rank`` communicates and computes nothing."""
-        talking = self.intervals(rank, *LANES[1:])
-        computing = self.intervals(rank, "compute")
-        return _length(talking) - _length(_common(talking, computing))
+        """Count the seconds in which ``rank`` communicates and computes nothing."""
+        # What either does, without the time of computing.
+        return _length(self.intervals(rank, *LANES)) - self.busy(rank, "compute")
 
     def bytes(self, rank: int, lane: str) -> int:
-        """Bytes that the events of ``lane`` carry on ``rank``."""
+        """Count the bytes that the events of ``lane`` carry on ``rank``."""
         return sum(e.bytes for e in self.events if e.rank == rank and e.lane == lane)
 
     def to_json(self) -> str:
-        """One line of JSON; ``from_json`` gives an equal timeline."""
+        """Write one line of JSON; ``from_json`` gives an equal timeline."""
         return json.dumps({"format": 1, "events": [asdict(event) for event in self.events]})
 
     @classmethod
@@ -265,8 +247,7 @@ class Timeline:
 def _event(number: int, record: object) -> Event:
     if not isinstance(record, dict):
         raise ValueError(f"event {number} is not a record: {record!r}")
-    known = {item.name for item in fields(Event)}
-    if unknown := set(record) - known:
+    if unknown := set(record) - {item.name for item in fields(Event)}:
         raise ValueError(f"event {number} has unknown fields {sorted(unknown)}")
     try:
         return Event(**record)

@@ -28,43 +28,43 @@ in TOML or else bare text (``none`` empties a field that may be ``None``); it wi
 
 from __future__ import annotations
 
+import math
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, Union, cast
+from typing import Literal, TypeVar, Union, cast
 
 from meshwright.errors import PlanError
 from meshwright.settings import (
+    Above,
+    AtLeast,
     Inline,
     Origin,
     Problem,
-    RejectedError,
     Through,
-    check_bounds,
-    default_of,
-    expected,
     fields_of,
-    item_hints,
     keys_of,
     marked,
-    members,
-    mismatch,
-    named,
     nearest,
-    origin_fields,
-    scalar,
     unmarked,
 )
-from meshwright.toml_text import Key, dotted, parse, parse_key, write
+from meshwright.toml_text import Key, dotted, literal, parse, parse_key, write
 
 __all__ = ["dump", "plain", "read", "read_file", "read_tree", "review"]
 
 T = TypeVar("T")
+
+
+class _RejectedError(Exception):
+    """A sign that a value cannot be read; carries why."""
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
 
 
 def read(text: str, kind: type[T], *, source: str = "", overrides: Sequence[str] = ()) -> T:
@@ -119,28 +119,21 @@ def review(record: object, origin: Origin) -> list[Problem]:
 
 def plain(record: object) -> object:
     """Make a configuration as nested dictionaries, lists and scalars, every key included."""
-    if not (is_dataclass(record) and not isinstance(record, type)):
-        return _plain_value(record)
+    if isinstance(record, Mapping):
+        return {str(key): plain(inner) for key, inner in record.items()}
+    if isinstance(record, (list, tuple)):
+        return [plain(inner) for inner in record]
+    if not is_dataclass(record):
+        return str(record) if isinstance(record, (StrEnum, Path)) else record
     tree: dict[str, object] = {}
     for item, hint in fields_of(type(record)):
-        _, markers = unmarked(hint)
         value = getattr(record, item.name)
-        if through := marked(markers, Through):
+        if through := marked(hint, Through):
             value = through.plain(value)
         inner = plain(value)
-        if marked(markers, Inline) and isinstance(inner, dict):
-            tree |= inner
-        else:
-            tree[item.name] = inner
+        is_inline = marked(hint, Inline) and isinstance(inner, dict)
+        tree |= inner if is_inline else {item.name: inner}
     return tree
-
-
-def _plain_value(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    return str(value) if isinstance(value, (StrEnum, Path)) else value
 
 
 def dump(record: object, *, every_key: bool = False) -> str:
@@ -154,11 +147,11 @@ def dump(record: object, *, every_key: bool = False) -> str:
 def _differing(record: object, every_key: bool) -> dict[str, object]:
     tree: dict[str, object] = {}
     for item, hint in fields_of(type(record)):
-        _, markers = unmarked(hint)
-        value, default = getattr(record, item.name), default_of(item)
-        if is_dataclass(value) and not marked(markers, Through):
+        value, default = getattr(record, item.name), _default_of(item)
+        through = marked(hint, Through)
+        if is_dataclass(value) and not through:
             inner = _differing(value, every_key)
-            if marked(markers, Inline):
+            if marked(hint, Inline):
                 tree |= inner
             elif inner or default is MISSING:
                 tree[item.name] = inner
@@ -166,7 +159,6 @@ def _differing(record: object, every_key: bool) -> dict[str, object]:
             if default not in (None, MISSING):
                 raise ValueError(f"{item.name} is None where the default is {default!r}")
         elif every_key or value != default:
-            through = marked(markers, Through)
             tree[item.name] = plain(through.plain(value) if through else value)
     return tree
 
@@ -189,7 +181,7 @@ def _apply(tree: dict[str, object], override: str, given: dict[Key, str]) -> lis
 
 
 def _split(override: str) -> tuple[Key, object, str]:
-    """Key, value and the text of the value; no key if the override is not ``key=value``."""
+    """Split an override into key, value and the text of the value; no key if it has none."""
     for index, character in enumerate(override):
         if character == "=" and (key := parse_key(override[:index].strip())):
             raw = override[index + 1 :].strip()
@@ -202,7 +194,7 @@ def _split(override: str) -> tuple[Key, object, str]:
 
 
 class _Reader:
-    """Reads one tree as a ``kind``: what cannot be read is reported, the rest is made."""
+    """A reader of one tree as a ``kind``: what cannot be read is reported, the rest is made."""
 
     def __init__(self, origin: Origin, kind: type) -> None:
         self._origin = origin
@@ -215,7 +207,7 @@ class _Reader:
         found: list[Problem] = []
         try:
             result = self._record(self._kind, tree, ())
-        except RejectedError as rejected:
+        except _RejectedError as rejected:
             found += rejected.problems
         failed = [problem.key for problem in found]
         for key, check in self._checks:
@@ -231,29 +223,28 @@ class _Reader:
         for name, value in rest.items():
             problems.append(self._unknown(kind, value, (*key, name)))
         if problems:
-            raise RejectedError(*problems)
+            raise _RejectedError(*problems)
         return made
 
     def _take(self, kind: type, rest: dict[str, object], key: Key) -> tuple[object, list[Problem]]:
         """Make a ``kind`` from its keys, and remove them from ``rest``."""
-        given: dict[str, object] = dict.fromkeys(origin_fields(kind), self._origin)
+        given: dict[str, object] = dict.fromkeys(_origin_fields(kind), self._origin)
         problems: list[Problem] = []
         lacking = False
         for item, hint in fields_of(kind):
-            inner, markers = unmarked(hint)
-            if marked(markers, Inline):
-                given[item.name], found = self._take(cast(type, inner), rest, key)
+            if marked(hint, Inline):
+                given[item.name], found = self._take(cast(type, unmarked(hint)), rest, key)
                 problems += found
                 lacking |= given[item.name] is None
             elif item.name in rest:
                 try:
                     given[item.name] = self.value(rest.pop(item.name), hint, (*key, item.name))
-                except RejectedError as rejected:
+                except _RejectedError as rejected:
                     problems += rejected.problems
-                    lacking |= default_of(item) is MISSING
-            elif default_of(item) is MISSING:
+                    lacking |= _default_of(item) is MISSING
+            elif _default_of(item) is MISSING:
                 lacking = True
-                message = f"missing {named((*key, item.name))}; expected {expected(hint)}"
+                message = f"missing {_named((*key, item.name))}; expected {_expected(hint)}"
                 problems.append(Problem(key, message))
         if lacking:
             return None, problems
@@ -276,102 +267,237 @@ class _Reader:
             hint = f"did you mean {shown}?"
         else:
             hint = f"known {'keys' if table else 'tables'}: {', '.join(known)}"
-        what = f"table [{name}]" if isinstance(value, Mapping) and not table else named(key)
+        what = f"table [{name}]" if isinstance(value, Mapping) and not table else _named(key)
         return Problem(key, f"unknown {what}; {hint}")
 
     def value(self, value: object, hint: object, key: Key) -> object:
-        """Convert one value, or raise ``RejectedError`` with all that is wrong in it."""
+        """Convert one value, or raise ``_RejectedError`` with all that is wrong in it."""
         override = self._origin.overrides.get(key)
         if override is None:
             return self._convert(value, hint, key)
-        result = self._attempt(value, hint, key)
-        if isinstance(result, RejectedError):
-            # What parses as TOML may have been meant as text: run.name=123.
-            raw = _split(override)[2]
-            is_none = raw.lower() == "none" and types.NoneType in members(hint)
-            retried = self._attempt(None if is_none else raw, hint, key)
-            result = result if isinstance(retried, RejectedError) else retried
-        if isinstance(result, RejectedError):
-            raise result
-        return result
+        # What parses as TOML may have been meant as text: run.name=123.
+        raw = _split(override)[2]
+        is_none = raw.lower() == "none" and types.NoneType in _members(hint)
+        rejected: list[_RejectedError] = []
+        for each in (value, None if is_none else raw):
+            result = self._attempt(each, hint, key)
+            if not isinstance(result, _RejectedError):
+                return result
+            rejected.append(result)
+        raise rejected[0]
 
     def _attempt(self, value: object, hint: object, key: Key) -> object:
-        """Find the converted value, or the ``RejectedError``, without a trace of what was tried."""
+        """Find the converted value, or why there is none, without a trace of what was tried."""
         before = len(self._checks)
         try:
             return self._convert(value, hint, key)
-        except RejectedError as rejected:
+        except _RejectedError as rejected:
             del self._checks[before:]
             return rejected
 
     def _convert(self, value: object, hint: object, key: Key) -> object:
-        kind, markers = unmarked(hint)
-        if through := marked(markers, Through):
-            return self._through(through, value, key)
+        kind = unmarked(hint)
         origin = typing.get_origin(kind)
+        if through := marked(hint, Through):
+            return self._through(through, value, key)
         if origin in (Union, types.UnionType):
-            result = self._alternative(value, hint, key)
-        elif isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
-            result = self._record(kind, value, key)
-        elif isinstance(value, Mapping) and origin in (Mapping, dict):
+            return self._alternative(value, hint, key)
+        if isinstance(value, Mapping) and isinstance(kind, type) and is_dataclass(kind):
+            return self._record(kind, value, key)
+        if isinstance(value, Mapping) and origin in (Mapping, dict):
             item = typing.get_args(kind)[1]
-            reads = {
-                name: partial(self.value, inner, item, (*key, name))
-                for name, inner in value.items()
-            }
-            result = _all(reads)
-        elif (
-            isinstance(value, (list, tuple)) and (hints := item_hints(kind, len(value))) is not None
-        ):
-            pairs = enumerate(zip(value, hints, strict=True))
-            result = tuple(
-                _all({i: partial(self._convert, v, h, key) for i, (v, h) in pairs}).values()
-            )
-        else:
-            result = scalar(value, hint, key)
-        check_bounds(result, hint, key)
-        return result
+            reads = [partial(self.value, v, item, (*key, name)) for name, v in value.items()]
+            return dict(zip(value, _all(reads), strict=True))
+        hints = _item_hints(kind, len(value)) if isinstance(value, (list, tuple)) else None
+        if hints is None:
+            return _scalar(value, hint, key)
+        items = zip(cast(Sequence[object], value), hints, strict=True)
+        return tuple(_all([partial(self._convert, v, h, key) for v, h in items]))
 
     def _through(self, through: Through, value: object, key: Key) -> object:
         checked = through.check(value) if through.check and isinstance(value, Mapping) else ()
         found = [Problem(key + problem.key, problem.message) for problem in checked]
         try:
             written = self.value(value, through.written, key)
-        except RejectedError as rejected:
-            raise RejectedError(*found, *rejected.problems) from None
+        except _RejectedError as rejected:
+            raise _RejectedError(*found, *rejected.problems) from None
         if found:
-            raise RejectedError(*found)
+            raise _RejectedError(*found)
         try:
             return through.build(written)
         except ValueError as error:
-            raise RejectedError(Problem(key, str(error))) from error
+            raise _RejectedError(Problem(key, str(error))) from error
 
     def _alternative(self, value: object, hint: object, key: Key) -> object:
         """Find the first type of a union that takes the value."""
-        for member in members(hint):
+        for member in _members(hint):
             result = self._attempt(value, member, key)
-            if not isinstance(result, RejectedError):
+            if not isinstance(result, _RejectedError):
                 return result
             inside = [problem for problem in result.problems if problem.key != key]
             if inside and isinstance(value, Mapping):
                 raise result
-        raise RejectedError(mismatch(value, hint, key))
+        raise _RejectedError(_mismatch(value, hint, key))
 
 
-def _all(reads: Mapping[T, Callable[[], object]]) -> dict[T, object]:
+def _all(reads: Sequence[Callable[[], object]]) -> list[object]:
     """Run every read; all that is wrong is raised together."""
-    made: dict[T, object] = {}
+    made: list[object] = []
     problems: list[Problem] = []
-    for name, read_one in reads.items():
+    for read_one in reads:
         try:
-            made[name] = read_one()
-        except RejectedError as rejected:
+            made.append(read_one())
+        except _RejectedError as rejected:
             problems += rejected.problems
     if problems:
-        raise RejectedError(*problems)
+        raise _RejectedError(*problems)
     return made
 
 
 def _touch(a: Key, b: Key) -> bool:
     """Check that one key is the other or lies in it. The root lies in nothing but itself."""
     return bool(a and b) and a[: len(b)] == b[: len(a)]
+
+
+# ---------------------------------------------------------------------- one value, and its words
+
+
+def _default_of(item: Field[object]) -> object:
+    """Find the default of a field; ``MISSING`` if it has none."""
+    return item.default_factory() if item.default_factory is not MISSING else item.default
+
+
+def _origin_fields(kind: type) -> list[str]:
+    """List the fields that are filled with where the values came from."""
+    hints = typing.get_type_hints(kind)
+    return [item.name for item in fields(kind) if hints[item.name] is Origin]
+
+
+def _members(hint: object) -> tuple[object, ...]:
+    """List the alternatives of a union, with their marks; the type itself if it is not a union."""
+    kind = unmarked(hint)
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        return tuple(m for member in typing.get_args(kind) for m in _members(member))
+    return (hint,)
+
+
+def _item_hints(kind: object, count: int) -> list[object] | None:
+    """List the types of a tuple's items; ``None`` for another type or another number of items."""
+    hints = typing.get_args(kind) if typing.get_origin(kind) is tuple else ()
+    if len(hints) == 2 and hints[1] is ...:
+        return [hints[0]] * count
+    return list(hints) if hints and len(hints) == count else None
+
+
+def _scalar(value: object, hint: object, key: Key) -> object:
+    """Find the value if it is of the type (a whole number may stand for a float) and within the
+    bounds that the type is marked with, or reject it.
+    """
+    kind = unmarked(hint)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if _is_huge(value) or (is_number and not _is_within(value, hint)):
+        raise _RejectedError(_mismatch(value, hint, key))
+    if typing.get_origin(kind) is Literal:
+        for choice in typing.get_args(kind):
+            if type(choice) is type(value) and choice == value:
+                return choice
+    elif kind is types.NoneType and value is None:
+        return None
+    elif kind is float and is_number:
+        if math.isfinite(value):
+            return float(value)
+    elif isinstance(kind, type) and issubclass(kind, (StrEnum, Path)) and isinstance(value, str):
+        if issubclass(kind, Path) or value in list(kind):
+            return kind(value)
+    elif type(value) is kind:
+        return value
+    raise _RejectedError(_mismatch(value, hint, key))
+
+
+def _is_huge(value: object) -> bool:
+    """Check for a whole number that TOML and tensors have not: of over 64 bits."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _is_within(value: float, hint: object) -> bool:
+    at_least, above = marked(hint, AtLeast), marked(hint, Above)
+    return not ((at_least and value < at_least.limit) or (above and value <= above.limit))
+
+
+def _mismatch(value: object, hint: object, key: Key) -> Problem:
+    """Describe the problem of a value that is not of the type."""
+    shown = "null" if value is None else literal(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    message = f"{_named(key)}: expected {_expected(hint)}, found {_what(value)}{shown}"
+    choices = [c for member in _members(hint) for c in _choices(unmarked(member))]
+    close = nearest(value, choices) if isinstance(value, str) else None
+    return Problem(key, message + (f"; did you mean {literal(close)}?" if close else ""))
+
+
+def _what(value: object) -> str:
+    """Name the kind of a value, where its literal alone is not clear to a reader."""
+    match value:
+        case int() if _is_huge(value):
+            return "a number of more than 64 bits, "
+        case Mapping():
+            return "the table "
+        case list() | tuple():
+            return "the list "
+        case str():
+            return "the text "
+    return ""
+
+
+def _choices(kind: object) -> list[str]:
+    if typing.get_origin(kind) is Literal:
+        return [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
+    return [str(c) for c in kind] if isinstance(kind, type) and issubclass(kind, StrEnum) else []
+
+
+_NOUNS: Mapping[object, tuple[str, str]] = types.MappingProxyType(
+    {
+        bool: ("true or false", "booleans"),
+        int: ("a whole number", "whole numbers"),
+        float: ("a number", "numbers"),
+        str: ("text", "texts"),
+        Path: ("a path", "paths"),
+    }
+)
+
+
+def _expected(hint: object) -> str:
+    """Write a type in words, such as ``"auto" or a list of texts``."""
+    words: list[str] = []
+    for member in _members(hint):
+        kind = unmarked(member)
+        arguments, origin = typing.get_args(kind), typing.get_origin(kind)
+        if origin is Literal:
+            words += [literal(choice) for choice in arguments]
+        elif choices := _choices(kind):
+            words += [literal(choice) for choice in choices]
+        elif origin is tuple and arguments[-1] is ...:
+            words.append(f"a list of {_plural(arguments[0])}")
+        elif origin is tuple:
+            words.append(f"a list of {len(arguments)}: {', '.join(map(_expected, arguments))}")
+        elif origin in (Mapping, dict):
+            words.append(f"a table of {_plural(arguments[1])}")
+        elif kind is not types.NoneType:
+            noun = _NOUNS[kind][0] if kind in _NOUNS else "a table"
+            at_least, above = marked(member, AtLeast), marked(member, Above)
+            noun += f" of at least {at_least.limit}" if at_least else ""
+            words.append(noun + (f" above {above.limit}" if above else ""))
+    words = words or ["null"]
+    return ", ".join(words[:-1]) + " or " * (len(words) > 1) + words[-1]
+
+
+def _plural(hint: object) -> str:
+    kind = unmarked(hint)
+    return _NOUNS[kind][1] if kind in _NOUNS else f"values, each {_expected(hint)}"
+
+
+def _named(key: Key) -> str:
+    """Write a key as messages call it, such as ``key 'seed' in [train]``."""
+    if not key:
+        return "the text"
+    table = f" in [{dotted(key[:-1])}]" if len(key) > 1 else ""
+    return f"key '{key[-1]}'{table}"

@@ -103,20 +103,25 @@ def write(tree: Mapping[str, object], key: Key = ()) -> str:
 def parse_key(text: str) -> Key | None:
     """Find the path of a key as written before an equals sign; ``None`` if it is not a key."""
     try:
-        node: object = tomllib.loads(text + " = 0")
+        key, node = _descend(tomllib.loads(text + " = 0"))
     except ValueError:
         return None
-    path: list[str] = []
-    while isinstance(node, dict) and len(node) == 1:
-        (part, node), *_ = node.items()
-        path.append(part)
-    return tuple(path) if node == 0 else None
+    return key if node == 0 else None
+
+
+def _descend(tree: object) -> tuple[Key, object]:
+    """Follow the first keys of a tree down; returns their path, and what is at its end."""
+    key: list[str] = []
+    while isinstance(tree, dict) and tree:
+        (part, tree), *_ = tree.items()
+        key.append(part)
+    return tuple(key), tree
 
 
 def parse(text: str) -> Document:
     """Read a TOML text. Never raises: faults are listed in the document."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    statements = [_read(statement) for statement in _statements(text)]
+    statements = list(_statements(text))
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -124,19 +129,13 @@ def parse(text: str) -> Document:
         return Document(
             tree=tree,
             lines=_lines(statements),
-            faults=tuple(faults) or (_fault(error, _Statement(1, text, False)),),
+            faults=tuple(faults) or (_fault(error, 1, text),),
         )
     return Document(tree=tree, lines=_lines(statements), faults=())
 
 
 class _Statement(NamedTuple):
-    line: int
-    text: str
-    is_header: bool
-
-
-class _Reading(NamedTuple):
-    """One statement, read: its key and value, or its fault."""
+    """A statement of the text: its whole key and its value, or its fault."""
 
     line: int
     is_header: bool
@@ -147,6 +146,7 @@ class _Reading(NamedTuple):
 
 def _statements(text: str) -> Iterator[_Statement]:
     position, line = 0, 1
+    table: Key = ()
     while position < len(text):
         begin = position
         while text.startswith((" ", "\t"), begin):
@@ -155,7 +155,10 @@ def _statements(text: str) -> Iterator[_Statement]:
         end = _end(text, begin, is_header)
         statement = text[begin:end]
         if statement.strip() and not statement.startswith("#"):
-            yield _Statement(line, statement, is_header)
+            found = _read(line, statement, is_header)
+            if is_header and not found.fault:
+                table = found.key
+            yield found if is_header else found._replace(key=table + found.key)
         line += statement.count("\n") + 1
         position = end + 1
 
@@ -178,22 +181,13 @@ def _end(text: str, begin: int, is_header: bool) -> int:
     return first_newline if depth > 0 and first_newline >= 0 else len(text)
 
 
-def _read(statement: _Statement) -> _Reading:
-    line, text, is_header = statement
+def _read(line: int, text: str, is_header: bool) -> _Statement:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        return _Reading(line, is_header, fault=_fault(error, statement))
-    key, node = _header(tree) if is_header else _assignment(text, tree)
-    return _Reading(line, is_header, key, node)
-
-
-def _header(tree: object) -> tuple[Key, object]:
-    key: list[str] = []
-    while isinstance(tree, dict) and tree:
-        (part, tree), *_ = tree.items()
-        key.append(part)
-    return tuple(key), tree
+        return _Statement(line, is_header, fault=_fault(error, line, text))
+    key, node = _descend(tree) if is_header else _assignment(text, tree)
+    return _Statement(line, is_header, key, node)
 
 
 def _assignment(text: str, tree: object) -> tuple[Key, object]:
@@ -204,11 +198,11 @@ def _assignment(text: str, tree: object) -> tuple[Key, object]:
     return key, tree
 
 
-def _fault(error: Exception, statement: _Statement) -> Fault:
+def _fault(error: Exception, line: int, text: str) -> Fault:
     if isinstance(error, RecursionError):
-        return Fault(statement.line, "not valid TOML: nested too deeply")
+        return Fault(line, "not valid TOML: nested too deeply")
     found = _POSITION.search(str(error))
-    rows = statement.text.split("\n")
+    rows = text.split("\n")
     row = int(found[1] or len(rows)) if found else 1
     shown = rows[row - 1].strip()
     reason = _POSITION.sub("", str(error))
@@ -219,63 +213,57 @@ def _fault(error: Exception, statement: _Statement) -> Fault:
     if len(shown) > 60:
         shown = shown[:57] + "..."
     message = f"not valid TOML: {reason[:1].lower() + reason[1:]} in `{shown}`{hint}"
-    return Fault(statement.line + row - 1, message)
+    return Fault(line + row - 1, message)
 
 
-def _lines(statements: list[_Reading]) -> dict[Key, int]:
+def _lines(statements: list[_Statement]) -> dict[Key, int]:
     lines: dict[Key, int] = {}
-    table: Key = ()
     for statement in statements:
         if statement.fault:
             continue
-        key = statement.key if statement.is_header else table + statement.key
-        for length in range(1, len(key) + 1):
-            lines.setdefault(key[:length], statement.line)
-        if statement.is_header:
-            table = key
-        else:
-            _add_inner(lines, key, statement.value, statement.line)
+        for length in range(1, len(statement.key) + 1):
+            lines.setdefault(statement.key[:length], statement.line)
+        if not statement.is_header:
+            _add_inner(lines, statement.key, statement.value, statement.line)
     return lines
 
 
 def _add_inner(lines: dict[Key, int], key: Key, value: object, line: int) -> None:
-    """Keys of an inline table have the line of its statement."""
+    """Give the keys of an inline table the line of its statement."""
     if isinstance(value, dict):
         for part, inner in value.items():
             lines.setdefault((*key, part), line)
             _add_inner(lines, (*key, part), inner, line)
 
 
-def _recover(statements: list[_Reading]) -> tuple[dict[str, object], list[Fault]]:
-    """List the tree of all statements that can be read, and the faults of the others."""
+def _recover(statements: list[_Statement]) -> tuple[dict[str, object], list[Fault]]:
+    """Make the tree of all statements that can be read, and list the faults of the others."""
     tree: dict[str, object] = {}
     faults: list[Fault] = []
     given: dict[Key, int] = {}
-    table: Key = ()
     for reading in statements:
         if reading.fault:
             faults.append(reading.fault)
             continue
-        key = reading.key if reading.is_header else table + reading.key
-        if reading.is_header:
-            table = key
+        key = reading.key
         is_repeatable = isinstance(reading.value, list) and reading.is_header
         if key in given and not is_repeatable:
             name = f"table [{dotted(key)}]" if reading.is_header else f"key '{dotted(key)}'"
             faults.append(Fault(reading.line, f"{name} is given twice, first on line {given[key]}"))
             continue
         given.setdefault(key, reading.line)
-        if not _put(tree, key, reading):
+        if not _put(tree, reading):
             faults.append(
                 Fault(reading.line, f"'{dotted(key)}' is given both as a table and as a value")
             )
     return tree, faults
 
 
-def _put(tree: dict[str, object], key: Key, reading: _Reading) -> bool:
+def _put(tree: dict[str, object], reading: _Statement) -> bool:
     """Add a statement to the tree; False if a value stands where a table is needed."""
     node: object = tree
-    for part in key[:-1]:
+    *outer, last = reading.key
+    for part in outer:
         if not isinstance(node, dict):
             return False
         node = node.setdefault(part, {})
@@ -283,12 +271,12 @@ def _put(tree: dict[str, object], key: Key, reading: _Reading) -> bool:
             node = node[-1]
     if not isinstance(node, dict):
         return False
-    before = node.get(key[-1])
+    before = node.get(last)
     if reading.is_header and isinstance(before, type(reading.value)):
         if isinstance(before, list):
             before.append({})
         return True
-    if key[-1] in node:
+    if last in node:
         return False
-    node[key[-1]] = reading.value
+    node[last] = reading.value
     return True

@@ -7,8 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
-from meshwright.recipes.config import TrainConfig, read_config
-from meshwright.recipes.options import option_lines
+from meshwright.recipes.config import TrainConfig, option_lines, read_config
 from meshwright.settings import keys_of
 from meshwright.toml_source import dump, read
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.report import compare_runs
+from meshwright.recipes.tensors.compare import compare_runs
 from meshwright.testing import Ranks
 from support.recipes.runs import losses, run_tiny, saved_tensors, stop_in_step
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CheckpointClaimedError
 
-__all__ = ["CLAIM_NAME", "Claim", "Holder", "hold", "is_claimed", "release", "saving"]
+__all__ = ["CLAIM_NAME", "Claim", "Holder", "hold", "is_claimed", "release"]
 
 CLAIM_NAME = ".claim"
 GRACE = 0.1
@@ -158,17 +158,26 @@ class Claim:
             self._home = _closed(self._home)  # it is for whoever has the file
         return other
 
-    def begin_saving(self) -> bool:
-        """Begin the one save that may be under way; False where there is another."""
-        is_first = not self.is_saving
-        self.is_saving = True
-        return is_first
+    @contextlib.contextmanager
+    def saving(self) -> Generator[None, None, None]:
+        """Begin the one save that may be under way, and let go at its end unless the claim stays.
 
-    def end_saving(self) -> None:
-        """End the save, and let go unless the claim stays."""
-        self.is_saving = False
-        if not self.stays:
-            self.let_go()
+        Raises ``CheckpointClaimedError`` where there is another.
+        """
+        with PROCESS.holding:
+            if self.is_saving:
+                raise CheckpointClaimedError(
+                    f"{self.folder} is being saved to by another thread of this process: save one "
+                    "checkpoint after the other, or choose another folder"
+                )
+            self.is_saving = True
+        try:
+            yield
+        finally:
+            with PROCESS.holding:
+                self.is_saving = False
+                if not self.stays:
+                    self.let_go()
 
     def let_go(self) -> None:
         """Give the file's lock back, and remove the file."""
@@ -273,23 +282,6 @@ def release(directory: str | os.PathLike[str]) -> None:
             claim.release()
 
 
-@contextlib.contextmanager
-def saving(folder: Path, *, stays: bool) -> Generator[None, None, None]:
-    """Hold ``folder`` during a save. Raises as `hold`, and when another save is under way."""
-    claim = hold(folder, stays=stays)
-    with PROCESS.holding:
-        if not claim.begin_saving():
-            raise CheckpointClaimedError(
-                f"{folder} is being saved to by another thread of this process: save one "
-                "checkpoint after the other, or choose another folder"
-            )
-    try:
-        yield
-    finally:
-        with PROCESS.holding:
-            claim.end_saving()
-
-
 def _let_go_of_the_first() -> None:
     idle = [name for name, claim in PROCESS.held.items() if not (claim.stays or claim.is_saving)]
     for name in idle[:-FOLDERS]:
@@ -328,12 +320,12 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _place() -> str:
+    boot = _proc("sys/kernel/random/boot_id").strip()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return platform.node()
-    return f"{platform.node()}/{boot}/{namespace}"
+    return f"{platform.node()}/{boot}/{namespace}" if boot else platform.node()
 
 
 def _holder_of_lock(state: os.stat_result) -> Holder:
@@ -349,38 +341,33 @@ def _holder_of_lock(state: os.stat_result) -> Holder:
     return Holder.of_process(found[max(found)]) if found else _UNKNOWN
 
 
-def _fields(pid: int) -> list[str]:
+def _proc(name: str) -> str:
+    """Read a file below /proc; empty where it is not there."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return Path("/proc", name).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+        return ""
+
+
+def _fields(pid: int) -> list[str]:
+    return _proc(f"{pid}/stat").rpartition(")")[2].split()
 
 
 def _pending_signals(pid: int) -> int:
     """Read the signals, as bits, that wait for a process or its first thread."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    rows = [line.split() for line in text.splitlines()]
+    rows = [line.split() for line in _proc(f"{pid}/status").splitlines()]
     sets = [int(row[1], 16) for row in rows if row and row[0] in ("SigPnd:", "ShdPnd:")]
     return functools.reduce(operator.or_, sets, 0)
 
 
 def _proc_list(pid: int, name: str) -> list[str]:
-    try:
-        text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
+    text = _proc(f"{pid}/{name}")
     return text.rstrip("\0").split("\0") if text else []
 
 
 def _boot_time() -> float:
-    try:
-        return time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-    except OSError:
-        return 0.0
+    uptime = _proc("uptime").split()
+    return time.time() - float(uptime[0]) if uptime else 0.0
 
 
 # ------------------------------------------------------------------ forks and the end

@@ -14,10 +14,11 @@ the order of insertion; repeated keys, odd forms of numbers and stray blanks are
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 __all__ = [
     "JSON",
@@ -39,6 +40,7 @@ _MAX_DEPTH = 100
 _HEAD = b'{"manifest":'
 _TAIL = re.compile(rb',\n"crc32":"([0-9a-f]{8})"\}\n')
 _TAIL_BYTES = len(b',\n"crc32":"00000000"}\n')
+_T = TypeVar("_T")
 
 
 def check_json(value: object, where: str, depth: int = 0) -> None:
@@ -48,37 +50,31 @@ def check_json(value: object, where: str, depth: int = 0) -> None:
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"{where}: nested deeper than {_MAX_DEPTH} levels")
-    kind = type(value)
-    if value is None or kind in (bool, str):
-        return
-    if isinstance(value, int) and kind is int:
+    if type(value) is int:
         if abs(value) >> 8192:
             raise ValueError(f"{where}: an integer of more than 8192 bits")
-        return
-    if kind is float:
-        if value != value or value in (float("inf"), float("-inf")):
+    elif type(value) is float:
+        if not math.isfinite(value):
             raise ValueError(f"{where}: {value} is not a JSON number; `flatten` encodes it")
-        return
-    if isinstance(value, list) and kind is list:
+    elif type(value) is list:
         for index, item in enumerate(value):
             check_json(item, f"{where}[{index}]", depth + 1)
-        return
-    if isinstance(value, dict) and kind is dict:
+    elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(
                     f"{where}: key {key!r} is not a string; `flatten` encodes such keys"
                 )
             check_json(item, f"{where}.{key}", depth + 1)
-        return
-    raise TypeError(
-        f"{where}: expected None, bool, int, float, str, list or dict, found {kind.__name__};"
-        " `flatten` encodes tuples and tensors"
-    )
+    elif value is not None and type(value) not in (bool, str):
+        raise TypeError(
+            f"{where}: expected None, bool, int, float, str, list or dict, found "
+            f"{type(value).__name__}; `flatten` encodes tuples and tensors"
+        )
 
 
 def canonical(value: JSON | Mapping[str, JSON]) -> bytes:
-    """Find the one text of a JSON value."""
+    """Write the one text of a JSON value."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
 
@@ -100,7 +96,7 @@ def parse_canonical(text: bytes) -> JSON:
 
 
 def seal(body: Mapping[str, JSON]) -> bytes:
-    """Find the file for ``body``, with its checksum."""
+    """Write the file for ``body``, with its checksum."""
     text = canonical(body)
     sealed = _HEAD + text + b',\n"crc32":"%08x"}\n' % zlib.crc32(text)
     if len(sealed) > MAX_DOCUMENT_BYTES:
@@ -112,9 +108,7 @@ def seal(body: Mapping[str, JSON]) -> bytes:
 
 
 def unseal(data: bytes) -> JSON:
-    """Find the body of a sealed file. Raises ``ValueError`` if any bit differs from what was
-    sealed.
-    """
+    """Read the body of a sealed file. Raises ``ValueError`` if any bit is not as it was sealed."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ValueError(f"{len(data)} bytes, the limit is {MAX_DOCUMENT_BYTES}")
     if not data.startswith(_HEAD):
@@ -139,67 +133,57 @@ class Fields:
         self._rest = dict(value)
         self._where = where
 
-    def _take(self, key: str) -> JSON:
+    def _take(self, key: str, kind: type[_T], expected: str) -> _T:
         if key not in self._rest:
             raise ValueError(f"{self._where}: {key!r} is missing")
-        return self._rest.pop(key)
+        value = self._rest.pop(key)
+        if not isinstance(value, kind):
+            raise self._wrong(key, expected, value)
+        return value
 
     def _wrong(self, key: str, expected: str, value: object) -> ValueError:
         return ValueError(f"{self._where}: {key!r} must be {expected}, found {str(value)[:60]!r}")
 
-    def json(self, key: str) -> JSON:
-        """Any value."""
-        return self._take(key)
-
     def text(self, key: str) -> str:
-        """Write a string."""
-        value = self._take(key)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
-        return value
+        """Take a string."""
+        return self._take(key, str, "a string")
 
     def count(self, key: str) -> int:
-        """Compute an integer from 0 to 2**63 - 1."""
-        value = self._take(key)
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise self._wrong(key, "an integer from 0 to 2**63 - 1", value)
+        """Take an integer from 0 to 2**63 - 1."""
+        expected = "an integer from 0 to 2**63 - 1"
+        value = self._take(key, int, expected)
+        if not _is_count(value):
+            raise self._wrong(key, expected, value)
         return value
 
     def counts(self, key: str) -> tuple[int, ...]:
-        """Make a list of at most 64 integers from 0 to 2**63 - 1."""
-        value = self._take(key)
+        """Take a list of at most 64 integers from 0 to 2**63 - 1."""
         expected = "a list of at most 64 integers from 0 to 2**63 - 1"
-        if not isinstance(value, list) or len(value) > 64:
+        value = self._take(key, list, expected)
+        if len(value) > 64 or not all(map(_is_count, value)):
             raise self._wrong(key, expected, value)
-        found: list[int] = []
-        for item in value:
-            if type(item) is not int or not 0 <= item < 2**63:
-                raise self._wrong(key, expected, value)
-            found.append(item)
-        return tuple(found)
+        return tuple(value)
 
     def checksum(self, key: str) -> int:
-        """Compute a crc32 as eight hexadecimal digits."""
+        """Take a crc32 as eight hexadecimal digits."""
         value = self.text(key)
         if not re.fullmatch("[0-9a-f]{8}", value):
             raise self._wrong(key, "eight hexadecimal digits", value)
         return int(value, 16)
 
     def items(self, key: str) -> list[JSON]:
-        """Make a list."""
-        value = self._take(key)
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list", value)
-        return value
+        """Take a list."""
+        return self._take(key, list, "a list")
 
     def mapping(self, key: str) -> dict[str, JSON]:
-        """Make an object."""
-        value = self._take(key)
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object", value)
-        return value
+        """Take an object."""
+        return self._take(key, dict, "an object")
 
     def end(self) -> None:
         """Refuse fields that nobody took."""
         if self._rest:
             raise ValueError(f"{self._where}: unknown field {min(self._rest)!r}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

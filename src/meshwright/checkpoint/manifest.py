@@ -22,7 +22,6 @@ from meshwright.layout import Box
 __all__ = [
     "MANIFEST_NAME",
     "MAX_STEP",
-    "FileRecord",
     "Manifest",
     "Piece",
     "TensorRecord",
@@ -47,7 +46,7 @@ class UnknownVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One stored box of a tensor: ``key`` is its name inside ``file``."""
+    """A stored box of a tensor: ``key`` is its name inside ``file``."""
 
     file: str
     key: str
@@ -62,14 +61,6 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """Size of a file in bytes and the checksum of its header."""
-
-    size: int
-    header_crc32: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +132,7 @@ def covers(shape: Sequence[int], pieces: Sequence[Box], budget: int = _MAX_COVER
     corners add up to the tensor's own. This takes ``pieces * 2**dims`` operations, counting only
     dims that are cut; comparing pairs would take ``pieces**2``.
     """
-    whole = Box((0,) * len(shape), tuple(shape))
+    whole = Box.whole(shape)
     for box in pieces:
         if len(box.shape) != len(shape) or box.numel == 0 or box.intersect(whole) != box:
             raise ValueError(f"the piece {_show(box)} is empty or outside of shape {tuple(shape)}")
@@ -174,12 +165,11 @@ def _explain(shape: Sequence[int], pieces: Sequence[Box]) -> str:
 
 
 def _show(box: Box) -> str:
-    ranges = (f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
-    return f"[{', '.join(ranges)}]"
+    return f"[{', '.join(box.ranges())}]"
 
 
 def to_bytes(manifest: Manifest, checksum: Callable[[Piece], int] = attrgetter("crc32")) -> bytes:
-    """Find the manifest file; ``checksum`` says that of each piece, by default the one it has."""
+    """Write the manifest file; ``checksum`` says that of each piece, by default its own."""
     files: dict[str, JSON] = {
         name: {"bytes": at.size, "header_crc32": f"{zlib.crc32(at.header):08x}"}
         for name, at in manifest.file_maps.items()
@@ -229,19 +219,17 @@ def from_bytes(data: bytes) -> Manifest:
     check_json(metadata, "metadata")
     fields.end()
     manifest = Manifest(step=step, tensors=tensors, metadata=metadata)
-    expected = {
-        name: FileRecord(size=at.size, header_crc32=zlib.crc32(at.header))
-        for name, at in manifest.file_maps.items()
-    }
+    expected = {name: (at.size, zlib.crc32(at.header)) for name, at in manifest.file_maps.items()}
     if files != expected:
         wrong = sorted(k for k in files.keys() | expected if files.get(k) != expected.get(k))
         raise ValueError(f"manifest: size or header checksum of {wrong[0][:80]!r} contradicts it")
     return manifest
 
 
-def _file(value: JSON, name: str) -> FileRecord:
+def _file(value: JSON, name: str) -> tuple[int, int]:
+    """Read the size of a file in bytes and the checksum of its header."""
     fields = Fields(value, f"file {name[:80]!r}")
-    record = FileRecord(size=fields.count("bytes"), header_crc32=fields.checksum("header_crc32"))
+    record = fields.count("bytes"), fields.checksum("header_crc32")
     fields.end()
     return record
 

@@ -8,6 +8,7 @@ hangs on the parameter's name, and what does not fit is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ __all__ = ["load_optimizer_state", "optimizer_state"]
 def optimizer_state(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
 ) -> dict[str, object]:
-    """``{"state": {name: {...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
+    """Take ``{"state": {name: {...}}, "param_groups": [{"params": [names], "lr": ...}]}``.
 
     ``flatten`` turns it into named tensors and JSON. Tensors are the optimizer's own, not copies.
     Raises ``ValueError`` for a parameter of the optimizer without a name.
@@ -82,7 +83,7 @@ def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]])
 
 
 def _checked(saved: object) -> tuple[dict[str, dict[str, object]], list[dict[str, object]]]:
-    """List the two halves of a saved state, with the types that they must have."""
+    """Take the two halves of a saved state, with the types that they must have."""
     if isinstance(saved, dict) and saved.keys() == {"state", "param_groups"}:
         state, groups = saved["state"], saved["param_groups"]
         if (
@@ -102,10 +103,11 @@ def _differences(
     mine: list[list[str]], groups: list[dict[str, object]], state: dict[str, dict[str, object]]
 ) -> list[str]:
     here = {name: number for number, names in enumerate(mine) for name in names}
-    there: dict[str, int] = {}
-    for number, group in enumerate(groups):
-        names = group["params"]
-        there.update({str(name): number for name in names} if isinstance(names, list) else {})
+    there = {
+        str(name): number
+        for number, group in enumerate(groups)
+        for name in cast("list[object]", group["params"])
+    }
     problems = [f"{name!r} has no saved state" for name in sorted(here.keys() - there.keys())]
     problems += [
         f"{name!r} is saved but not a parameter here" for name in sorted(there.keys() - here.keys())

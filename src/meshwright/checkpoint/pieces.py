@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.document import JSON, Fields
-from meshwright.checkpoint.tensor_file import DTYPES, item_size
+from meshwright.checkpoint.manifest import Piece
+from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
 from meshwright.layout import Box
 
 __all__ = [
-    "Assignment",
     "Held",
+    "NamedPiece",
     "ShardedPiece",
     "assign",
+    "boxes_of",
     "byte_view",
     "describe",
     "dtype_name",
@@ -47,12 +49,10 @@ class ShardedPiece:
     tensor: Tensor
 
     def __post_init__(self) -> None:
-        whole = Box((0,) * len(self.global_shape), tuple(self.global_shape))
+        whole = Box.whole(self.global_shape)
         for box in self.boxes:
-            inside = len(box.shape) == len(whole.shape) and (
-                box.numel == 0 or box.intersect(whole) == box
-            )
-            if not inside:
+            is_alike = len(box.shape) == len(whole.shape)
+            if not is_alike or (box.numel and box.intersect(whole) != box):
                 raise ValueError(f"{box} does not lie in global_shape {self.global_shape}")
         expected = sum(box.numel for box in self.boxes)
         if self.tensor.numel() != expected:
@@ -72,22 +72,17 @@ class Held:
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One box that one rank writes, under ``key`` in its file."""
-
-    name: str
-    key: str
-    box: Box
+NamedPiece = tuple[str, Piece]
+"""A piece after the name of its tensor; its checksum is not known yet."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
+    """Name a dtype: ``torch.float32`` -> ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``. Raises ``ValueError`` if this torch does not have it."""
+    """Find a dtype by name. Raises ``ValueError`` if this torch does not have it."""
     dtype = getattr(torch, name, None) if name in DTYPES else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
@@ -118,42 +113,43 @@ def describe(name: str, value: Tensor | ShardedPiece) -> Held:
         item_size(dtype)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
-    if isinstance(value, ShardedPiece):
-        boxes = tuple(box for box in value.boxes if box.numel)
-        return Held(name=name, dtype=dtype, shape=tuple(value.global_shape), boxes=boxes)
-    shape = tuple(tensor.shape)
-    whole = (Box((0,) * len(shape), shape),) if tensor.numel() else ()
-    return Held(name=name, dtype=dtype, shape=shape, boxes=whole)
+    shape = value.global_shape if isinstance(value, ShardedPiece) else value.shape
+    boxes = tuple(box for box in boxes_of(value) if box.numel)
+    return Held(name=name, dtype=dtype, shape=tuple(shape), boxes=boxes)
+
+
+def boxes_of(value: Tensor | ShardedPiece) -> tuple[Box, ...]:
+    """List the boxes held; of a plain tensor it is the whole."""
+    return value.boxes if isinstance(value, ShardedPiece) else (Box.whole(value.shape),)
 
 
 def parts(value: Tensor | ShardedPiece) -> Iterator[tuple[Box, Tensor]]:
-    """List the boxes held, each with its elements as a 1-D tensor (a view where memory allows)."""
-    if isinstance(value, ShardedPiece):
-        flat, boxes = value.tensor.detach().reshape(-1), value.boxes
-    else:
-        shape = tuple(value.shape)
-        flat, boxes = value.detach().reshape(-1), (Box((0,) * len(shape), shape),)
+    """List the boxes held, each with its elements as a 1-D tensor (a view where memory allows).
+
+    Boxes without elements are left out.
+    """
+    flat = (value.tensor if isinstance(value, ShardedPiece) else value).detach().reshape(-1)
     position = 0
-    for box in boxes:
+    for box in boxes_of(value):
         if box.numel:
             yield box, flat[position : position + box.numel]
         position += box.numel
 
 
 def byte_view(flat: Tensor) -> memoryview:
-    """Find the bytes of a 1-D tensor; a view of its memory when that is plain and on the CPU."""
+    """View the bytes of a 1-D tensor; a view of its memory when that is plain and on the CPU."""
     plain = flat.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(torch.uint8).numpy().data
 
 
 def held_to_json(held: Held) -> JSON:
-    """Make a row for the other ranks."""
+    """Write a row for the other ranks."""
     boxes: list[JSON] = [[list(box.offset), list(box.shape)] for box in held.boxes]
     return {"name": held.name, "dtype": held.dtype, "shape": list(held.shape), "boxes": boxes}
 
 
 def held_from_json(value: JSON) -> Held:
-    """Find the row that another rank described."""
+    """Read a row that another rank has written."""
     fields = Fields(value, "description of a tensor")
     boxes: list[Box] = []
     for pair in fields.items("boxes"):
@@ -168,8 +164,8 @@ def held_from_json(value: JSON) -> Held:
     )
 
 
-def assign(held: Sequence[Sequence[Held]]) -> tuple[dict[str, Held], list[list[Assignment]]]:
-    """Assign writers: all tensors by name, and the boxes that each rank writes.
+def assign(held: Sequence[Sequence[Held]]) -> tuple[dict[str, Held], list[list[NamedPiece]]]:
+    """Assign writers: all tensors by name, and the pieces that each rank writes, by name.
 
     The largest boxes are given away first, each to its holder with the fewest bytes so far, the
     lowest rank among equals. Raises ``ValueError`` where ranks disagree about dtype or shape.
@@ -194,20 +190,21 @@ def assign(held: Sequence[Sequence[Held]]) -> tuple[dict[str, Held], list[list[A
         load[writer] += sizes[item]
         chosen[writer].append(item)
     tensors = {name: known[name][0] for name in sorted(known)}
-    return tensors, [_with_keys(items, tensors) for items in chosen]
+    return tensors, [_with_keys(rank, items, tensors) for rank, items in enumerate(chosen)]
 
 
-def _with_keys(items: Sequence[tuple[str, Box]], tensors: Mapping[str, Held]) -> list[Assignment]:
+def _with_keys(
+    rank: int, items: Sequence[tuple[str, Box]], tensors: Mapping[str, Held]
+) -> list[NamedPiece]:
     """Name each box inside its file: a whole tensor by its own name, a part with its ranges."""
     taken = {"__metadata__"}  # reserved by safetensors
-    found: list[Assignment] = []
+    found: list[NamedPiece] = []
     for name, box in sorted(items, key=lambda at: (at[0], at[1].offset)):
         key = name
         if box.shape != tensors[name].shape:
-            ranges = (f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
-            key = f"{name}[{','.join(ranges)}]"
+            key = f"{name}[{','.join(box.ranges())}]"
         while key in taken:
             key += "'"
         taken.add(key)
-        found.append(Assignment(name=name, key=key, box=box))
+        found.append((name, Piece(file=file_name(rank), key=key, box=box, crc32=0)))
     return found

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +32,7 @@ from meshwright.checkpoint.manifest import (
     UnknownVersionError,
     from_bytes,
 )
-from meshwright.checkpoint.pieces import ShardedPiece, describe, torch_dtype
+from meshwright.checkpoint.pieces import ShardedPiece, boxes_of, describe, torch_dtype
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from meshwright.layout import Box
 
@@ -98,12 +99,11 @@ class Reader:
     # ------------------------------------------------------------------ tensors
 
     def read(self, name: str) -> Tensor:
-        """Make a whole tensor."""
-        shape = self._record(name).shape
-        return self.read_piece(name, Box((0,) * len(shape), shape))
+        """Read a whole tensor."""
+        return self.read_piece(name, Box.whole(self._record(name).shape))
 
     def read_piece(self, name: str, box: Box) -> Tensor:
-        """One box of a tensor, whatever the boxes it was saved in."""
+        """Read one box of a tensor, whatever the boxes it was saved in."""
         record = self._record(name)
         tensor = torch.empty(box.shape, dtype=self._dtype(name, record))
         piece = ShardedPiece(global_shape=record.shape, boxes=(box,), tensor=tensor)
@@ -117,15 +117,12 @@ class Reader:
         """
         held = describe(name, target)
         self.check_names({name: (held.shape, held.dtype)}, within=None)
-        tensor = target.tensor if isinstance(target, ShardedPiece) else target
-        boxes = target.boxes if isinstance(target, ShardedPiece) else held.boxes
+        tensor = (target.tensor if isinstance(target, ShardedPiece) else target).detach()
         direct = tensor.is_contiguous()
-        with torch.no_grad():
-            like = tensor.detach()
-            flat = like.view(-1) if direct else torch.empty_like(like.reshape(-1))
-            self._fill(name, boxes, flat)
-            if not direct:
-                tensor.copy_(flat.view(tensor.shape))
+        flat = tensor.view(-1) if direct else torch.empty_like(tensor.reshape(-1))
+        self._fill(name, boxes_of(target), flat)
+        if not direct:
+            tensor.copy_(flat.view(tensor.shape))
 
     def _fill(self, name: str, boxes: Sequence[Box], flat: Tensor) -> None:
         """Fill ``flat``, which holds one box after the other; each stored piece is read once."""
@@ -164,18 +161,14 @@ class Reader:
             for name in sorted(expected)
             if name not in stored
         ]
-        if within is not None:
-            problems += [
-                f"{name!r} is in the checkpoint but not expected"
-                for name in sorted(stored)
-                if name not in expected and name.startswith(within)
-            ]
+        problems += [
+            f"{name!r} is in the checkpoint but not expected"
+            for name in ([] if within is None else sorted(stored))
+            if name not in expected and name.startswith(within or "")
+        ]
         for name in sorted(expected):
-            if name not in stored:
-                continue
-            shape, dtype = expected[name]
-            record = stored[name]
-            if (tuple(shape), dtype) != (record.shape, record.dtype):
+            record, (shape, dtype) = stored.get(name), expected[name]
+            if record is not None and (tuple(shape), dtype) != (record.shape, record.dtype):
                 problems.append(
                     f"{name!r} is {record.dtype} {record.shape} in the checkpoint,"
                     f" expected {dtype} {tuple(shape)}"
@@ -186,22 +179,17 @@ class Reader:
 
     def damage(self) -> list[str]:
         """Verify every byte of every file; one line for each damaged file or tensor."""
-        problems = dict.fromkeys(self._listing_problems())  # each once, in this order
-        for file in self.manifest.file_maps:
-            try:
-                with self._open(file, verify=False) as handle:
-                    problem = self._header_problem(file, handle)
-                if problem:
-                    problems[problem] = None
-            except CheckpointDamagedError as error:
-                problems[str(error)] = None
+        found = self._listing_problems()
+        reads = [partial(self._verify_header, file) for file in self.manifest.file_maps]
         for name, record in self.manifest.tensors.items():
-            for piece in record.pieces:
-                try:
-                    self._read_stored(name, piece, self._dtype(name, record), verify=False)
-                except CheckpointDamagedError as error:
-                    problems[str(error)] = None
-        return list(problems)
+            read = partial(self._read_stored, name, verify=False)
+            reads += [partial(read, piece, self._dtype(name, record)) for piece in record.pieces]
+        for read in reads:
+            try:
+                read()
+            except CheckpointDamagedError as error:
+                found.append(str(error))
+        return list(dict.fromkeys(found))  # each once, in this order
 
     # ------------------------------------------------------------------ files
 
@@ -320,26 +308,28 @@ class Reader:
             if size != self.manifest.file_maps[file].size:
                 raise self._damaged(file, self._size_problem(file, size))
             if verify and file not in self._verified_headers:
-                problem = self._header_problem(file, handle)
-                if problem:
-                    raise CheckpointDamagedError(problem)
+                self._check_header(file, handle)
                 self._verified_headers.add(file)
             yield handle
 
-    def _header_problem(self, file: str, handle: int) -> str | None:
+    def _verify_header(self, file: str) -> None:
+        with self._open(file, verify=False) as handle:
+            self._check_header(file, handle)
+
+    def _check_header(self, file: str, handle: int) -> None:
         """Compare the header with the only one that fits the manifest."""
         expected = self.manifest.file_maps[file].header
         found = bytearray(len(expected))
         self._read_at(file, handle, memoryview(found), 0)
         if found == expected:
-            return None
+            return
         text = "its header is not the one that was written"
         origin = re.search(
             rb'"file":"(rank_\d{5,9}\.safetensors)","step":"(\d{1,16})"', found[:200]
         )
         if origin and origin.groups() != (file.encode(), b"%d" % self.manifest.step):
             text += f" (it is that of {origin[1].decode()} of step {origin[2].decode()})"
-        return str(self._damaged(file, text))
+        raise self._damaged(file, text)
 
     def _read_stored(
         self, name: str, piece: Piece, dtype: torch.dtype, *, verify: bool = True
@@ -422,7 +412,7 @@ def load_into(
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Find the manifest of a checkpoint whose files are there with their right sizes."""
+    """Read the manifest of a checkpoint whose files are there with their right sizes."""
     with Reader(directory) as reader:
         return reader.manifest
 

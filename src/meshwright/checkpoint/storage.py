@@ -63,7 +63,7 @@ class Storage:
         path.rmdir()
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that this process may still write on the file system of ``path``."""
+        """Count the bytes that this process may still write on the file system of ``path``."""
         state = os.statvfs(path)
         return state.f_bavail * state.f_frsize
 

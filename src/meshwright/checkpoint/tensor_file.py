@@ -51,7 +51,7 @@ _FILE_NAME = re.compile(r"rank_[0-9]{5,9}\.safetensors")
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element. Raises ``ValueError`` for a dtype that safetensors cannot hold."""
+    """Count the bytes of an element. Raises ``ValueError`` for a dtype safetensors cannot hold."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} cannot be saved; expected one of {', '.join(DTYPES)}")
     return dtype_bytes(dtype)
@@ -69,7 +69,7 @@ def is_file_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a file."""
+    """A tensor of a file."""
 
     key: str
     dtype: str

@@ -15,13 +15,14 @@ rank 0 removes the torso. A rank that is killed leaves the torso to the next sav
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -40,8 +41,7 @@ from meshwright.checkpoint.manifest import (
     to_bytes,
 )
 from meshwright.checkpoint.pieces import (
-    Assignment,
-    Held,
+    NamedPiece,
     ShardedPiece,
     assign,
     byte_view,
@@ -110,15 +110,9 @@ class _Request:
 class _Writes:
     """This rank's part of a save, and on rank 0 the manifest with checksums still zero."""
 
-    own: Sequence[Assignment]
+    own: Sequence[NamedPiece]
     at: FileMap
     draft: Manifest | None
-
-    @staticmethod
-    def needed(draft: Manifest) -> int:
-        """Bytes on the disk, in whole blocks, with the directory and the manifest."""
-        sizes = [at.size for at in draft.file_maps.values()] + [len(to_bytes(draft))]
-        return sum(-(-size // _BLOCK) * _BLOCK for size in sizes) + _BLOCK
 
 
 def save(
@@ -227,14 +221,16 @@ def _prepare(request: _Request, rows: Sequence[bytes], held: ExitStack) -> tuple
         return writes, None
     storage, target = request.storage, request.target
     storage.make_directories(target.parent)
-    held.enter_context(claims.saving(target.parent, stays=comm.is_connected()))
+    held.enter_context(claims.hold(target.parent, stays=comm.is_connected()).saving())
     remove_torsos(target.parent, storage)
     if os.path.lexists(target):
         raise FileExistsError(
             errno.EEXIST, "a checkpoint of this step exists and is never overwritten", str(target)
         )
     free = storage.free_bytes(target.parent)
-    needed = writes.needed(writes.draft)
+    sizes = [*(at.size for at in writes.draft.file_maps.values()), len(to_bytes(writes.draft))]
+    # In whole blocks, with one for the directory.
+    needed = sum(-(-size // _BLOCK) * _BLOCK for size in sizes) + _BLOCK
     if free < needed:
         text = f"needs {_size(needed)}, {_size(free)} free"
         raise OSError(errno.ENOSPC, text, str(target.parent))
@@ -259,39 +255,34 @@ def _plan(request: _Request, rows: Sequence[bytes]) -> _Writes:
     held = [[held_from_json(row) for row in each.items("held")] for each in fields]
     known, by_rank = assign(held)
     rank = request.group.rank
-    draft = _draft(request, known, by_rank) if rank == 0 else None
+    draft = None
+    if rank == 0:
+        pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+        for name, piece in itertools.chain(*by_rank):
+            pieces[name].append(piece)
+        tensors = {
+            name: TensorRecord(dtype=row.dtype, shape=row.shape, pieces=tuple(pieces[name]))
+            for name, row in known.items()
+        }
+        draft = Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
     entries = (
-        Entry(key=at.key, dtype=known[at.name].dtype, shape=at.box.shape) for at in by_rank[rank]
+        Entry(key=piece.key, dtype=known[name].dtype, shape=piece.box.shape)
+        for name, piece in by_rank[rank]
     )
     at = file_map(file_name(rank), request.step, entries)
     return _Writes(own=by_rank[rank], at=at, draft=draft)
 
 
-def _draft(
-    request: _Request, known: Mapping[str, Held], by_rank: Sequence[Sequence[Assignment]]
-) -> Manifest:
-    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-    for rank, assignments in enumerate(by_rank):
-        for at in assignments:
-            piece = Piece(file=file_name(rank), key=at.key, box=at.box, crc32=0)
-            pieces[at.name].append(piece)
-    tensors = {
-        name: TensorRecord(dtype=row.dtype, shape=row.shape, pieces=tuple(pieces[name]))
-        for name, row in known.items()
-    }
-    return Manifest(step=request.step, tensors=tensors, metadata=dict(request.metadata))
-
-
 def _write(request: _Request, writes: _Writes, torso: Path) -> tuple[None, JSON]:
-    """Write this rank's file, if it has one; the checksum of each key."""
+    """Write this rank's file, if it has one; returns the checksum of each key."""
     if not writes.own:
         return None, {}
     data = {
         (name, box): flat for name, value in request.tensors.items() for box, flat in parts(value)
     }
-    assignments = {item.key: item for item in writes.own}
+    boxes = {piece.key: (name, piece.box) for name, piece in writes.own}
     at = writes.at
-    views = (byte_view(data[assignments[key].name, assignments[key].box]) for key in at.spans)
+    views = (byte_view(data[boxes[key]]) for key in at.spans)
     path = torso / file_name(request.group.rank)
     checksums = _write_file(request.storage, path, at.header, views)
     return None, dict(zip(at.spans, checksums, strict=True))
@@ -350,21 +341,16 @@ def _discard(request: _Request) -> None:
     names = [file_name(rank) for rank in range(request.group.size)]
     try:
         for name in [*names, MANIFEST_NAME]:
-            _if_there(request.storage.remove_file, request.torso / name)
-        _if_there(request.storage.remove_directory, request.torso)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                request.storage.remove_file(request.torso / name)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            request.storage.remove_directory(request.torso)
     except OSError as error:
         _log.warning(
             "%s could not be removed (%s); it is never read, and the next save removes it",
             request.torso,
             error.strerror,
         )
-
-
-def _if_there(remove: Callable[[Path], None], path: Path) -> None:
-    try:
-        remove(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
 
 
 # ------------------------------------------------------------------ failing together

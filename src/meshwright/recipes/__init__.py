@@ -2,14 +2,14 @@
 
 Bottom-up:
 
-    config          the configuration of a run
-    options         its keys in words
+    config          the configuration of a run, and its keys in words
     text            text as bytes, and windows of them
-    language_model  the model
-    optimization    the optimizer and its learning rate
-    runs            the folder of a run, and what is written and read there
-    validation      the loss on held-out text
-    loop            the main job
+    language_model  the model, its optimizer and the learning rate
+    metrics         a line of JSON a step, progress, and the last steps as a timeline
+    run_folder      where a run writes, what it resumes from, and its state as a checkpoint
+    stopping        stopping on request
+    tensors         traces of tensors, and two runs compared
+    loop            the main job, and its loss on held-out text
     parity          the proof that a layout trains the same model
 """
 

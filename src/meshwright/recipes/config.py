@@ -1,15 +1,34 @@
-"""The configuration of a run: the tables of the plan plus [model], [data], [optimizer], [run]."""
+"""The configuration of a run: the tables of the plan plus [model], [data], [optimizer], [run].
+
+The help of ``meshwright train`` tells its keys in words, read from the dataclasses below.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, is_dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
+from meshwright.axes import KNOWN_AXES, RESERVED_AXES
 from meshwright.plan import Plan
-from meshwright.settings import Above, AtLeast, Inline, Origin, Problem
+from meshwright.settings import (
+    Above,
+    AtLeast,
+    Inline,
+    Origin,
+    Problem,
+    Through,
+    fields_of,
+    marked,
+    unmarked,
+)
 from meshwright.toml_source import read_file
+from meshwright.toml_text import literal
 
 __all__ = [
     "DataConfig",
@@ -17,6 +36,7 @@ __all__ = [
     "OptimizerConfig",
     "RunConfig",
     "TrainConfig",
+    "option_lines",
     "read_config",
 ]
 
@@ -49,7 +69,7 @@ class ModelConfig:
     """Base of the rotary frequencies."""
 
     def problems(self) -> Iterator[Problem]:
-        """Rules between several keys of this table."""
+        """Check rules between several keys of this table."""
         if self.dim % (2 * self.heads):
             yield Problem(
                 ("dim",),
@@ -101,7 +121,7 @@ class OptimizerConfig:
     """Added to the denominator."""
 
     def problems(self) -> Iterator[Problem]:
-        """Rules that a single bound cannot say."""
+        """Check rules that a single bound cannot say."""
         if not all(0 <= beta < 1 for beta in self.betas):
             yield Problem(
                 ("betas",),
@@ -167,7 +187,7 @@ class TrainConfig:
     """Where the values were given; not part of the value."""
 
     def problems(self) -> Iterator[Problem]:
-        """Rules between several tables."""
+        """Check rules between several tables."""
         parts = self.plan.data_size * self.plan.train.accumulate
         if self.data.batch_size % parts:
             yield Problem(
@@ -195,3 +215,52 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises one ``PlanError`` with a line for each mistake.
     """
     return read_file(path, TrainConfig, overrides=overrides)
+
+
+def option_lines(kind: type = TrainConfig) -> list[str]:
+    """Make a line for each key of the configuration, table by table: option, default, meaning."""
+    usable = [name for name in KNOWN_AXES if name not in RESERVED_AXES]
+    lines = [
+        "Keys of the configuration, with their defaults:",
+        f"  {'--axes.NAME':<31} {'1':<15} Ranks along an axis: {', '.join(usable)}.",
+    ]
+    for table, record in _tables(kind):
+        meanings = _meanings(record)
+        for item, _ in fields_of(record):
+            meaning = meanings.get(item.name, "").replace("``", "")
+            lines.append(
+                f"  {f'--{table}.{item.name}':<31} {_default(item):<15} {meaning}".rstrip()
+            )
+    return lines
+
+
+def _tables(kind: type) -> Iterator[tuple[str, type]]:
+    for item, hint in fields_of(kind):
+        inner = unmarked(hint)
+        if not isinstance(inner, type) or not is_dataclass(inner) or marked(hint, Through):
+            continue
+        if marked(hint, Inline):
+            yield from _tables(inner)
+        else:
+            yield item.name, inner
+
+
+def _default(item: Field[object]) -> str:
+    if item.default is MISSING or item.default is None:
+        return "none"
+    return str(literal(cast(object, item.default)))
+
+
+def _meanings(record: type) -> dict[str, str]:
+    """List the first line of the text below each field, as it stands in the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(record))).body[0]
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    found: dict[str, str] = {}
+    for pair in pairwise(statements):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(meaning))),
+            ):
+                found[name] = " ".join(meaning.split())
+    return found

@@ -1,4 +1,6 @@
-"""A byte-level GPT: small, plain, with names that sharding and tensor-parallel rules can address.
+"""A byte-level GPT and its optimizer: AdamW, linear warm-up, cosine decay.
+
+The model is small and plain, with names that sharding and tensor-parallel rules can address.
 
 Shapes: ``B`` sequences, ``T`` positions, ``D`` width, ``H`` heads, ``K`` width of a head::
 
@@ -9,13 +11,14 @@ Shapes: ``B`` sequences, ``T`` positions, ``D`` width, ``H`` heads, ``K`` width 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
 from meshwright.randomness import name_seed
-from meshwright.recipes.config import ModelConfig
+from meshwright.recipes.config import ModelConfig, OptimizerConfig
 
 __all__ = [
     "VOCABULARY",
@@ -23,15 +26,18 @@ __all__ = [
     "FeedForward",
     "LanguageModel",
     "Layer",
+    "adamw",
     "cross_entropy",
     "initialize",
+    "learning_rate",
+    "set_learning_rate",
 ]
 
 VOCABULARY = 256
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte at every position.
+    """A model that predicts the next byte at every position.
 
     It holds no buffers: the rotary angles follow from the positions, so the module can be built on
     the meta device, split anywhere, and cast to any dtype.
@@ -49,7 +55,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits ``(B, T, 256)`` of the byte that follows each position of ``tokens_BT``."""
+        """Compute logits ``(B, T, 256)`` of the byte after each position of ``tokens_BT``."""
         x_BTD = self.dropout(self.embedding(tokens_BT))
         for layer in self.layers:
             x_BTD = layer(x_BTD)
@@ -57,7 +63,7 @@ class LanguageModel(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm block: attention, then feed-forward, each added to its input."""
+    """A pre-norm block: attention, then feed-forward, each added to its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -68,7 +74,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """The block's output, of the shape of its input."""
+        """Compute the block's output, of the shape of its input."""
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
         return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
 
@@ -91,7 +97,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Attention output ``(B, T, D)``."""
+        """Compute the attention's output ``(B, T, D)``."""
         turn = _rotary_angles(x_BTD, self.head_dim, self.rotary_base)
         query_BHTK = _rotate(self._heads(self.wq(x_BTD)), turn)
         key_BHTK = _rotate(self._heads(self.wk(x_BTD)), turn)
@@ -122,7 +128,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Feed-forward output ``(B, T, D)``."""
+        """Compute the feed-forward output ``(B, T, D)``."""
         if self.w3 is None:
             return self.w2(functional.gelu(self.w1(x_BTD)))
         return self.w2(functional.silu(self.w1(x_BTD)) * self.w3(x_BTD))
@@ -151,7 +157,7 @@ def initialize(model: nn.Module, seed: int) -> nn.Module:
 
 
 def cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over all positions of the loss in nats, and the number of positions."""
+    """Sum the loss in nats over all positions, and count these."""
     total = functional.cross_entropy(
         logits_BTV.flatten(0, -2), target_BT.flatten(), reduction="sum"
     )
@@ -159,7 +165,7 @@ def cross_entropy(logits_BTV: Tensor, target_BT: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rotary_angles(x_BTD: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``(T, K/2)`` by which each pair of channels turns at each position."""
+    """Compute cosine and sine ``(T, K/2)`` by which pairs of channels turn at each position."""
     precise = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
     pairs = torch.arange(0, head_dim, 2, device=x_BTD.device, dtype=precise)
     positions = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=precise)
@@ -168,7 +174,48 @@ def _rotary_angles(x_BTD: Tensor, head_dim: int, base: float) -> tuple[Tensor, T
 
 
 def _rotate(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position encoding (Su et al., 2021): channel ``i`` is paired with ``i + K/2``."""
+    """Rotate by positions (Su et al., 2021): channel ``i`` is paired with ``i + K/2``."""
     cosine, sine = turn
     first, second = x_BHTK.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Find the rate of step ``step`` (the first is 1) in a run of ``steps``.
+
+    It rises linearly to ``config.learning_rate`` over the warm-up, then falls along half a cosine
+    to ``final_fraction`` of it at the last step (Loshchilov and Hutter, 2017).
+    """
+    warmup = min(config.warmup_steps, steps)
+    if step <= warmup:
+        return config.learning_rate * step / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group of ``optimizer`` this rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def adamw(config: OptimizerConfig) -> Callable[[Iterable[Parameter]], torch.optim.Optimizer]:
+    """Make a factory, for ``parallelize`` to call with this rank's parameters: AdamW that decays
+    matrices only.
+    """
+
+    def build(parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
+        owned = [parameter for parameter in parameters if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in owned if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in owned if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.epsilon,
+        )
+
+    return build

@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 import meshwright
+from meshwright.axes import DATA_AXES
 from meshwright.comm import Communicator, check_peers, phase
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError, NonFiniteError
@@ -21,29 +25,30 @@ from meshwright.randomness import name_seed
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.language_model import (
     LanguageModel,
+    adamw,
     cross_entropy,
     initialize,
+    learning_rate,
+    set_learning_rate,
 )
-from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate
+from meshwright.recipes.metrics import MetricsFile, StepTrace, show_progress
 from meshwright.recipes.parity import Parity, check_parity
-from meshwright.recipes.runs.metrics import MetricsFile, ProgressDisplay, show_progress
-from meshwright.recipes.runs.run_folder import (
+from meshwright.recipes.run_folder import (
     RunFolder,
     choose_folder,
     describe_run,
     require_equal_ranks,
+    restore_run,
+    save_run,
 )
-from meshwright.recipes.runs.snapshot import restore_run, save_run
-from meshwright.recipes.runs.stopping import StopRequest
-from meshwright.recipes.runs.tensor_trace import TensorTrace, open_trace
-from meshwright.recipes.runs.tracing import StepTrace
+from meshwright.recipes.stopping import StopRequest
+from meshwright.recipes.tensors.rows import Header, trace_file
+from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
-from meshwright.recipes.validation import validation_loss
-from meshwright.report import Header, trace_file
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
-__all__ = ["Outcome", "train"]
+__all__ = ["Outcome", "train", "validation_loss"]
 
 _log = logging.getLogger("meshwright")
 
@@ -96,81 +101,79 @@ def train(config: TrainConfig, communicator: Communicator, write: Write) -> Outc
             write(f"parity: training {config.run.parity_steps} steps twice in float64")
             parity = check_parity(config, text, communicator)
     with phase("set up"):
-        training = _Training(config, text, folder, communicator, write)
-        training.restore(run)
+        training = _Training(config, text, run, folder, communicator, write)
     with StopRequest(communicator) as stop:
-        training.run(stop, run)
+        training.run(stop)
     return training.finish(parity)
 
 
 class _Training:
-    """One run: the trainable, its place in the text, and what has been measured so far."""
+    """A run: the trainable, its place in the text, and what has been measured so far."""
 
     def __init__(
         self,
         config: TrainConfig,
         text: ByteText,
+        run: dict[str, object],
         folder: RunFolder,
         communicator: Communicator,
         write: Write,
     ) -> None:
         self._config = config
         self._text = text
+        self._run = run
         self._folder = folder
         self._world = communicator
-        self._write = write
-        self._trainable = _build(config, text)
+        self._trainable: Trainable = parallelize(
+            initialize(LanguageModel(config.model), config.plan.train.seed),
+            config.plan,
+            optimizer=adamw(config.optimizer),
+            loss=cross_entropy,
+            example=example_of(text),
+        )
         self._sampler: Sampler = self._trainable.sampler(len(text.training), config.data.batch_size)
         self._trace = StepTrace(communicator.device, keep=config.run.trace_steps)
         self._tensors: TensorTrace | None = None
         self._losses: list[float] = []
-        self._first = 1
         self._saved: Path | None = folder.checkpoint
         self._seconds = 0.0
+        if folder.checkpoint is not None:
+            allowed = config.run.accept_changes
+            restore_run(
+                folder.checkpoint, self._trainable, self._sampler, run, accept_changes=allowed
+            )
+            write(f"resumed from {folder.checkpoint} after step {self._step}")
+        self._first = self._step + 1
+        self._metrics = self._open_metrics()
+        options = config.run
+        self._progress = show_progress(write, steps=options.steps, every=options.log_every)
 
     @property
     def _step(self) -> int:
         return self._trainable.steps
 
-    def restore(self, run: dict[str, object]) -> None:
-        """Go on from the checkpoint that the folder names, if any."""
-        checkpoint = self._folder.checkpoint
-        if checkpoint is None:
-            return
-        restore_run(
-            checkpoint,
-            self._trainable,
-            self._sampler,
-            run,
-            accept_changes=self._config.run.accept_changes,
-        )
-        self._first = self._step + 1
-        self._write(f"resumed from {checkpoint} after step {self._step}")
-
-    def run(self, stop: StopRequest, run: dict[str, object]) -> None:
+    def run(self, stop: StopRequest) -> None:
         """Take the steps that are left, or those until the ranks agree to stop; save at the end."""
         options = self._config.run
-        metrics = self._open_metrics()
-        progress = show_progress(self._write, steps=options.steps, every=options.log_every)
-        traced = self._trace_tensors(run, progress) if options.trace_tensors else None
+        traced = self._trace_tensors() if options.trace_tensors else None
         try:
             is_stopped = False
             while self._step < options.steps and not is_stopped:
                 # A launcher that is gone takes the store with it: no collective would notice.
                 check_peers()
                 stop.begin()
-                self._take_step(metrics, progress)
+                self._take_step()
                 is_stopped = stop.is_agreed()
                 is_last = is_stopped or self._step == options.steps
                 if is_last or (options.save_every and self._step % options.save_every == 0):
-                    self._save(run, progress, is_last=is_last)
+                    self._save(is_last=is_last)
                 if options.validate_every and self._step % options.validate_every == 0:
                     value = self._validate()
-                    progress.note(f"step {self._step}: validation loss {value:.4f} nats a byte")
-                    _record(metrics, progress, step=self._step, validation_loss=value)
+                    self._note(f"step {self._step}: validation loss {value:.4f} nats a byte")
+                    self._record(step=self._step, validation_loss=value)
         finally:
-            progress.close()
-            for file in (metrics, traced):
+            self._progress.close()
+            for file in (self._metrics, traced):
                 if file is not None:
                     file.close()
 
@@ -220,7 +223,14 @@ class _Training:
         (path / "config.toml").write_text(dump(self._config), encoding="utf-8")
         return MetricsFile(path / "metrics.jsonl", step=self._step)
 
-    def _trace_tensors(self, run: dict[str, object], progress: ProgressDisplay) -> MetricsFile:
+    def _note(self, text: str) -> None:
+        self._progress.note(text)
+
+    def _record(self, **record: float) -> None:
+        if self._metrics is not None and (problem := self._metrics.write(record)):
+            self._note(f"error: {problem}; training goes on")
+
+    def _trace_tensors(self) -> MetricsFile:
         """Make each step write its tensors until the file is full."""
         options = self._config.run
         header = Header(
@@ -228,13 +238,13 @@ class _Training:
             ranks=self._world.size,
             layout=str(self._config.plan.axes),
             step=self._step + 1,
-            run=run,
+            run=self._run,
         )
         file = open_trace(self._folder.path, header, options.trace_mb * 2**20, self._world)
 
         def write(row: Mapping[str, object]) -> None:
             if problem := file.write(row):
-                progress.note(f"error: {problem}; training goes on")
+                self._note(f"error: {problem}; training goes on")
                 self._tensors = None
 
         share = self._config.data.batch_size // self._trainable.data_size
@@ -243,7 +253,7 @@ class _Training:
         )
         return file
 
-    def _take_step(self, metrics: MetricsFile | None, progress: ProgressDisplay) -> None:
+    def _take_step(self) -> None:
         started = time.monotonic()
         number = self._step + 1
         rate = learning_rate(self._config.optimizer, number, self._config.run.steps)
@@ -254,9 +264,7 @@ class _Training:
         loss = result.loss.item()
         self._losses.append(loss)
         tokens = self._config.data.batch_size * self._config.model.context
-        _record(
-            metrics,
-            progress,
+        self._record(
             step=number,
             loss=loss,
             grad_norm=result.grad_norm.item(),
@@ -266,7 +274,7 @@ class _Training:
         )
         mean = self._seconds / len(self._losses)
         left = mean * (self._config.run.steps - number)
-        progress.step(number, loss=loss, tokens_per_second=tokens / mean, left=left)
+        self._progress.step(number, loss=loss, tokens_per_second=tokens / mean, left=left)
 
     @contextlib.contextmanager
     def _telling_breaks(self, number: int) -> Iterator[None]:
@@ -290,7 +298,7 @@ class _Training:
         take = trainable.step if self._tensors is None else self._tensors.step
         return take(inputs.to(device), targets.to(device))
 
-    def _save(self, run: dict[str, object], progress: ProgressDisplay, *, is_last: bool) -> None:
+    def _save(self, *, is_last: bool) -> None:
         """Save; before the last step a failure is told and the run goes on from what it has."""
         with phase("save", step=self._step):
             try:
@@ -298,7 +306,7 @@ class _Training:
                     self._folder,
                     self._trainable,
                     self._sampler,
-                    run,
+                    self._run,
                     self._world,
                     self._config.run.keep_last,
                 )
@@ -306,9 +314,9 @@ class _Training:
                 if is_last:
                     raise
                 # It is the same error on all ranks; caught in the phase, it is nobody's failure.
-                progress.note(f"error: {error}; training goes on")
+                self._note(f"error: {error}; training goes on")
             else:
-                progress.note(f"step {self._step}: saved {self._saved}")
+                self._note(f"step {self._step}: saved {self._saved}")
 
     def _validate(self) -> float:
         with phase("validate", step=self._step):
@@ -328,18 +336,30 @@ class _Training:
         return unigram_loss(self._text.training.data, targets)
 
 
-def _build(config: TrainConfig, text: ByteText) -> Trainable:
-    model = LanguageModel(config.model)
-    initialize(model, config.plan.train.seed)
-    return parallelize(
-        model,
-        config.plan,
-        optimizer=adamw(config.optimizer),
-        loss=cross_entropy,
-        example=example_of(text),
-    )
+def validation_loss(
+    trainable: Trainable, text: ByteText, communicator: Communicator, *, windows: int, batch: int
+) -> float:
+    """Compute the mean loss in nats a byte over ``windows`` fixed windows, ``batch`` at a time.
 
-
-def _record(metrics: MetricsFile | None, progress: ProgressDisplay, **record: float) -> None:
-    if metrics is not None and (problem := metrics.write(record)):
-        progress.note(f"error: {problem}; training goes on")
+    Every rank fills the places of its own windows and the ranks add what they have, so the sum is
+    taken in one order whatever their number. All ranks call it together and get the same value:
+    each runs the model as often as any other, since layouts may need all of them for it.
+    """
+    sample = text.validation_sample(windows)
+    losses = torch.zeros(len(sample), dtype=torch.float64)
+    coordinate = trainable.plan.axes.coordinate(communicator.rank)
+    # The first of the ranks that read the same share speaks for all of them.
+    speaks = not any(coordinate[axis] for axis in coordinate if axis not in DATA_AXES)
+    places = range(len(sample))[trainable.data_rank :: trainable.data_size]
+    most = -(-len(sample) // trainable.data_size)
+    for start in range(0, most, batch):
+        mine = places[start : start + batch]
+        inputs, targets = text.validation.batch([sample[place] for place in mine or (0,)])
+        inputs, targets = inputs.to(communicator.device), targets.to(communicator.device)
+        logits_BTV = cast(Tensor, trainable.eval(inputs, targets).output)
+        if speaks and mine:
+            logits_BVT = logits_BTV.double().transpose(1, 2)
+            means_BT = functional.cross_entropy(logits_BVT, targets, reduction="none")
+            losses[list(mine)] = means_BT.mean(1).cpu()
+    total = communicator.all_reduce(losses.to(communicator.device), label="validation").wait()
+    return losses.mean().item() if total is None else total.mean().item()

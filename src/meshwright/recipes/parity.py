@@ -15,17 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from meshwright.comm import Communicator, phase
-from meshwright.composition import Trainable, parallelize
+from meshwright.composition import parallelize
 from meshwright.errors import ParityError
 from meshwright.precision import Precision
 from meshwright.recipes.config import TrainConfig
-from meshwright.recipes.language_model import LanguageModel, cross_entropy, initialize
-from meshwright.recipes.optimization import adamw, learning_rate, set_learning_rate
+from meshwright.recipes.language_model import (
+    LanguageModel,
+    adamw,
+    cross_entropy,
+    initialize,
+    learning_rate,
+    set_learning_rate,
+)
 from meshwright.recipes.text import ByteText, example_of
 from meshwright.reference import ReferenceRun, first_difference, record, train_reference
 from meshwright.sampling import Sampler
@@ -49,7 +55,7 @@ class Parity:
     """Losses of one process in float64."""
 
     def line(self, losses: Sequence[float]) -> str:
-        """One line for readers; ``losses`` are those of the real run from its first step."""
+        """Write one line for readers; ``losses`` are those of the real run from its first step."""
         count = min(len(losses), len(self.losses))
         pairs = list(zip(losses, self.losses, strict=False))
         worst = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
@@ -85,7 +91,7 @@ def check_parity(
     sampler = trainable.sampler(len(text.training), config.data.batch_size)
     batches = _batches(text, sampler, steps, communicator)
     # Whole gradients and weights of a sharded layout take all ranks.
-    parallel = record(_Trainee(trainable), batches)
+    parallel = record(trainable, batches)
     if communicator.rank:
         for step in range(steps):
             communicator.barrier(label=f"parity: one process, step {step}").wait()
@@ -103,16 +109,6 @@ def check_parity(
     return Parity(layout=layout or "one rank", error=error, place=place, losses=tuple(losses))
 
 
-class _Trainee:
-    """The two halves of a ``Trainable`` as `record` calls them."""
-
-    def __init__(self, trainable: Trainable) -> None:
-        self.weights = trainable.weights
-        self.forward_backward = trainable.forward_backward
-        self.gradients = trainable.gradients
-        self.optimizer_step = trainable.optimizer_step
-
-
 def _compare(
     parallel: ReferenceRun,
     config: TrainConfig,
@@ -120,7 +116,7 @@ def _compare(
     communicator: Communicator,
     tolerance: float,
 ) -> tuple[str, float, str, tuple[float, ...]]:
-    """On rank 0: the problem (empty if there is none), the largest error, where, and the losses."""
+    """Find, on rank 0, the problem (empty for none), the largest error, its place, the losses."""
     plan = config.plan
     sampler = Sampler(len(text.training), config.data.batch_size, plan.train.seed)
     batches = _batches(text, sampler, len(parallel.losses), communicator)
@@ -145,9 +141,7 @@ def _compare(
 
 
 def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, str]:
-    """List the largest difference and where it is: climbs from each difference to the next
-    larger.
-    """
+    """Find the largest difference and where it is, from each difference to the next larger."""
     error, place = 0.0, ""
     while (found := first_difference(parallel, reference, error)) is not None:
         what = found.kind if not found.name else f"{found.kind} of {found.name}"
@@ -155,14 +149,12 @@ def _largest(parallel: ReferenceRun, reference: ReferenceRun) -> tuple[float, st
     return error, place
 
 
-def _model(config: TrainConfig) -> LanguageModel:
-    model = LanguageModel(replace(config.model, dropout=0.0))
-    initialize(model, config.plan.train.seed)
-    return model
+def _model(config: TrainConfig) -> nn.Module:
+    return initialize(LanguageModel(replace(config.model, dropout=0.0)), config.plan.train.seed)
 
 
 def _optimizer(config: TrainConfig) -> Callable[[Iterable[Parameter]], Optimizer]:
-    """Find the run's optimizer, which sets its own learning rate before each step."""
+    """Make the run's optimizer, which sets its own learning rate before each step."""
 
     def build(parameters: Iterable[Parameter]) -> Optimizer:
         optimizer = adamw(config.optimizer)(parameters)
@@ -189,7 +181,7 @@ def _batches(
 def _with_barriers(
     batches: Iterator[tuple[Tensor, Tensor]], communicator: Communicator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """List the batches, and after each one's step a sign of life to the ranks that wait."""
+    """Give each batch, and after its step a sign of life to the ranks that wait."""
     for step, batch in enumerate(batches):
         yield batch
         communicator.barrier(label=f"parity: one process, step {step}").wait()

@@ -8,12 +8,14 @@ suffixes means every regular file), and links to folders are not followed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ class Windows:
         return max(0, (self.data.numel() - 1) // self.context)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each ``(len(indices), context)`` of int64, for these windows."""
+        """Make inputs and targets, each ``(len(indices), context)`` of int64, for these windows."""
         starts = torch.tensor(indices, dtype=torch.int64) * self.context
         window = torch.arange(self.context + 1)
         rows = self.data[starts[:, None] + window].long()
@@ -56,14 +58,13 @@ class ByteText:
     """One line: where the text comes from and how much of it there is."""
 
     def validation_sample(self, count: int) -> list[int]:
-        """At most ``count`` window indices spread evenly over the held-out text."""
+        """List at most ``count`` window indices spread evenly over the held-out text."""
         total = len(self.validation)
         count = min(count, total)
         return [position * total // count for position in range(count)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
+class _File(NamedTuple):
     path: Path
     relative: str
     size: int
@@ -84,7 +85,7 @@ def open_text(config: DataConfig, context: int) -> ByteText:
 
     Raises ``PlanError`` when nothing is there, nothing matches, or the text is too short.
     """
-    root = Path(config.path).expanduser() if config.path else _standard_library()
+    root = Path(config.path or sysconfig.get_paths()["stdlib"]).expanduser()
     if root.is_dir():
         training, validation, description = _read_folder(root, config)
     elif root.is_file():
@@ -117,7 +118,7 @@ def example_of(text: ByteText) -> tuple[Tensor]:
 
 
 def unigram_loss(training: Tensor, targets: Tensor) -> float:
-    """Nats per byte of ``targets`` under the byte frequencies of ``training``.
+    """Compute nats per byte of ``targets`` under the byte frequencies of ``training``.
 
     What a model reaches that knows how often each byte occurs and nothing else. One is added to
     every count, so that a byte never seen in training has a finite loss.
@@ -127,10 +128,6 @@ def unigram_loss(training: Tensor, targets: Tensor) -> float:
         counts += torch.bincount(piece, minlength=256)
     losses = (counts / counts.sum()).log().neg()
     return losses[targets.flatten().long()].mean().item()
-
-
-def _standard_library() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _read_folder(root: Path, config: DataConfig) -> tuple[Tensor, Tensor, str]:
@@ -146,8 +143,7 @@ def _read_folder(root: Path, config: DataConfig) -> tuple[Tensor, Tensor, str]:
     if len(files) < found:
         description = f"{root} ({len(files):,} of {found:,} files, [data] max_bytes)"
     if len(files) == 1:
-        text = _join(files)
-        return *_split_tail(text, config.validation_every), description
+        return *_split_tail(_join(files), config.validation_every), description
     held_out = {file.path for file in files if file.order % config.validation_every == 0}
     if not held_out or len(held_out) == len(files):
         held_out = {min(files, key=lambda file: file.order).path}
@@ -168,22 +164,16 @@ def _list_files(root: Path, config: DataConfig) -> list[_File]:
             if config.suffixes and not name.endswith(config.suffixes):
                 continue
             if path.is_file() and (size := path.stat().st_size):
-                files.append(_File(path=path, relative=str(path.relative_to(root)), size=size))
+                files.append(_File(path, str(path.relative_to(root)), size))
     return sorted(files, key=lambda file: file.relative)
 
 
 def _sample(files: list[_File], max_bytes: int) -> list[_File]:
-    """List the files, by hash, that fit in ``max_bytes`` together (at least one), sorted by
-    path.
-    """
-    chosen: list[_File] = []
-    total = 0
-    for file in sorted(files, key=lambda file: file.order):
-        if chosen and total + file.size > max_bytes:
-            break
-        chosen.append(file)
-        total += file.size
-    return sorted(chosen, key=lambda file: file.relative)
+    """Choose files by hash that fit in ``max_bytes`` together, at least one; sorted by path."""
+    ordered = sorted(files, key=lambda file: file.order)
+    ends = itertools.accumulate(file.size for file in ordered)
+    count = sum(end <= max_bytes for end in ends)
+    return sorted(ordered[: max(count, 1)], key=lambda file: file.relative)
 
 
 def _join(files: Sequence[_File]) -> Tensor:

@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from meshwright.timeline import LANES, Event, Timeline
 
@@ -62,6 +61,7 @@ def write_chrome_trace(
 
 def trace_events(timeline: Timeline, *, is_simulated: bool = False) -> Iterator[dict[str, object]]:
     """List the records of the trace: names of ranks and rows, then one record for each event."""
+    origin = timeline.start
     for rank in timeline.ranks:
         process = rank + _SIMULATED * is_simulated
         name = f"rank {rank}" + (", simulated" if is_simulated else "")
@@ -69,29 +69,24 @@ def trace_events(timeline: Timeline, *, is_simulated: bool = False) -> Iterator[
         yield _metadata(process, 0, "process_sort_index", {"sort_index": process})
         for place, lane in enumerate(LANES):
             events = timeline.select(rank=rank, lane=lane).events
-            rows = _rows([_span(event, timeline.start) for event in events], lane == "compute")
+            spans = [
+                (round((e.start - origin) * _NANO), round((e.end - origin) * _NANO)) for e in events
+            ]
+            rows = _rows(spans, lane == "compute")
             for row in range(max(rows, default=0) + 1):
                 thread = 1 + place * _ROWS + row
                 name = lane if row == 0 else f"{lane} {row + 1}"
                 yield _metadata(process, thread, "thread_name", {"name": name})
                 yield _metadata(process, thread, "thread_sort_index", {"sort_index": thread})
-            for event, row in zip(events, rows, strict=True):
-                span = _span(event, timeline.start)
+            for event, span, row in zip(events, spans, rows, strict=True):
                 yield _record(event, span, process, thread=1 + place * _ROWS + row)
 
 
-class _Span(NamedTuple):
-    """Start and end in whole nanoseconds from the beginning of the timeline.
+_Span = tuple[int, int]
+"""Start and end in whole nanoseconds from the beginning of the timeline.
 
-    Whole numbers keep an event that ends where another begins, or within it, exactly there.
-    """
-
-    start: int
-    end: int
-
-
-def _span(event: Event, origin: float) -> _Span:
-    return _Span(round((event.start - origin) * _NANO), round((event.end - origin) * _NANO))
+Whole numbers keep an event that ends where another begins, or within it, exactly there.
+"""
 
 
 def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
@@ -108,13 +103,11 @@ def _rows(spans: Sequence[_Span], nests: bool) -> list[int]:
 
 
 def _fits(span: _Span, stack: list[_Span], nests: bool) -> bool:
-    """Check that a row, as the spans still open on it, can take the span.
-
-    Closes those that ended.
-    """
-    while stack and stack[-1].end <= span.start:
+    """Check that a row can take the span, after closing those of its open spans that ended."""
+    start, end = span
+    while stack and stack[-1][1] <= start:
         stack.pop()
-    return not stack or (nests and span.end <= stack[-1].end)
+    return not stack or (nests and end <= stack[-1][1])
 
 
 def _metadata(rank: int, thread: int, name: str, args: Mapping[str, object]) -> dict[str, object]:
@@ -122,22 +115,18 @@ def _metadata(rank: int, thread: int, name: str, args: Mapping[str, object]) -> 
 
 
 def _record(event: Event, span: _Span, process: int, thread: int) -> dict[str, object]:
-    args: dict[str, object] = {"bytes": event.bytes}
-    if event.axis:
-        args["axis"] = event.axis
-    if event.label:
-        args["label"] = event.label
-    if event.sequence is not None:
-        args["sequence"] = event.sequence
+    start, end = span
+    told = {"axis": event.axis, "label": event.label, "sequence": event.sequence}
+    args = {name: value for name, value in told.items() if value not in ("", None)}
     return {
         "ph": "X",
         "pid": process,
         "tid": thread,
-        "ts": span.start / 1000,
-        "dur": (span.end - span.start) / 1000,
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
         "name": event.name,
         "cat": event.category,
-        "args": args,
+        "args": {"bytes": event.bytes, **args},
     }
 
 
@@ -148,12 +137,11 @@ def read_chrome_trace(path: str | Path) -> Timeline:
         if document["otherData"]["writer"] != "meshwright":
             raise KeyError("writer")
         origin = float(document["otherData"]["origin_seconds"])
-        records = [
-            record
+        return Timeline(
+            _event(record, origin)
             for record in document["traceEvents"]
             if record["ph"] == "X" and int(record["pid"]) < _SIMULATED
-        ]
-        return Timeline(_event(record, origin) for record in records)
+        )
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"expected a Chrome trace written by Meshwright in {path}, found another file "

@@ -1,16 +1,24 @@
-"""A report as one HTML file that loads nothing: what was measured, and the same simulated."""
+"""A report as one HTML file that loads nothing: what was measured, and the same simulated.
+
+A timeline is drawn as SVG, a band for each rank, a row in it for each lane::
+
+    rank 0  | 0 | 1 | 2 |   | 0 |   | 1 |      compute: a box for each action, by kind of action
+            '-'   '-'           '-'            transfer, gather, reduce: thin rows below
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from meshwright.report.drawing import COLOURS, draw_timeline, kind_of, seconds
 from meshwright.schedule.measured import Comparison, compare
-from meshwright.timeline import LANES, Timeline
+from meshwright.timeline import LANES, Event, Timeline
 
-__all__ = ["write_page"]
+__all__ = ["draw_timeline", "write_page"]
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #202124; background: #fff; margin: 2rem auto;
@@ -27,6 +35,27 @@ table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 p.note { color: #5f6368; max-width: 60rem; }
 """
+
+
+_COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "F": ("#3b76c4", "forward"),
+        "B": ("#3d9a50", "backward"),
+        "I": ("#2fa3a0", "backward, input half"),
+        "W": ("#d98a26", "backward, weight half"),
+        "SEND_F": ("#8fb4e6", "outputs on their way"),
+        "SEND_B": ("#97cfa2", "gradients on their way"),
+        "UNSHARD": ("#8e6bbf", "gather parameters"),
+        "RESHARD": ("#c9b6e2", "free parameters"),
+        "REDUCE_GRAD": ("#c2475b", "reduce gradients"),
+        "": ("#9aa0a6", "other"),
+    }
+)
+"""By operation, its colour and what it is."""
+
+_ACTION = re.compile(r"([0-9]+)(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|[FBIW])([0-9]*)")
+_LEFT, _WIDTH, _RIGHT = 70, 1060, 20
+_HIGH, _THIN, _GAP, _TOP, _AXIS = 24, 7, 12, 6, 26
 
 
 def write_page(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
@@ -50,12 +79,12 @@ def _compared(found: Comparison) -> list[str]:
     span = max(_span(timeline) for timeline in both)
     return [
         _legend(both),
-        f"<h2>Measured: {seconds(_span(found.measured))}, {found.bubble:.1%} of it idle</h2>",
+        f"<h2>Measured: {_seconds(_span(found.measured))}, {found.bubble:.1%} of it idle</h2>",
         draw_timeline(found.measured, span=span),
-        f"<h2>Simulated: {seconds(_span(found.simulated))}, "
+        f"<h2>Simulated: {_seconds(_span(found.simulated))}, "
         f"{found.simulated_bubble:.1%} of it idle</h2>",
         draw_timeline(found.simulated, span=span),
-        *_table(found),
+        _table(found),
         '<p class="note">Idle is the share of the ranks\' time, from the first action to the last, '
         "in which nothing is computed. The simulation runs the same order of actions, each as long "
         "as the median of its kind and stage. Numbers in the boxes are microbatches; shades tell "
@@ -67,8 +96,8 @@ def _whole(timeline: Timeline) -> list[str]:
     rows = [
         [
             f"rank {rank}",
-            *(seconds(timeline.busy(rank, lane)) for lane in LANES),
-            seconds(timeline.exposed(rank)),
+            *(_seconds(timeline.busy(rank, lane)) for lane in LANES),
+            _seconds(timeline.exposed(rank)),
         ]
         for rank in timeline.ranks
     ]
@@ -82,16 +111,16 @@ def _whole(timeline: Timeline) -> list[str]:
     ]
 
 
-def _table(found: Comparison) -> list[str]:
+def _table(found: Comparison) -> str:
     rows = []
     for rank, peak in zip(found.measured.ranks, found.peaks, strict=True):
         cells = [f"rank {rank}"]
         for timeline in (found.measured, found.simulated):
             busy = timeline.busy(rank, "compute")
-            cells += [seconds(busy), f"{1 - busy / max(_span(timeline), 1e-12):.1%}"]
+            cells += [_seconds(busy), f"{1 - busy / max(_span(timeline), 1e-12):.1%}"]
         rows.append([*cells, f"{peak:g}"])
     head = ["", "computes", "idle", "simulated", "idle", "microbatches held at most"]
-    return [_rows(head, rows)]
+    return _rows(head, rows)
 
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -103,16 +132,111 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _legend(timelines: Iterable[Timeline]) -> str:
     events = [e for timeline in timelines for e in timeline.events if e.category != "recv"]
-    kinds = {kind_of(event) for event in events}
+    kinds = {_kind_of(event) for event in events}
     spans = [
         f'<span><i style="background:{colour}"></i>{html.escape(what)}</span>'
-        for kind, (colour, what) in COLOURS.items()
+        for kind, (colour, what) in _COLOURS.items()
         if kind in kinds
     ]
     return f'<p class="legend">{"".join(spans)}</p>'
 
 
 def _span(timeline: Timeline) -> float:
-    """Seconds from the first to the last compute."""
-    events = timeline.select(lane="compute").events
-    return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+    """Count the seconds from the first to the last compute."""
+    computing = timeline.select(lane="compute")
+    return computing.end - computing.start
+
+
+# -------------------------------------------------------------------------------- one timeline
+
+
+def _kind_of(event: Event) -> str:
+    """Find the operation of the action that ``event`` is named after; empty for other events."""
+    match = _ACTION.fullmatch(event.name)
+    return match[2] if match is not None and (match[2] in _COLOURS) else ""
+
+
+def draw_timeline(timeline: Timeline, *, span: float | None = None) -> str:
+    """Write an ``<svg>`` element, 1150 units wide, which stand for ``span`` seconds.
+
+    Posted receives are left out: a message is drawn where it is sent.
+    """
+    shown = Timeline(event for event in timeline.events if event.category != "recv")
+    origin = shown.start
+    whole = span or shown.end - origin
+    scale = _WIDTH / whole if whole > 0 else 0.0
+    parts: list[str] = []
+    top = float(_TOP)
+    for rank in timeline.ranks:
+        parts.append(_text(_LEFT - 10, top + 16, f"rank {rank}", "end", "rank"))
+        size = f'width="{(shown.end - origin) * scale:.2f}" height="{_HIGH}"'
+        parts.append(f'<rect x="{_LEFT}" y="{top:.1f}" {size} class="idle"/>')
+        for lane in LANES:
+            drawn = shown.select(rank=rank, lane=lane).events
+            if drawn or lane == "compute":
+                high = _HIGH if lane == "compute" else _THIN
+                parts += [_event(event, origin, scale, top, high) for event in drawn]
+                top += high + 2
+        top += _GAP
+    parts += _axis(whole, scale, top - _GAP / 2)
+    size = f"0 0 {_LEFT + _WIDTH + _RIGHT} {top + _AXIS:.0f}"
+    return f'<svg viewBox="{size}" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+
+
+def _event(event: Event, origin: float, scale: float, top: float, high: float) -> str:
+    kind = _kind_of(event)
+    colour, _ = _COLOURS[kind]
+    left, wide = _LEFT + (event.start - origin) * scale, max(0.4, event.duration * scale)
+    title = f"{event.name}: {_seconds(event.duration)}, at {_seconds(event.start - origin)}"
+    if event.bytes:
+        title += f", {event.bytes:,} bytes"
+    match = _ACTION.fullmatch(event.name)
+    shade = 1.0 if match is None or high < _HIGH else _shade(int(match[1]))
+    box = (
+        f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide:.2f}" height="{high}" fill="{colour}" '
+        f'fill-opacity="{shade:.2f}" stroke="#fff" stroke-width="{0.5 if wide > 2 else 0}">'
+        f"<title>{html.escape(title)}</title></rect>"
+    )
+    label = (match[3] if match is not None else event.name) if high == _HIGH else ""
+    if label and wide > 6.5 * len(label) + 3:
+        box += _text(left + wide / 2, top + high / 2 + 4, label, "middle", "label")
+    return box
+
+
+def _shade(stage: int) -> float:
+    """Tell stages beside each other on one rank apart by how full their colour is."""
+    return (1.0, 0.82, 0.66, 0.9, 0.74)[stage % 5]
+
+
+def _axis(whole: float, scale: float, top: float) -> Sequence[str]:
+    """Draw marks at round times."""
+    if whole <= 0:
+        return []
+    step = _round_step(whole / 8)
+    count = int(whole / step * (1 + 1e-9)) + 1
+    parts = []
+    for number in range(count):
+        x = _LEFT + number * step * scale
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{top + 4:.1f}" class="tick"/>'
+        )
+        parts.append(_text(x, top + 18, _seconds(number * step), "middle", "time"))
+    return parts
+
+
+def _round_step(wanted: float) -> float:
+    size = 10.0 ** math.floor(math.log10(wanted))
+    return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= wanted * 0.999)
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
+    return f"<text {place}>{html.escape(text)}</text>"
+
+
+def _seconds(value: float) -> str:
+    """Write a time in a unit that fits it."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value * 1e6:.4g} µs" if value else "0"

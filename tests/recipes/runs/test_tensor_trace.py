@@ -21,8 +21,9 @@ from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.composition import Trainable
 from meshwright.layout import Box
 from meshwright.recipes import loop
-from meshwright.recipes.runs.digest import digest
-from meshwright.report import Sums, compare_runs, trace_file
+from meshwright.recipes.tensors.compare import compare_runs
+from meshwright.recipes.tensors.digest import Sums, digest
+from meshwright.recipes.tensors.rows import trace_file
 from meshwright.testing import Ranks
 from support.recipes.runs import run_tiny, write_text
 

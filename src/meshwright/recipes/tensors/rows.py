@@ -15,59 +15,39 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Any
 
-__all__ = ["KINDS", "SKETCH", "Header", "RunTrace", "Step", "Sums", "TensorRow", "trace_file"]
+from meshwright.recipes.tensors.digest import SKETCH, Sums
+
+__all__ = ["KINDS", "Header", "RunTrace", "Step", "TensorRow", "trace_file"]
 
 FORMAT = 1
 KINDS = ("input", "activation", "loss", "gradient", "parameter")
 """What is traced, in the order in which a step makes it."""
-SKETCH = 8
-"""Signed sums of each tensor."""
+
+_Types = Mapping[str, type | UnionType]
+
+_PLAIN: _Types = MappingProxyType(
+    {
+        **dict.fromkeys(("step", "call", "numel", "nonfinite"), int),
+        **dict.fromkeys(("kind", "name", "dtype", "part", "hash", "tensor_rank"), str),
+        "microbatch": int | None,
+        "square": int | float,
+    }
+)
+_LISTS: _Types = MappingProxyType({"place": int, "shape": int, "sketch": int | float})
+_HEADER: _Types = MappingProxyType(
+    {"rank": int, "ranks": int, "layout": str, "step": int, "run": dict}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """Sums over some elements of a tensor; those of several parts add up.
-
-    Signed sums, with signs drawn from the place of each element in the whole tensor, differ between
-    two tensors by as much, in the mean square, as their elements do (Alon, Matias and Szegedy, The
-    space complexity of approximating the frequency moments, 1999).
-    """
-
-    numel: int
-    hash: int
-    """Sum modulo 2**64 of a hash of each element's bits and place: no order, no layout."""
-    square: float
-    """Sum of the squares of the finite elements."""
-    sketch: tuple[float, ...]
-    """`SKETCH` signed sums of the finite elements."""
-    nonfinite: int
-    """Elements that are infinite or no number."""
-
-    @property
-    def norm(self) -> float:
-        """The 2-norm of the finite elements."""
-        return math.sqrt(self.square)
-
-    @staticmethod
-    def of(parts: Sequence[Sums]) -> Sums:
-        """Find all parts together."""
-        return Sums(
-            numel=sum(part.numel for part in parts),
-            hash=sum(part.hash for part in parts) % 2**64,
-            square=math.fsum(part.square for part in parts),
-            sketch=tuple(map(math.fsum, zip(*(part.sketch for part in parts), strict=True))),
-            nonfinite=sum(part.nonfinite for part in parts),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow:
-    """The part of one tensor that one rank holds in one step."""
+class TensorRow(Sums):
+    """The part of one tensor that one rank holds in one step, and its sums."""
 
     step: int
     kind: str
@@ -86,62 +66,28 @@ class TensorRow:
     """First sample of the global batch and one past the last, of an input or activation."""
     microbatch: int | None
     """How many forward passes this stage had made before in the step."""
-    sums: Sums
     tensor_rank: str = ""
     """Which rank of axis tensor wrote an output, as "0 of 2": it may be a part, which nobody says.
     """
 
     def to_json(self) -> dict[str, object]:
-        """Make a line of the file, flat."""
-        fields = {name: getattr(self, name) for name in _ROW}
-        return {**fields, **asdict(self.sums), "hash": f"{self.sums.hash:016x}"}
+        """Make a line of the file."""
+        return {**asdict(self), "hash": f"{self.hash:016x}"}
 
     @staticmethod
-    def of(line: Mapping[str, object]) -> TensorRow:
-        """From `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        samples, microbatch = line["samples"], line["microbatch"]
-        stage, number = _integers(line["place"])
-        if line["kind"] not in KINDS:
-            raise ValueError(f"kind {line['kind']!r}")
-        sums = Sums(
-            numel=_integer(line["numel"]),
-            hash=int(str(line["hash"]), 16),
-            square=_float(line["square"]),
-            sketch=tuple(_float(value) for value in _list(line["sketch"])),
-            nonfinite=_integer(line["nonfinite"]),
-        )
-        if len(sums.sketch) != SKETCH:
-            raise ValueError(f"{len(sums.sketch)} signed sums")
-        first_last = None if samples is None else _integers(samples)
-        return TensorRow(
-            step=_integer(line["step"]),
-            kind=str(line["kind"]),
-            name=str(line["name"]),
-            call=_integer(line["call"]),
-            place=(stage, number),
-            shape=_integers(line["shape"]),
-            dtype=str(line["dtype"]),
-            part=str(line["part"]),
-            samples=None if first_last is None else (first_last[0], first_last[1]),
-            microbatch=None if microbatch is None else _integer(microbatch),
-            sums=sums,
-            tensor_rank=str(line.get("tensor_rank", "")),
-        )
-
-
-_ROW = (
-    "step",
-    "kind",
-    "name",
-    "call",
-    "place",
-    "shape",
-    "dtype",
-    "part",
-    "samples",
-    "microbatch",
-    "tensor_rank",
-)
+    def from_json(line: Mapping[str, object]) -> TensorRow:
+        """Read what `to_json` made. Raises KeyError, TypeError or ValueError for anything else."""
+        row: dict[str, Any] = {"tensor_rank": "", **line}
+        _require(((name, row[name], kind) for name, kind in _PLAIN.items()))
+        if row["kind"] not in KINDS:
+            raise ValueError(f"kind {row['kind']!r}")
+        lists = _LISTS if row["samples"] is None else {**_LISTS, "samples": int}
+        _require((name, item, kind) for name, kind in lists.items() for item in row[name])
+        row |= {name: tuple(row[name]) for name in lists}
+        if len(row["sketch"]) != SKETCH:
+            raise ValueError(f"{len(row['sketch'])} signed sums")
+        row["hash"] = int(row["hash"], 16)
+        return TensorRow(**row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,22 +103,23 @@ class Header:
     """The configuration and the text."""
 
     def to_json(self) -> dict[str, object]:
-        """List the first line of a file."""
+        """Make the first line of a file."""
         return {"meshwright_tensors": FORMAT, **asdict(self)}
 
     @staticmethod
-    def of(line: Mapping[str, object]) -> Header:
-        """From `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        run = line["run"]
-        if line["meshwright_tensors"] != FORMAT or not isinstance(run, dict):
-            raise ValueError(f"format {line['meshwright_tensors']!r}")
-        return Header(
-            rank=_integer(line["rank"]),
-            ranks=_integer(line["ranks"]),
-            layout=str(line["layout"]),
-            step=_integer(line["step"]),
-            run=run,
-        )
+    def from_json(line: Mapping[str, object]) -> Header:
+        """Read what `to_json` made. Raises KeyError, TypeError or ValueError for anything else."""
+        fields: dict[str, Any] = dict(line)
+        if (found := fields.pop("meshwright_tensors")) != FORMAT:
+            raise ValueError(f"format {found!r}")
+        _require((name, fields[name], kind) for name, kind in _HEADER.items())
+        return Header(**fields)
+
+
+def _require(values: Iterable[tuple[str, object, type | UnionType]]) -> None:
+    for name, value, kind in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +130,7 @@ class Step:
     rows: tuple[tuple[int, TensorRow], ...]
     """Each with the rank that wrote it."""
     is_finished: bool
-    """Whether every rank wrote all of it."""
+    """True when every rank wrote all of it."""
 
 
 def trace_file(folder: Path, rank: int) -> Path:
@@ -212,7 +159,9 @@ class RunTrace:
                 f"{folder}: expected tensor traces in {first.parent}, found none: start the run "
                 "with --trace-tensors"
             )
-        headers = self._headers(0)
+        headers = [line for line in self._lines(0) if isinstance(line, Header)]
+        if not headers:
+            raise ValueError(f"{first}: expected a header, found no line")
         self.header = headers[-1]
         self.layouts = tuple(dict.fromkeys(header.layout for header in headers))
         ranks = max(header.ranks for header in headers)
@@ -225,7 +174,7 @@ class RunTrace:
         self._ranks = ranks
 
     def steps(self) -> Iterator[Step]:
-        """List every step, in order, up to the first that not all ranks finished."""
+        """Read every step, in order, up to the first that not all ranks finished."""
         files = [self._steps_of(rank) for rank in range(self._ranks)]
         heads = [next(file, None) for file in files]
         while any(head is not None for head in heads):
@@ -243,14 +192,8 @@ class RunTrace:
             if finished < wanted:
                 return
 
-    def _headers(self, rank: int) -> list[Header]:
-        found = [line for line in self._lines(rank) if isinstance(line, Header)]
-        if not found:
-            raise ValueError(f"{trace_file(self.folder, rank)}: expected a header, found no line")
-        return found
-
     def _steps_of(self, rank: int) -> Iterator[tuple[int, int, list[TensorRow]]]:
-        """Number, ranks and this rank's rows of each step."""
+        """Read the number, the ranks and this rank's rows of each step."""
         ranks = 0
         before = 0
         for key, lines in itertools.groupby(
@@ -276,31 +219,10 @@ class RunTrace:
                     return  # the run was killed while it wrote
                 try:
                     line = json.loads(text)
-                    yield Header.of(line) if number == 1 or "run" in line else TensorRow.of(line)
+                    is_header = number == 1 or "run" in line
+                    yield (Header if is_header else TensorRow).from_json(line)
                 except (KeyError, TypeError, ValueError) as error:
                     raise ValueError(
                         f"{path}, line {number}, is damaged or no tensor trace: "
                         f"{type(error).__name__}: {error}"
                     ) from error
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {value!r}")
-    return value
-
-
-def _integers(value: object) -> tuple[int, ...]:
-    return tuple(_integer(item) for item in _list(value))
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"expected a whole number, found {value!r}")
-    return value
-
-
-def _float(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"expected a number, found {value!r}")
-    return float(value)

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import torch
@@ -31,7 +31,7 @@ _Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | N
 
 
 class StopRequest:
-    """Catches SIGINT and SIGTERM while it is entered; a second one ends the process at once.
+    """A catch of SIGINT and SIGTERM while it is entered; a second one ends the process at once.
 
     The ranks agree through one small all-reduce beside each step: ``begin`` issues it before the
     step's work, ``is_agreed`` waits for it afterwards.
@@ -45,14 +45,9 @@ class StopRequest:
         self._previous: dict[signal.Signals, _Handler] = {}
         self._pending: Pending | None = None
 
-    @property
-    def is_requested(self) -> bool:
-        """True when this rank has been asked to stop."""
-        return self._first is not None
-
     def begin(self) -> None:
         """Tell the other ranks whether this one was asked to stop, without waiting for them."""
-        flag = torch.tensor([int(self.is_requested)], dtype=torch.int32)
+        flag = torch.tensor([int(self._first is not None)], dtype=torch.int32)
         flag = flag.to(self._communicator.device)
         self._pending = self._communicator.all_reduce(flag, reduction="max", label="stop request")
 
@@ -68,12 +63,7 @@ class StopRequest:
             self._previous = {each: signal.signal(each, self._receive) for each in self.signals}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for each, handler in self._previous.items():
             signal.signal(each, handler)
         self._previous = {}

@@ -3,20 +3,60 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meshwright.comm.dtensors.gather_dtensor import Holding
 from meshwright.layout import Box
-from meshwright.report import SKETCH, Sums
 
-__all__ = ["digest"]
+__all__ = ["SKETCH", "Sums", "digest"]
+
+SKETCH = 8
+"""Signed sums of each tensor."""
 
 _BLOCK = 1 << 16
 """Elements that are looked at together: each takes about 200 bytes meanwhile."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Sums over some elements of a tensor; those of several parts add up.
+
+    Signed sums, with signs drawn from the place of each element in the whole tensor, differ between
+    two tensors by as much, in the mean square, as their elements do (Alon, Matias and Szegedy, The
+    space complexity of approximating the frequency moments, 1999).
+    """
+
+    numel: int
+    hash: int
+    """Sum modulo 2**64 of a hash of each element's bits and place: no order, no layout."""
+    square: float
+    """Sum of the squares of the finite elements."""
+    sketch: tuple[float, ...]
+    """`SKETCH` signed sums of the finite elements."""
+    nonfinite: int
+    """Elements that are infinite or no number."""
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of the finite elements."""
+        return math.sqrt(self.square)
+
+    @staticmethod
+    def of(parts: Sequence[Sums]) -> Sums:
+        """Add up the parts of a tensor."""
+        return Sums(
+            numel=sum(part.numel for part in parts),
+            hash=sum(part.hash for part in parts) % 2**64,
+            square=math.fsum(part.square for part in parts),
+            sketch=tuple(math.fsum(part.sketch[i] for part in parts) for i in range(SKETCH)),
+            nonfinite=sum(part.nonfinite for part in parts),
+        )
 
 
 @torch.no_grad()
@@ -31,10 +71,7 @@ def digest(holding: Holding) -> Sums:
             places = _places(box, holding.shape, start, stop, flat.device)
             parts.append(_digest(flat[position + start : position + stop], places))
         position += box.numel
-    return Sums.of(parts) if parts else _NOTHING
-
-
-_NOTHING = Sums(numel=0, hash=0, square=0.0, sketch=(0.0,) * SKETCH, nonfinite=0)
+    return Sums.of(parts)
 
 
 def _digest(flat: Tensor, places: Tensor) -> Sums:
@@ -84,7 +121,7 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """To the right, with zeros from the left: torch's own shift repeats the sign."""
+    """Shift to the right with zeros from the left: torch's own shift repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from meshwright.comm.graphs.untraced import apart, untraced
 from meshwright.composition import StepResult, Trainable
 from meshwright.layout import Box
 from meshwright.plan import match_names
-from meshwright.recipes.runs.digest import digest
-from meshwright.recipes.runs.metrics import MetricsFile
-from meshwright.report import Header, TensorRow, trace_file
+from meshwright.recipes.metrics import MetricsFile
+from meshwright.recipes.tensors.digest import digest
+from meshwright.recipes.tensors.rows import Header, TensorRow, trace_file
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -42,7 +42,7 @@ def traced_modules(patterns: Sequence[str], module: nn.Module) -> dict[str, nn.M
 
 
 def open_trace(folder: Path, header: Header, limit: float, world: Communicator) -> MetricsFile:
-    """Find the file of this rank, begun with ``header``; all ranks call it together.
+    """Open the file of this rank, begun with ``header``; all ranks call it together.
 
     What any rank wrote of the header's step and later ones is dropped, also that of ranks that are
     no more. The file is closed before it grows beyond ``limit`` bytes.
@@ -68,7 +68,7 @@ class _Pass:
 
 
 class TensorTrace:
-    """Trains as ``trainable`` does and writes a row for each tensor; see `TensorRow`.
+    """A training as of ``trainable`` that writes a row for each tensor; see `TensorRow`.
 
     ``share`` samples of each global batch are this rank's. Left out are outputs whose dim 0 is no
     multiple of the samples of their microbatch, and what is computed again in a backward pass.
@@ -90,7 +90,7 @@ class TensorTrace:
                 module.register_forward_hook(partial(self._leave, stage, name))
 
     def step(self, batch: object, target: object = None) -> StepResult:
-        """As `Trainable.step`."""
+        """Train as `Trainable.step` does."""
         trainable = self._trainable
         self._step = trainable.steps + 1
         self._passes = {stage: _Pass(self._first) for stage, _ in trainable.entries}
@@ -132,8 +132,7 @@ class TensorTrace:
             return
         if not self._is_traced(stage):
             return
-        now = self._passes[stage]
-        values = _tensors(output)
+        now, values = self._passes[stage], _tensors(output)
         for number, value in enumerate(values):
             full = name if len(values) == 1 else f"{name}[{number}]"
             self._put_samples("activation", full, (stage, now.calls.total()), value, now)
@@ -182,6 +181,7 @@ class TensorTrace:
             shape = shape[1:] if each == 1 else (each, *shape[1:])
             samples = (now.begin, now.begin + now.samples)
         row = TensorRow(
+            **asdict(sums),
             step=self._step,
             kind=kind,
             name=name,
@@ -192,7 +192,6 @@ class TensorTrace:
             part=_part(holding, skipped=int(now is not None)),
             samples=samples,
             microbatch=None if now is None else now.microbatch,
-            sums=sums,
             tensor_rank=self._tensor_rank if kind == "activation" else "",
         )
         self._write(row.to_json())
@@ -203,13 +202,8 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _part(holding: Holding, *, skipped: int) -> str:
-    """Find the ranges of the boxes in all dims after the first ``skipped``; empty for the whole."""
+    """Write the ranges of the boxes in all dims after the first ``skipped``; none for the whole."""
     shape = holding.shape[skipped:]
     if all(box.shape[skipped:] == shape for box in holding.boxes):
         return ""
-    return ";".join(
-        ",".join(
-            f"{o}:{o + n}" for o, n in zip(box.offset[skipped:], box.shape[skipped:], strict=True)
-        )
-        for box in holding.boxes
-    )
+    return ";".join(",".join(box.ranges()[skipped:]) for box in holding.boxes)

@@ -9,7 +9,6 @@ microbatches, are added up to the smallest pieces that both runs tell apart.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright.report.tensor_rows import KINDS, SKETCH, RunTrace, Step, Sums, TensorRow
+from meshwright.recipes.run_folder import json_leaves
+from meshwright.recipes.tensors.digest import SKETCH, Sums
+from meshwright.recipes.tensors.rows import KINDS, RunTrace, Step, TensorRow
 
 __all__ = ["TOLERANCES", "Finding", "RunComparison", "compare_runs"]
 
@@ -97,7 +98,7 @@ class RunComparison:
             self.largest = finding
 
     def lines(self) -> list[str]:
-        """For readers."""
+        """Write the findings for readers."""
         counted = ", ".join(_counted(n, kind) for kind, n in self.counts.items())
         lines = [*self.notes, f"compared {_spans(self.steps)}: {counted}"]
         if self.first_bits is None:
@@ -137,9 +138,10 @@ def compare_runs(
         if b.number == behind:
             b = next(right, None)
     if not found.steps:
+        begins = [next((step.number for step in run.steps()), "none") for run in runs]
         raise ValueError(
             f"{first} and {second} have no step in common: the first begins with step "
-            f"{_begin(runs[0])}, the second with step {_begin(runs[1])}"
+            f"{begins[0]}, the second with step {begins[1]}"
         )
     if found.divergence is None and (a is not None or b is not None):
         longer = "A" if a is not None else "B"
@@ -165,7 +167,7 @@ class _StepComparison:
         allowed = [TOLERANCES.get(row.dtype, 0.0) for row in rows]
         self._tolerance = max(allowed, default=0.0) if tolerance is None else tolerance
         self._floor = {
-            kind: FLOOR * max((r.sums.norm for r in rows if r.kind == kind), default=0.0)
+            kind: FLOOR * max((r.norm for r in rows if r.kind == kind), default=0.0)
             for kind in KINDS
         }
 
@@ -194,13 +196,10 @@ class _StepComparison:
 
     def _compare(self, key: _Key, rows: tuple[_Rows, _Rows]) -> None:
         self._found.counts[key[0]] += key[3].startswith("0 ") or not key[3]
-        worst: list[Finding] = []
-        for number in (0, 1):
-            worst += self._copies(number, rows[number])
+        worst = [*self._copies(0, rows[0]), *self._copies(1, rows[1])]
         for samples in _regions(*rows):
             pieces = [_piece(each, samples) for each in rows]
-            sums = [self._sum(number, rows[number], pieces[number], samples) for number in (0, 1)]
-            a, b = sums
+            a, b = (self._sum(number, rows[number], pieces[number], samples) for number in (0, 1))
             if a is not None and b is not None and a.hash != b.hash:
                 where = "" if samples is None else "; " + ", ".join(map(_where, pieces, "AB"))
                 detail = f"norm {a.norm:.6g} in A, {b.norm:.6g} in B{where}"
@@ -223,33 +222,31 @@ class _StepComparison:
         )
 
     def _copies(self, number: int, rows: _Rows) -> Iterator[Finding]:
-        """Ranks of one run that hold the same elements and not the same values."""
+        """Find ranks of one run that hold the same elements and not the same values."""
         first: dict[object, tuple[int, TensorRow]] = {}
         for rank, row in rows:
             known, other = first.setdefault((row.samples, row.part), (rank, row))
-            if other.sums.hash != row.sums.hash:
+            if other.hash != row.hash:
                 detail = (
                     f"between ranks {known} and {rank} of {'AB'[number]}, which should hold the "
-                    f"same: norms {other.sums.norm:.6g} and {row.sums.norm:.6g}"
+                    f"same: norms {other.norm:.6g} and {row.norm:.6g}"
                 )
-                yield self._finding(row, row.samples, other.sums, row.sums, detail)
+                yield self._finding(row, row.samples, other, row, detail)
 
     def _sum(
         self, number: int, whole: _Rows, rows: _Rows, samples: tuple[int, int] | None
     ) -> Sums | None:
-        """Find all of a piece of a tensor; None where a run that was cut short did not write it
-        all.
-        """
+        """Add up a piece of a tensor; None where a run that was cut short did not write it all."""
         one = whole[0][1]
-        total = Sums.of([row.sums for _, row in rows]) if rows else None
+        total = Sums.of([row for _, row in rows])
         expected = math.prod(one.shape) * (1 if samples is None else samples[1] - samples[0])
-        if total is not None and total.numel == expected:
+        if total.numel == expected:
             return total
         if self._steps[number].is_finished:
             raise ValueError(
                 f"{self._runs[number].folder}: the traces of step {self._steps[number].number} "
-                f"hold {0 if total is None else total.numel} of {expected} elements of the "
-                f"{one.kind} {one.name!r}: the files are not those of one run"
+                f"hold {total.numel} of {expected} elements of the {one.kind} {one.name!r}: the "
+                "files are not those of one run"
             )
         return None
 
@@ -308,12 +305,10 @@ def _by_tensor(step: Step) -> dict[_Key, _Rows]:
 
 
 def _is_spread(rows: _Rows) -> bool:
-    """Check for outputs of which ranks of axis tensor have other values: each is compared by
-    itself.
-    """
+    """Check for outputs that differ between ranks of axis tensor: each is compared by itself."""
     first: dict[object, int] = {}
     return any(
-        first.setdefault((row.samples, row.part), row.sums.hash) != row.sums.hash
+        first.setdefault((row.samples, row.part), row.hash) != row.hash
         for _, row in rows
         if row.tensor_rank
     )
@@ -340,18 +335,14 @@ def _piece(rows: _Rows, samples: tuple[int, int] | None) -> _Rows:
     """Find each row within ``samples`` that no earlier rank has written."""
     first: dict[object, tuple[int, TensorRow]] = {}
     for rank, row in rows:
-        is_inside = samples is None or (
-            row.samples is not None
-            and samples[0] <= row.samples[0]
-            and row.samples[1] <= samples[1]
-        )
-        if is_inside:
+        begin, end = row.samples or (0, 0)
+        if samples is None or (row.samples and samples[0] <= begin and end <= samples[1]):
             first.setdefault((row.samples, row.part), (rank, row))
     return list(first.values())
 
 
 def _difference(a: Sums, b: Sums, floor: float) -> float:
-    """Relative difference, from the signed sums; each has the squared distance as its mean square.
+    """Estimate the relative difference from signed sums, whose mean square is its square.
 
     With eight of them the estimate is right to a quarter, nearly always to a half.
     """
@@ -376,7 +367,7 @@ def _notes(runs: tuple[RunTrace, RunTrace]) -> Iterator[str]:
     """Describe the two runs. Raises ValueError when their models differ."""
     for run, letter in zip(runs, "AB", strict=True):
         yield f"{letter}: {run.folder}, {', then '.join(run.layouts)}"
-    a, b = (dict(_leaves(run.header.run)) for run in runs)
+    a, b = (dict(json_leaves(run.header.run)) for run in runs)
     found = [
         f"{key.removeprefix('config.')} = {a.get(key, 'none')} in A, {b.get(key, 'none')} in B"
         for key in sorted({*a, *b})
@@ -398,18 +389,6 @@ _LAYOUT = (
     *("train.accumulate", "train.recompute"),
 )
 """Settings that two layouts of one run may differ in."""
-
-
-def _leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(tree, Mapping):
-        for name, inner in tree.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, json.dumps(tree)
-
-
-def _begin(run: RunTrace) -> int | str:
-    return next((step.number for step in run.steps()), "none")
 
 
 def _counted(count: int, kind: str) -> str:

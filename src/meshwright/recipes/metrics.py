@@ -1,4 +1,4 @@
-"""Reports of a run: a metrics file with one JSON object a step, and a progress line."""
+"""Reports of a run: a metrics file with one JSON object a step, a progress line, a timeline."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from meshwright.comm import Clock, Communicator, Timer, observe
+from meshwright.report import write_chrome_trace
+from meshwright.timeline import Timeline
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["LineProgress", "LiveProgress", "MetricsFile", "ProgressDisplay", "show_progress"]
+__all__ = [
+    "LineProgress",
+    "LiveProgress",
+    "MetricsFile",
+    "ProgressDisplay",
+    "StepTrace",
+    "show_progress",
+]
 
 
 class MetricsFile:
@@ -70,33 +83,12 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class ProgressDisplay(Protocol):
-    """Shows how far a run is."""
-
-    def step(self, step: int, *, loss: float, tokens_per_second: float, left: float) -> None:
-        """Show a finished step; ``left`` is the time to the end in seconds."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-        ...
-
-    def close(self) -> None:
-        """Show nothing further."""
-        ...
-
-
 class LineProgress:
-    """One plain line every ``every`` steps: can be searched in the log of a batch job."""
+    """Plain lines, one every ``every`` steps: they can be searched in the log of a batch job."""
 
     def __init__(self, write: Callable[[str], None], *, steps: int, every: int) -> None:
         self._write = write
@@ -117,11 +109,11 @@ class LineProgress:
         self._write(text)
 
     def close(self) -> None:
-        """Nothing is pending: every line is out."""
+        """Do nothing: every line is out."""
 
 
 class LiveProgress:
-    """One line of a terminal, redrawn after every step."""
+    """A line of a terminal, redrawn after every step."""
 
     def __init__(self, progress: Progress, *, steps: int) -> None:
         self._progress = progress
@@ -142,10 +134,12 @@ class LiveProgress:
         self._progress.stop()
 
 
+ProgressDisplay = LineProgress | LiveProgress
+"""The progress of a run, as readers see it."""
+
+
 def show_progress(write: Callable[[str], None], *, steps: int, every: int) -> ProgressDisplay:
-    """Make a live line when standard output is a terminal and rich is installed, else plain
-    lines.
-    """
+    """Make a live line where standard output is a terminal and rich is there, else plain lines."""
     if sys.stdout.isatty():
         try:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -178,3 +172,40 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class StepTrace:
+    """A trace of steps that keeps the last ``keep`` of them; with 0 nothing is measured.
+
+    The compute lane holds what the trainable names: forward, backward, optimizer.
+    """
+
+    def __init__(self, device: torch.device, *, keep: int) -> None:
+        self._timer = Timer(Clock(device))
+        self._steps: deque[Timeline] = deque(maxlen=keep)
+
+    @contextlib.contextmanager
+    def step(self, rank: int) -> Iterator[None]:
+        """Measure the block as one step."""
+        if not self._steps.maxlen:
+            yield
+            return
+        with observe(self._timer):
+            yield
+        self._steps.append(self._timer.timeline(rank))
+        self._timer.clear()
+
+    def write(self, path: Path, communicator: Communicator) -> Path | None:
+        """Join the timelines of all ranks and let rank 0 write them; ``None`` if nothing was kept.
+
+        All ranks call it together.
+        """
+        mine = Timeline().merge(self._steps)
+        answers = communicator.gather_bytes(mine.to_json().encode(), label="timelines")
+        if not self._steps:
+            return None
+        if communicator.rank == 0:
+            write_chrome_trace(
+                Timeline().merge(Timeline.from_json(answer.decode()) for answer in answers), path
+            )
+        return path

@@ -1,4 +1,4 @@
-"""The folder of a run: where it writes, where it resumes from, and whether that belongs to it.
+"""The folder of a run: where it writes, what it resumes from, and its state as a checkpoint.
 
 ::
 
@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -24,24 +26,38 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshwright.checkpoint import claim, latest, read_manifest
+from meshwright.checkpoint import (
+    JSON,
+    claim,
+    flatten,
+    latest,
+    load,
+    read_manifest,
+    save,
+    unflatten,
+)
 from meshwright.comm import Communicator
+from meshwright.composition import Trainable
 from meshwright.errors import CheckpointError, CheckpointMismatchError, PlanError
 from meshwright.recipes.config import TrainConfig
 from meshwright.recipes.text import ByteText
+from meshwright.sampling import Sampler
 from meshwright.toml_source import plain
 
 __all__ = [
     "RunFolder",
-    "check_same_run",
     "choose_folder",
     "describe_run",
+    "json_leaves",
     "require_equal_ranks",
     "require_folder",
     "require_start",
+    "restore_run",
+    "save_run",
 ]
 
 CHECKPOINTS = "checkpoints"
+FORMAT = 1
 _FINGERPRINT_BYTES = 64 * 2**20
 
 # Keys that decide nothing about the numbers, so that they may differ after a resumption.
@@ -104,7 +120,7 @@ def require_equal_ranks(run: Mapping[str, object], communicator: Communicator) -
             )
 
 
-def check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) -> None:
+def _check_same_run(saved: object, run: Mapping[str, object], checkpoint: Path) -> None:
     """Raise ``CheckpointMismatchError`` when ``checkpoint`` was saved by a run unlike this one."""
     found = [
         f"{key} = {theirs} there, {ours} here"
@@ -142,20 +158,21 @@ def require_folder(folder: Path) -> None:
 
 def _choose(config: TrainConfig) -> RunFolder:
     resume, folder = config.run.resume, config.run.folder
-    if resume in ("auto", "never"):
-        path = Path(folder) if folder else _fresh_folder(config)
-        require_folder(path)
-        claim(path / CHECKPOINTS)
+    named = None if resume in ("auto", "never") else Path(resume)
+    require_start(resume)
+    if folder:
+        path = Path(folder)
+    else:
+        path = _fresh_folder(config) if named is None else _home_of(named)
+    require_folder(path)
+    claim(path / CHECKPOINTS)
+    if named is None:
         if resume == "never" and any((path / CHECKPOINTS).glob("step_*")):
             raise PlanError(
                 f"[run] resume = never, but {path} holds checkpoints of an earlier run, which are "
                 "never overwritten; choose another [run] folder, or resume = auto"
             )
         return RunFolder(path=path, checkpoint=latest(path / CHECKPOINTS))
-    named = Path(resume)
-    path = Path(folder) if folder else _home_of(named)
-    require_folder(path)
-    claim(path / CHECKPOINTS)
     checkpoint = _named_start(named)
     # What is passed over is named in the log: the same folder is not looked through twice.
     is_looked_through = path.absolute() == named.absolute()
@@ -171,7 +188,6 @@ def _choose(config: TrainConfig) -> RunFolder:
 def _named_start(named: Path) -> Path:
     """Find the checkpoint that ``named`` is, or the newest of the run that it is."""
     if not (named / CHECKPOINTS).is_dir():
-        require_start(str(named))
         return named
     newest = latest(named / CHECKPOINTS)
     if newest is None:
@@ -186,7 +202,6 @@ def _home_of(named: Path) -> Path:
     """Find the folder of the run that ``named`` is, or that it is a checkpoint of."""
     if (named / CHECKPOINTS).is_dir():
         return named
-    require_start(str(named))
     # A checkpoint stands in checkpoints/ of its run; one that was copied elsewhere stands alone.
     home = named.absolute().parent
     if home.name != CHECKPOINTS:
@@ -201,35 +216,102 @@ def _fresh_folder(config: TrainConfig) -> Path:
     name = Path(config.origin.source).stem or "run"
     path = first = Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     require_folder(path)
-    number = 1
-    while True:
-        try:
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):  # another run, started in the same second
             path.mkdir(parents=True)
-        except FileExistsError:  # another run that was started in the same second
-            number += 1
-            path = first.with_name(f"{first.name}-{number}")
-        else:
-            return path
+            break
+        path = first.with_name(f"{first.name}-{number}")
+    return path
 
 
 def _fingerprint(data: Tensor) -> str:
-    """Size and checksum; of a text larger than 64 MiB, the checksum of its beginning."""
+    """Write size and checksum; of a text larger than 64 MiB, the checksum of its beginning."""
     checksum = zlib.crc32(data[:_FINGERPRINT_BYTES].numpy().data)
     return f"{data.numel()} bytes, crc32 {checksum:08x}"
 
 
 def _differences(first: object, second: object) -> Iterator[tuple[str, str, str]]:
-    """Dotted key and both values wherever two JSON trees differ."""
-    ours, theirs = dict(_leaves(first)), dict(_leaves(second))
+    """List dotted key and both values wherever two JSON trees differ."""
+    ours, theirs = dict(json_leaves(first)), dict(json_leaves(second))
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         if ours.get(key) != theirs.get(key):
             name = key.removeprefix("config.")
             yield name, ours.get(key, "nothing"), theirs.get(key, "nothing")
 
 
-def _leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+def json_leaves(tree: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Read each value of a JSON tree, as text, with its dotted key."""
     if isinstance(tree, Mapping):
         for name, inner in tree.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+            yield from json_leaves(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, json.dumps(tree)
+
+
+def save_run(
+    folder: RunFolder,
+    trainable: Trainable,
+    sampler: Sampler,
+    run: Mapping[str, object],
+    communicator: Communicator,
+    keep_last: int,
+) -> Path:
+    """Save everything that going on exactly needs; returns the checkpoint's folder.
+
+    No generator is saved: before each step it is seeded from the run's seed, the step and the
+    rank's share, so the step's number says it all.
+    """
+    state = trainable.state_dict()
+    state["model"] = dict(state["model"])
+    tensors, structure = flatten(state, "state")
+    metadata: dict[str, JSON] = {
+        "format": FORMAT,
+        "run": json.loads(json.dumps(run)),
+        "sampler": dict(sampler.state_dict()),
+        "state": structure,
+    }
+    return save(
+        folder.checkpoints,
+        tensors,
+        metadata,
+        step=trainable.steps,
+        communicator=communicator,
+        keep_last=keep_last,
+    )
+
+
+def restore_run(
+    checkpoint: Path,
+    trainable: Trainable,
+    sampler: Sampler,
+    run: Mapping[str, object],
+    *,
+    accept_changes: bool,
+) -> None:
+    """Put ``trainable`` and ``sampler`` where the run was when it saved ``checkpoint``.
+
+    Raises ``CheckpointMismatchError`` when it was saved by another run, unless ``accept_changes``,
+    or does not fit the model; ``CheckpointDamagedError`` when its bytes are not those saved.
+    """
+    metadata = read_manifest(checkpoint).metadata
+    if metadata.get("format") != FORMAT:
+        raise CheckpointMismatchError(
+            f"the checkpoint {checkpoint} was not saved by `meshwright train`, or by another "
+            f"version: expected format {FORMAT}, found {metadata.get('format')}"
+        )
+    if not accept_changes:
+        _check_same_run(metadata["run"], run, checkpoint)
+    loaded = load(checkpoint)
+    state = unflatten(metadata["state"], loaded.tensors)
+    position = metadata["sampler"]
+    if not isinstance(state, dict) or not isinstance(position, dict):
+        raise CheckpointMismatchError(f"the checkpoint {checkpoint} holds no state of a run")
+    try:
+        trainable.load_state_dict(state)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"the checkpoint {checkpoint} belongs to another model: "
+            + " ".join(str(error).split())
+            + "; use the [model] it was saved with"
+        ) from error
+    sampler.load_state_dict({key: int(str(value)) for key, value in position.items()})
