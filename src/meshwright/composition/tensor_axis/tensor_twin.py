@@ -20,7 +20,7 @@ from torch import fx, nn
 from meshwright.composition.example_run import copied
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.errors import PlanError
-from meshwright.tensor_parallel.layers.transposed import is_conv1d
+from meshwright.tensor_parallel.layers.linear import is_conv1d
 
 __all__ = ["restore", "twin_of"]
 

@@ -201,12 +201,9 @@ def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, na
 
 
 def _is_following() -> bool:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not function_depth():
         return False
-    if not function_depth():
-        return False
-    stack = function_modes()
-    return any(isinstance(mode, _Following) for mode in stack)
+    return any(isinstance(mode, _Following) for mode in function_modes())
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:

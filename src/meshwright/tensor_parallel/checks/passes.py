@@ -14,6 +14,9 @@ the first time, the second, the fourth, the eighth and so on::
     first pass       parameters without a style: a forgotten seed would train a model on each rank
     passes           what the root is given: a rank that left out a batch computes on other batches
     steps            gradients of what each rank holds whole: copies would be trained apart
+
+Each optimizer is looked at in its first step, and when it has got more parameters: a step of one
+that was built before its parameters became DTensors would change nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ import hashlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
+from meshwright.comm.dtensors.made_dtensors import became
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.gradients import look_at_optimizers
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
     digest_of,
@@ -49,16 +56,19 @@ _KEPT = "passes of models"
 
 
 class Passes:
-    """The passes on one axis of all models that are cut over it."""
+    """The passes on one axis of all models that are cut over it, and all steps of optimizers."""
 
     def __init__(self, axis: Communicator) -> None:
         self.axis = axis
         self._check = EventCheck(axis, "the model", dict, (axis,))
         self._issued = 0
         self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many parameters each optimizer had when it was looked at."""
+        look_at_optimizers()
+        hook = functools.partial(_before_step, weakref.ref(self))
+        weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
 
     @classmethod
     def on(cls, axis: Communicator) -> Passes:
@@ -102,8 +112,23 @@ class Passes:
         """Through the store, at the event ``what``."""
         return functools.partial(self._check.exchange, Event(what))
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step of ``optimizer`` is next: compare gradients where that is due.
+    def look(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError where a step would leave the module's parameters as they are."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._sizes.get(optimizer) == size:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [name for name in map(became, held) if name]
+        if names:
+            raise RuntimeError(
+                f"{len(names)} parameters of a {type(optimizer).__name__}, {names[0]} first, are "
+                "what the module had before parallelize_module made DTensors of them: a step "
+                "would change nothing. Build the optimizer after parallelize_module"
+            )
+        self._sizes[optimizer] = size
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Compare gradients before a step of ``optimizer``, where that is due.
 
         Raises `LayoutError`, on all ranks, where those of one parameter differ.
         """
@@ -114,7 +139,7 @@ class Passes:
             kind = type(optimizer).__name__
             verify_gradients(self.axis, named, self.exchange(f"step {number} of a {kind}"))
 
-    def _held_whole(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    def _held_whole(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
         for held, begin in self._roots:
             root = held()
@@ -132,6 +157,14 @@ class Passes:
         if rest is None or held_whole(parameter, self.axis, parameter) is None:
             return False
         return any(a.ranks == self.axis.ranks for a in mesh_communicators(rest.mesh, "tensor"))
+
+
+def _before_step(passes: weakref.ref[Passes], optimizer: Optimizer, *_: Any) -> None:
+    """A hook of the process on all optimizers, which does not keep ``passes`` alive."""
+    found = passes()
+    if found is not None and not torch.compiler.is_compiling():
+        found.look(optimizer)
+        found.step(optimizer)
 
 
 class _Begin:

@@ -12,6 +12,9 @@ reduce-scatter along that dim, and the other direction an all-gather.
 
 A layer by columns may hold several matrices side by side, such as query, key and value. A rank
 holds its part of each, one after the other, and its output is made of as many parts.
+
+A ``Conv1D`` of Hugging Face's GPT-2 holds its matrix as (input features, output features). It is
+known by what it holds, so that nothing of that package is imported.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from meshwright.tensor_parallel.functions import (
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 from meshwright.torch_internals.tensors import version_of
 
-__all__ = ["ColumnLinear", "RowLinear", "Settings", "by_columns", "by_rows"]
+__all__ = ["ColumnConv1D", "ColumnLinear", "RowConv1D", "RowLinear", "Settings", "is_conv1d"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,13 @@ class _Passage:
     """Whether somebody else sums the gradients of the whole."""
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Check for ``nx`` input, ``nf`` output features, and a weight of that shape."""
+    shape = getattr(module, "nx", None), getattr(module, "nf", None)
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and tuple(weight.shape) == shape
+
+
 class ColumnLinear(nn.Linear):
     """A linear layer that holds some of the output features. Made by `ColwiseParallel`."""
 
@@ -121,7 +131,7 @@ class ColumnLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Output features of this rank, laid out as the style says."""
         features = self.in_features, self.out_features
-        return by_columns(self, self._tensor_parallel, input, features)
+        return _by_columns(self, self._tensor_parallel, input, features)
 
 
 class RowLinear(nn.Linear):
@@ -133,10 +143,38 @@ class RowLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, laid out as the style says, with the bias added once."""
         features = self.in_features, self.out_features
-        return by_rows(self, self._tensor_parallel, input, features)
+        return _by_rows(self, self._tensor_parallel, input, features)
 
 
-def by_columns(
+class _Conv1D(nn.Module):
+    """Either of the classes that are put before that of a ``Conv1D``."""
+
+    _tensor_parallel: Settings
+    nx: int
+    nf: int
+
+
+class ColumnConv1D(_Conv1D):
+    """A ``Conv1D`` that holds some of the output features: put before the module's own class."""
+
+    @untraced
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Output features of this rank, laid out as the style says."""
+        settings, features = self._tensor_parallel, (self.nx, self.nf)
+        return _by_columns(self, settings, x, features, is_transposed=True)
+
+
+class RowConv1D(_Conv1D):
+    """A ``Conv1D`` that holds some of the input features: put before the module's own class."""
+
+    @untraced
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, laid out as the style says, with the bias added once."""
+        settings, features = self._tensor_parallel, (self.nx, self.nf)
+        return _by_rows(self, settings, x, features, is_transposed=True)
+
+
+def _by_columns(
     module: nn.Module,
     settings: Settings,
     input: torch.Tensor,
@@ -172,7 +210,7 @@ def by_columns(
     return site.leave(found, settings.output, is_local=settings.is_local)
 
 
-def by_rows(
+def _by_rows(
     module: nn.Module,
     settings: Settings,
     input: torch.Tensor,
@@ -366,9 +404,7 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
 
 
 def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """Compute the ``whole`` of ``x`` in a backward, of which each rank goes on to compute the
-    same.
-    """
+    """Compute the ``whole`` of ``x`` in a backward that goes on the same on each rank."""
     if passage.dim is None:
         return x
     if not torch.is_grad_enabled():
