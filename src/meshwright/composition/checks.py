@@ -8,7 +8,6 @@ from torch import nn
 
 from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.composition.compiling import compile_problems
 from meshwright.composition.pipelines.pipelined import SCHEDULES
 from meshwright.composition.pipelines.stages import chunks_of
 from meshwright.composition.tensor_axis.tensor_rules import rule_problems
@@ -74,8 +73,14 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
         chunks = chunks_of(pipeline, ranks)
         if issubclass(SCHEDULES[pipeline.schedule], PipelineScheduleSingle) and chunks > 1:
             raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
-        build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
-        yield from compile_problems(plan, chunks)
+        schedule = build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
+        if plan.train.compile and schedule.split_backward:
+            yield Problem(
+                ("train", "compile"),
+                f"compile = true: schedule = {pipeline.schedule!r} in [pipeline] runs a backward "
+                "in two halves, and the graph of a compiled stage has one: take a schedule with "
+                'whole backwards, such as "1f1b" or "interleaved1f1b", or remove compile',
+            )
     except PlanError as error:
         yield Problem(("pipeline", "split"), str(error))
     except ValueError as error:

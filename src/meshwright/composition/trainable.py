@@ -193,9 +193,10 @@ class Trainable:
             self._raised_in = f"step {self.steps}"
             self._start_over()
             raise
-        if is_last and self._layout.has_buffers():
+        if is_last and (buffers := self._layout.buffers_now()):
             with phase("buffers", step=self.steps):
-                self._layout.synchronise_buffers()
+                for each in buffers:
+                    each.synchronise()
 
     def optimizer_step(self) -> StepResult:
         """The second half of `step`: norm, stop or skip, clip, optimizer, zero."""

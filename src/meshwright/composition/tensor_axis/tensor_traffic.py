@@ -7,7 +7,7 @@ of a batch, then gradients that are parts of a sum over the ranks, then the norm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,18 +34,17 @@ class TensorTraffic:
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
 
-    def inside(self, modules: Collection[str]) -> TensorTraffic:
-        """That of ``modules``, by name: of the stages that one rank has."""
+    def inside(self, stages: Iterable[nn.Module]) -> TensorTraffic:
+        """Find that of the modules in ``stages``, which one rank has."""
+        names = {name for stage in stages for name, _ in stage.named_modules()}
         mine = [
-            tuple(c for c in each if c.label.rpartition(" ")[0] in modules)
+            tuple(c for c in each if c.label.rpartition(" ")[0] in names)
             for each in (self.forward, self.backward)
         ]
         return replace(self, forward=mine[0], backward=mine[1])
 
     def of_step(self, module: nn.Module, passes: int, sums: int) -> Iterator[Collective]:
-        """List the collectives of ``passes`` passes; partial gradients are added up ``sums``
-        times.
-        """
+        """List the collectives of ``passes`` passes, with ``sums`` sums of partial gradients."""
         partial = list(self._partial(module))
         for number in range(passes):
             yield from self.forward
