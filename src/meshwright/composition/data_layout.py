@@ -61,7 +61,7 @@ class DataLayout(ABC):
 
     def buffers_now(self) -> list[EqualBuffers]:
         """List the buffers that follow rank 0, where there are any now."""
-        return [each for each in self.buffers if each.look()]
+        return list(filter(EqualBuffers.look, self.buffers))
 
     @abstractmethod
     def describe(self, module: nn.Module, plan: Plan) -> Description:
@@ -69,7 +69,7 @@ class DataLayout(ABC):
 
 
 class ReplicatedLayout(DataLayout):
-    """Every rank holds the whole model."""
+    """The whole model on every rank."""
 
     def __init__(self, replica: Replica, module: nn.Module, *, is_cut: bool) -> None:
         """``is_cut`` says that parameters of ``module`` are cut over ranks of axis tensor."""
@@ -103,7 +103,7 @@ class ReplicatedLayout(DataLayout):
 
 
 class ShardedLayout(DataLayout):
-    """Every rank holds a part of each parameter, over axis shard, and perhaps replicate too."""
+    """A part of each parameter on every rank, over axis shard, and perhaps replicate too."""
 
     def __init__(
         self,

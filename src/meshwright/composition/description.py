@@ -42,7 +42,7 @@ class ParameterRow:
     unit: str | None = None
     """The unit that it is gathered and reduced with; None where every rank holds the whole."""
     is_trained: bool = True
-    """Whether it has a gradient."""
+    """True when it has a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Description:
     rank: int
     parameters: tuple[ParameterRow, ...]
     collectives: tuple[Collective, ...]
-    """What this rank issues in one optimizer step: over data axes, with buckets in the order of
+    """Those of one optimizer step on this rank: over data axes, with buckets in the order of
     their launches, then by modules over axis tensor, pass by pass, then the norm of gradients."""
     settings: tuple[str, ...]
     """One line for each setting of the plan: what it did."""
@@ -173,7 +173,7 @@ def describe_sharded(
 
 
 def _unit_collectives(unit: Unit, group: ParameterGroup) -> Iterator[Collective]:
-    """One gather before the forward, one before the backward unless kept, and the reductions."""
+    """List a gather before the forward, one before the backward unless kept, and reductions."""
     layout, axes = group.buffer.layout, group.axes
     compute = group.types.compute
     kinds = [("all_gather", axes.shard, size, compute, "unshard") for size in group.buffer.gathers]

@@ -28,12 +28,7 @@ from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.tensor_axis.tensor_rules import STYLES, ModelCut
-from meshwright.data_parallel import (
-    ReductionSettings,
-    ReplicateOptions,
-    flat_groups,
-    replicate,
-)
+from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups, replicate
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.flat.optimizer import parts_of_flat
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
@@ -171,12 +166,19 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
 
 def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
     """Keep ``model`` equal on all ranks that read different shares of a batch."""
+    cap_bytes, reduce = int(plan.buckets.cap_mb * 2**20), plan.precision.reduce
     options = ReplicateOptions(
         process_group=peers.data.group,
         axis="replicate",
         # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
         broadcast_buffers=False,
-        reduction=_reduction(plan),
+        reduction=ReductionSettings(
+            first_bytes=min(2**20, cap_bytes),
+            cap_bytes=cap_bytes,
+            is_gradient_view=True,
+            reduce_dtype=None if reduce is None else getattr(torch, reduce),
+            is_watched=True,
+        ),
     )
     replicate.apply(model, options)
     is_cut = plan.axes.size("tensor") > 1
@@ -238,18 +240,6 @@ def _blocks(model: nn.Module) -> list[str]:
         for number, child in part.named_children()
         if any(True for _ in child.parameters())
     ]
-
-
-def _reduction(plan: Plan) -> ReductionSettings:
-    cap_bytes = int(plan.buckets.cap_mb * 2**20)
-    reduce = plan.precision.reduce
-    return ReductionSettings(
-        first_bytes=min(2**20, cap_bytes),
-        cap_bytes=cap_bytes,
-        is_gradient_view=True,
-        reduce_dtype=None if reduce is None else getattr(torch, reduce),
-        is_watched=True,
-    )
 
 
 def recompute_modules(model: nn.Module, plan: Plan) -> None:

@@ -141,7 +141,7 @@ def _call_what_was_cut(root: nn.Module) -> None:
 
 
 def _look_on(module: nn.Module, inputs: object) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 def _check_plan(plan: object) -> None:

@@ -70,12 +70,12 @@ class Labels:
         return Labels(name, f"{name} forward", f"{name} backward")
 
     def turned(self) -> Labels:
-        """For what a backward does as a step that is differentiated again."""
+        """Make those of a backward that is differentiated again."""
         return Labels(self.name, self.backward, self.backward)
 
 
 def copy_to(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
-    """``x``, of which each rank computes another part: its Partial gradients are summed."""
+    """Pass on ``x``, of which each rank uses another part: Partial gradients are summed."""
     return _apply(x, _same, functools.partial(_sum, axis, labels.backward), axis)
 
 
@@ -93,8 +93,7 @@ def gather_from(
     total: int,
     partial: bool = False,
 ) -> torch.Tensor:
-    """Compute the whole of which every rank holds a chunk along ``dim``, of ``total`` rows
-    together.
+    """Compute the whole, ``total`` rows along ``dim``, of which every rank holds a chunk.
 
     ``partial`` says that each rank computes another part of what is made of the whole, so that the
     gradients which come back are to be summed.
@@ -108,7 +107,7 @@ def gather_from(
 
 
 def scatter_to(x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int) -> torch.Tensor:
-    """This rank's chunk along ``dim`` of ``x``, which every rank holds."""
+    """Cut this rank's chunk along ``dim`` of ``x``, which every rank holds."""
     back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
     return _apply(x, functools.partial(_slice, axis, dim), back, axis)
 
@@ -116,7 +115,7 @@ def scatter_to(x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int)
 def reduce_scatter_to(
     x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int
 ) -> torch.Tensor:
-    """This rank's chunk along ``dim`` of the sum of every rank's ``x``."""
+    """Compute this rank's chunk along ``dim`` of the sum of every rank's ``x``."""
     back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
     return _apply(x, functools.partial(_sum_part, axis, labels.forward, dim), back, axis)
 
@@ -135,7 +134,7 @@ def exchange(
 
 
 def own_part(x: torch.Tensor, axis: Communicator, dim: int) -> torch.Tensor:
-    """This rank's chunk of ``x`` along ``dim``: a view."""
+    """View this rank's chunk of ``x`` along ``dim``."""
     start, length = chunk(x.shape[dim], axis.size, axis.rank)
     return x.narrow(dim, start, length)
 
@@ -277,7 +276,7 @@ _Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Adjoints(torch.autograd.Function):
-    """One operation forward and another backward; in a backward of the backward, the first."""
+    """A node of one operation forward and another backward; twice backward, the first."""
 
     # The compiler reads these signatures, so they cannot be autograd's general ones.
     @staticmethod

@@ -68,7 +68,7 @@ def cross_entropy_of_parts(
     z_loss: float = 0.0,
     data_axes: Sequence[Communicator] = (),
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`torch.nn.functional.cross_entropy` of this rank's columns of the logits.
+    """Compute `torch.nn.functional.cross_entropy` of this rank's columns of the logits.
 
     ``logits`` has the shape ``(tokens, columns)`` or ``(batch, columns, ...)``, or ``(columns,)``;
     ``target`` has class indices in that shape without the columns, the same on all ranks of
@@ -270,7 +270,7 @@ def _own_weights(weight: torch.Tensor | None, x: torch.Tensor, terms: _Terms) ->
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Within the block, cross entropy does not gather logits whose classes are cut over ranks.
+    """Keep cross entropy from gathering logits whose classes are cut over ranks, in the block.
 
     ``torch.nn.functional.cross_entropy`` and ``torch.nn.CrossEntropyLoss`` of a DTensor then go
     through `cross_entropy_of_parts`; other inputs are computed as before. Exactly one dim of the

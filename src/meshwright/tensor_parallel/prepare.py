@@ -23,7 +23,7 @@ Layouts = AnyPlacement | tuple[AnyPlacement | None, ...]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Brings the inputs of a module from ``input_layouts`` to ``desired_input_layouts``.
+    """A style that brings inputs from ``input_layouts`` to ``desired_input_layouts``.
 
     One layout for each positional input, None for one that stays as it is; keyword inputs by name.
     A DTensor says its own layout. The module gets DTensors, local tensors with
@@ -93,7 +93,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Brings the outputs of a module from ``output_layouts`` to ``desired_output_layouts``.
+    """A style that brings outputs from ``output_layouts`` to ``desired_output_layouts``.
 
     As `PrepareModuleInput`; the caller gets local tensors, or DTensors with
     ``use_local_output=False``.
@@ -176,7 +176,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _each(layouts: Layouts) -> tuple[AnyPlacement | None, ...]:
-    """One layout for each tensor, as torch's; None where it stays as it is."""
+    """List a layout for each tensor, as torch's; None where it stays as it is."""
     given = layouts if isinstance(layouts, tuple) else (layouts,)
     return tuple(None if each is None else torch_placements([each])[0] for each in given)
 
@@ -211,7 +211,7 @@ def _moved(
     *,
     is_local: bool,
 ) -> object:
-    """``x`` from the first layout of ``pair`` to the second; as it is where the first is None."""
+    """Bring ``x`` from the first layout of ``pair`` to the second, unless the first is None."""
     declared, desired = pair
     if declared is None:
         return x

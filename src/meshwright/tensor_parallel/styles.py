@@ -166,7 +166,7 @@ class _Layered(ParallelStyle):
 
 
 class ColwiseParallel(_Layered):
-    """Cuts the output features of a `torch.nn.Linear` or `torch.nn.Embedding` over ranks.
+    """A cut over ranks of the output features of a `torch.nn.Linear` or `torch.nn.Embedding`.
 
     A ``Conv1D`` of Hugging Face counts as a Linear whose weight has its dims the other way round.
 
@@ -188,7 +188,7 @@ class ColwiseParallel(_Layered):
 
 
 class FusedColwiseParallel(_Layered):
-    """Cuts a layer that holds ``parts`` matrices of one size side by side, each over all ranks.
+    """A cut of a layer that holds ``parts`` matrices of one size side by side, each over ranks.
 
     For query, key and value in one `torch.nn.Linear` or ``Conv1D``, or gate and up. The module
     returns the parts of this rank one after the other, as local tensors that are to be split.
@@ -230,7 +230,7 @@ class FusedColwiseParallel(_Layered):
 
 
 class RowwiseParallel(_Layered):
-    """Cuts the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
+    """A cut of the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
 
     ``input_layouts``: of the local tensor that comes (``Shard(-1)``; give Replicate for an
     Embedding). ``output_layouts``: of what is returned (Replicate). A DTensor says its own layout.
@@ -251,7 +251,7 @@ class RowwiseParallel(_Layered):
 
 
 class SequenceParallel(ParallelStyle):
-    """Runs a module (a norm, dropout) on this rank's part of dim ``sequence_dim`` of its input.
+    """A style of modules (a norm, dropout) that run on a part of dim ``sequence_dim`` of the input.
 
     A local input is taken for that part; a DTensor is cut where it is not. The parameters are
     replicated, and their gradients summed over ranks: one all-reduce for all of them at the end of

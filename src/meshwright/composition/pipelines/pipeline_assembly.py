@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -32,13 +32,13 @@ from meshwright.composition.pipelines.stages import CutModel, cut_model
 from meshwright.composition.pipelines.step_hooks import StepHooks, resting
 from meshwright.composition.pipelines.taken_apart import LossScope, guard
 from meshwright.composition.pipelines.tied_values import TiedValues
-from meshwright.composition.tensor_axis.tensor_check import WholeRun
+from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, WholeRun
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
-from meshwright.composition.tensor_axis.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import synchronise_batch_norm
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineStage, build_stage
+from meshwright.pipelining.stepping.ties import counted
 from meshwright.plan import Plan
 from meshwright.randomness import Draws
 from meshwright.schedule.builders import stage_ranks
@@ -75,11 +75,13 @@ def pipelined(
     with resting(model.parameters()):  # what replaces a parameter gets its hooks below
         layouts, stages = _lay_out(found, mine, plan, cut, peers)
     ranks = [pipeline.ranks[rank] for rank in holders]
-    modules, copies = StageModules(own), frozenset(map(id, _copies(found, mine)))
+    modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
+    counts = {id(parameter) for parameter in counted(numbered, found.ties)}
+    copies = {id(parameter) for parameter in modules.parameters()} - counts
     # Units of shards put parameters into modules and back.
     fixed = () if plan.axes.size("shard") > 1 else (modules,)
     hooks = StepHooks(dict(modules.named_parameters()), fixed)
-    tied = TiedValues(dict(zip(mine, own, strict=True)), found.ties, ranks, peers.data.size)
+    tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
     for module in own:
         given.carry(module)
     show(model, own)
@@ -175,16 +177,6 @@ def _other_names(found: CutModel) -> dict[str, str]:
     """List, for each name of a tied parameter that is not its first, that one."""
     names = ((tie.names[0][1], name) for tie in found.ties for _, name in tie.names)
     return {name: first for first, name in names if name != first}
-
-
-def _copies(found: CutModel, mine: Collection[int]) -> list[nn.Parameter]:
-    """List the parameters of this rank that another stage has as well, and counts."""
-    return [
-        found.modules[stage].get_parameter(name)
-        for tie in found.ties
-        for stage, name in tie.names
-        if stage in mine and stage != tie.owner
-    ]
 
 
 def _check(plan: Plan, found: CutModel) -> None:

@@ -36,7 +36,7 @@ class StageModules(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the model."""
+        """List what the stages hold, by its names in the model."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
@@ -45,7 +45,7 @@ class StageModules(nn.Module):
                     yield name, parameter
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
-        """As of the model."""
+        """List what the stages hold, by its names in the model."""
         found: dict[str, Any] = {}
         for stage in self.stages:
             found.update(stage.state_dict(**options))
@@ -190,7 +190,7 @@ def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torc
 
 
 def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
-    """Nested state of all ranks of ``axis``, on each, in rank order."""
+    """List the nested state of all ranks of ``axis``, on each, in rank order."""
     tensors, structure = flatten(dict(own), str(axis.rank))
     whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     everything = union(whole, axis)

@@ -4,7 +4,7 @@ Bottom-up:
 
     following  layouts, followed through the first forward
     equality   what each rank holds whole is equal
-    passes     whether ranks do the same, with the same values, and what optimizers hold
+    passes     whether ranks do the same, with the same values
 """
 
 from __future__ import annotations

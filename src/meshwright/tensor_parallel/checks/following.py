@@ -177,7 +177,7 @@ def _spread_buffers(module: nn.Module) -> set[str]:
 def mark(
     tensor: torch.Tensor, placement: AnyPlacement, axis: Communicator, name: str
 ) -> torch.Tensor:
-    """``tensor``, which module ``name`` returns; marked where layouts are followed now."""
+    """Mark ``tensor``, which module ``name`` returns, where layouts are followed now."""
     if _is_following() and not isinstance(placement, Partial):
         vars(tensor)[_MARK] = _Mark(placement, axis, name)
     return tensor

@@ -14,9 +14,6 @@ the first time, the second, the fourth, the eighth and so on::
     first pass       parameters without a style: a forgotten seed would train a model on each rank
     passes           what the root is given: a rank that left out a batch computes on other batches
     steps            gradients of what each rank holds whole: copies would be trained apart
-
-Each optimizer is looked at in its first step, and when it has got more parameters: a step of one
-that was built before its parameters became DTensors would change nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
-from meshwright.comm.dtensors.made_dtensors import became
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.gradients import look_at_optimizers
@@ -64,8 +60,6 @@ class Passes:
         self._issued = 0
         self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How many parameters each optimizer had when it was looked at."""
         look_at_optimizers()
         hook = functools.partial(_before_step, weakref.ref(self))
         weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
@@ -98,7 +92,7 @@ class Passes:
             self._roots.append((weakref.ref(root), begin))
 
     def begin(self, root: str) -> None:
-        """The forward of ``root`` is next. Raises `CollectiveMismatchError`, see `EventCheck`."""
+        """Note that a forward of ``root`` is next. Raises CollectiveMismatchError: `EventCheck`."""
         issued = self.axis.counts.get("", 0)
         kind = "" if torch.is_grad_enabled() else " without gradients"
         since = f"{issued - self._issued} collectives after the one before"
@@ -109,23 +103,8 @@ class Passes:
         self._check.happens(event, after=after)
 
     def exchange(self, what: str) -> Exchange:
-        """Through the store, at the event ``what``."""
+        """Make an exchange through the store, at the event ``what``."""
         return functools.partial(self._check.exchange, Event(what))
-
-    def look(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError where a step would leave the module's parameters as they are."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._sizes.get(optimizer) == size:
-            return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [name for name in map(became, held) if name]
-        if names:
-            raise RuntimeError(
-                f"{len(names)} parameters of a {type(optimizer).__name__}, {names[0]} first, are "
-                "what the module had before parallelize_module made DTensors of them: a step "
-                "would change nothing. Build the optimizer after parallelize_module"
-            )
-        self._sizes[optimizer] = size
 
     def step(self, optimizer: Optimizer) -> None:
         """Compare gradients before a step of ``optimizer``, where that is due.
@@ -160,10 +139,9 @@ class Passes:
 
 
 def _before_step(passes: weakref.ref[Passes], optimizer: Optimizer, *_: Any) -> None:
-    """A hook of the process on all optimizers, which does not keep ``passes`` alive."""
+    """Look at a step of any optimizer; the hook does not keep ``passes`` alive."""
     found = passes()
     if found is not None and not torch.compiler.is_compiling():
-        found.look(optimizer)
         found.step(optimizer)
 
 
@@ -207,7 +185,7 @@ class _Begin:
         return self
 
     def plain_of(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters without a style that are as they were, or are sharded over other axes."""
+        """List parameters without a style that are as they were, or sharded over other axes."""
         for name, parameter in root.named_parameters():
             known, was_empty = self._plain.get(name, (0, False))
             is_same = not parameter.is_meta and (known == id(parameter) or was_empty)
