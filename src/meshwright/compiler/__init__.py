@@ -5,16 +5,14 @@ Bottom-up:
     bucket_plan  the marks that go together
     bucket_pass  marks that become fused reductions
     guarantees   properties that are checked after the pass
-    marking      the pass and its settings, loaded by the first traced replica
-    entries      ways to compile
+    marking      the pass, its settings and ways to compile, loaded by the first traced replica
     breaks       the ends of graphs, with reasons
 """
 
 from __future__ import annotations
 
 from meshwright.compiler.breaks import GraphBreak, GraphBreaks
-from meshwright.compiler.entries import aot_backend, compile_module, compiled_autograd
-from meshwright.compiler.marking import MARKING
+from meshwright.compiler.marking import MARKING, aot_backend, compile_module, compiled_autograd
 
 counters = MARKING.counters
 """What the compiled reductions of this process have done so far."""

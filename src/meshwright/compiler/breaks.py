@@ -1,6 +1,4 @@
-"""The ends of compiled graphs, with reasons: as torch says while it compiles, with the user's
-lines.
-"""
+"""The ends of compiled graphs, with reasons and the user's lines, as torch says of them."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class GraphBreak:
 
 
 class GraphBreaks(logging.Filter):
-    """Finds where graphs end in what is compiled inside of its block.
+    """The places where graphs end in what is compiled inside of the block.
 
     What torch has told of before, it does not tell again until `torch.compiler.reset`.
 
@@ -92,9 +90,7 @@ class GraphBreaks(logging.Filter):
 
 
 def _read(text: str) -> GraphBreak | None:
-    """Read the break that ``text`` tells of; None when that was told before, and comes without a
-    line.
-    """
+    """Read the break that ``text`` tells of; None when it comes without a line, told before."""
     place, frames = _PLACE.search(text.partition("\n")[0]), _FRAME.findall(text)
     if place is None or not frames:
         return None

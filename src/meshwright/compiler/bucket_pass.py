@@ -81,7 +81,7 @@ def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
 
 
 class _Writer:
-    """Adds nodes to a graph, each with the value that the trace would have seen."""
+    """The new nodes of a graph, each with the value that the trace would have seen."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
         self._graph = graph
@@ -152,7 +152,7 @@ class _Writer:
 
 
 def _ask_before_each_model(write: _Writer, buckets: Sequence[_Emitted]) -> None:
-    """Before the first reduction of a model all ranks agree on what they are about to reduce."""
+    """Have all ranks agree on what they reduce, before the first reduction of each model."""
     by_model: dict[str, list[_Emitted]] = {}
     for bucket in buckets:
         by_model.setdefault(bucket.plan.marks[0].model, []).append(bucket)
@@ -169,7 +169,9 @@ def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted])
     """Bring all nodes into the order that the head of this file draws."""
     means = {node for bucket in buckets for node in bucket.receive}
     last = _with_dependents(old, means)
-    queues = _by_group(buckets)
+    queues: dict[str, list[_Emitted]] = {}
+    for bucket in buckets:
+        queues.setdefault(bucket.plan.marks[0].group, []).append(bucket)
     ordered: list[fx.Node] = []
     seen: set[fx.Node] = set()
     for node in old:
@@ -177,10 +179,10 @@ def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted])
             continue
         ordered.append(node)
         seen.add(node)
-        for queue in queues:
+        for queue in queues.values():
             while queue and all(mark.gradient in seen for mark in queue[0].plan.marks):
                 ordered += queue.pop(0).send
-    if any(queues):
+    if any(queues.values()):
         raise InternalError("a marked gradient is computed from the mean of another one")
     waiting = list(buckets)
     for node in [*(node for node in old if node in last), output]:
@@ -195,23 +197,11 @@ def _order(output: fx.Node, old: Sequence[fx.Node], buckets: Sequence[_Emitted])
 
 
 def _with_dependents(old: Iterable[fx.Node], means: set[fx.Node]) -> set[fx.Node]:
-    """Collect the nodes that must come after ``means``, and the write-backs into the graph's
-    inputs.
-    """
+    """Collect what must come after ``means``, and what writes back into the graph's inputs."""
     found: set[fx.Node] = set()
     for node in old:
-        writes_back = node.target is _ATEN.copy_.default and _is_input(node.args[0])
+        copied = node.args[0] if node.target is _ATEN.copy_.default else None
+        writes_back = isinstance(copied, fx.Node) and copied.op == "placeholder"
         if writes_back or any(n in means or n in found for n in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _is_input(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.op == "placeholder"
-
-
-def _by_group(buckets: Sequence[_Emitted]) -> list[list[_Emitted]]:
-    groups: dict[str, list[_Emitted]] = {}
-    for bucket in buckets:
-        groups.setdefault(bucket.plan.marks[0].group, []).append(bucket)
-    return list(groups.values())

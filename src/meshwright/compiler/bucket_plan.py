@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -88,19 +88,8 @@ def marks_of(graph: fx.Graph) -> list[Mark]:
     """List the marks of ``graph``, in the order of its nodes."""
     found: list[Mark] = []
     for node in graph.find_nodes(op="call_function", target=GRAD_REDUCE):
-        gradient, index, ranks, group, model, mode, sizes = node.args
-        found.append(
-            Mark(
-                node,
-                cast("fx.Node", gradient),
-                cast("int", index),
-                cast("int", ranks),
-                cast("str", group),
-                cast("str", model),
-                cast("str", mode),
-                tuple(cast("Sequence[int]", sizes)),
-            )
-        )
+        *others, sizes = cast("tuple[Any, ...]", node.args)
+        found.append(Mark(node, *others, sizes=tuple(sizes)))
     return found
 
 

@@ -34,11 +34,11 @@ def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> 
     for plan in plans:
         sizes = [sum(mark.bytes for mark in part) for part in plan.parts]
         expected.setdefault(plan.marks[0].group, []).extend(sizes)
-    ours = {node for node in graph.nodes if _is_planned(node, expected)}
     found: dict[str, list[int]] = {}
     for node in graph.nodes:
-        if node in ours:
-            found.setdefault(str(node.args[2]), []).append(_bytes_of(node))
+        if node.target in _REDUCTIONS and node.args[2] in expected:
+            size = sum(leaf.nbytes for leaf in tree_leaves(node.meta["val"]))
+            found.setdefault(str(node.args[2]), []).append(size)
     if found != expected:
         raise InternalError(f"buckets of {expected} bytes were planned, the graph has {found}")
     allowed = before + 2 * sum(plan.bytes for plan in plans)
@@ -51,9 +51,7 @@ def check_buckets(graph: fx.Graph, plans: Sequence[BucketPlan], before: int) -> 
 
 
 def peak_bytes(graph: fx.Graph) -> int:
-    """Compute the most bytes that values of ``graph`` hold at once, if each is freed after its last
-    use.
-    """
+    """Compute the most bytes that values of ``graph`` hold, each freed after its last use."""
     last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for argument in node.all_input_nodes:
@@ -94,11 +92,3 @@ def _storages(node: fx.Node, before: Mapping[fx.Node, Mapping[int, int]]) -> dic
 def _size(tensor: torch.Tensor) -> int:
     size = tensor.untyped_storage().nbytes()
     return size if isinstance(size, int) else 0
-
-
-def _is_planned(node: fx.Node, groups: dict[str, list[int]]) -> bool:
-    return node.target in _REDUCTIONS and node.args[2] in groups
-
-
-def _bytes_of(node: fx.Node) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(node.meta["val"]))

@@ -1,4 +1,8 @@
-"""Marked gradients under `torch.compile`: the pass, its settings, the routes of marks."""
+"""Marked gradients under `torch.compile`: the pass, its settings, and ways to compile with them.
+
+The settings are scoped to what is compiled here; backward passes are compiled too, and a backend
+without code generation runs the pass alone.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,21 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
+import torch
 from torch import fx, nn
 
 from meshwright.compiler import bucket_pass, bucket_plan, guarantees
 from meshwright.torch_internals import compile as internals
-from meshwright.torch_internals.modules import call_of
+from meshwright.torch_internals.modules import call_of, set_compiled_call
 
-__all__ = ["MARKING", "fuse"]
+__all__ = ["MARKING", "aot_backend", "compile_module", "compiled_autograd"]
+
+M = TypeVar("M", bound=nn.Module)
+
+CompilerFunction = Callable[[fx.GraphModule], Callable[..., Any]]
 
 _log = logging.getLogger("meshwright")
 
@@ -29,7 +38,7 @@ _CONCAT = "fuse_ddp_with_concat_op"
 _COALESCED = "fuse_ddp_with_coalesced_op"
 
 
-def fuse(graph: fx.Graph) -> None:
+def _fuse(graph: fx.Graph) -> None:
     """Fuse the marks of ``graph``, if it has any, and check what came of it."""
     if not bucket_plan.marks_of(graph):
         return
@@ -41,13 +50,13 @@ def fuse(graph: fx.Graph) -> None:
 
 
 class _FusePass(internals.CustomGraphPass):
-    """`fuse`, as inductor calls it. All that it depends on stands in the graph."""
+    """The pass as inductor calls it. All that it depends on stands in the graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        fuse(graph)
+        _fuse(graph)
 
     def uuid(self) -> str:
-        """Equal for equal versions of the pass: compiled graphs are cached under it."""
+        """Name the version of the pass: compiled graphs are cached under it."""
         return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass, guarantees))
 
 
@@ -67,9 +76,7 @@ class _Marking:
         self._warned: set[str] = set()
 
     def route(self, module: nn.Module | None) -> tuple[str, str]:
-        """Choose the route of the marks of ``module``, and the way buckets are sent, as torch's
-        settings say.
-        """
+        """Choose the route of the marks of ``module``, and how buckets are sent, by settings."""
         if not self._depth and module not in self.scoped:
             self._install()
         if internals.dynamo_settings.optimize_ddp not in _IN_HOOKS:
@@ -79,7 +86,7 @@ class _Marking:
         return "hooks", "concat" if is_concat else "coalesced"
 
     def settings(self) -> Mapping[str, Any]:
-        """Inductor's settings while it compiles a graph with marks, by their names."""
+        """List inductor's settings while it compiles a graph with marks, by their names."""
         found: object = internals.inductor_settings.post_grad_custom_post_pass
         others = [] if found is None else list(found) if isinstance(found, list) else [found]
         passes = [*(each for each in others if each is not self.fuse_pass), self.fuse_pass]
@@ -92,8 +99,7 @@ class _Marking:
         )
 
     def frame(self, module: nn.Module) -> Callable[..., Any]:
-        """Make a call of ``module`` in a frame that `torch.compile` takes, which torch's own are
-        not.
+        """Make a call of ``module`` in a frame that `torch.compile` takes, unlike torch's own.
 
         Graphs belong to the code of a frame, and there are only so many to one. Modules of equal
         build share theirs, others do not.
@@ -108,7 +114,7 @@ class _Marking:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """The settings hold inside of the block."""
+        """Have the settings inside of the block."""
         self._depth += 1
         try:
             settings = {**self.settings(), "reorder_for_locality": False}
@@ -118,7 +124,7 @@ class _Marking:
             self._depth -= 1
 
     def ran(self, plan: str) -> None:
-        """A graph with ``plan`` runs: tell both counters."""
+        """Tell both counters that a graph with ``plan`` runs."""
         _, rows = json.loads(plan)
         self.counters["ddp_buckets"] = internals.counters["inductor"]["ddp_buckets"] = len(rows)
 
@@ -140,3 +146,62 @@ class _Marking:
 
 
 MARKING = _Marking()
+
+
+def compile_module(module: M, *, fullgraph: bool = False, dynamic: bool | None = None) -> M:
+    """Compile ``module`` in place, with the gradient reductions inside of its graphs.
+
+    As ``module.compile()``, but the settings that this needs hold for its graphs alone, and views
+    are computed anew in the backward pass: what they look at is kept, and serves what else is
+    computed from it. Names and state dict stay as they are. ``fullgraph`` and ``dynamic`` are those
+    of `torch.compile`.
+    """
+    MARKING.scoped.update(module.modules())
+    if (module.forward.__module__ or "").startswith("torch."):  # None for what torch.fx has written
+        call = torch.compile(
+            MARKING.frame(module), backend=_inductor, fullgraph=fullgraph, dynamic=dynamic
+        )
+        set_compiled_call(module, call)
+    else:
+        module.compile(backend=_inductor, fullgraph=fullgraph, dynamic=dynamic)
+    return module
+
+
+@contextlib.contextmanager
+def compiled_autograd(
+    compiler_fn: CompilerFunction | None = None, *, dynamic: bool = True
+) -> Iterator[None]:
+    """Compile backward passes in the block, with the hooks of replicated modules.
+
+    ``compiler_fn`` compiles the graph of a backward pass; `torch.compile` does when it is left out.
+    The settings that this needs are undone at the end of the block.
+
+    Raises RuntimeError where torch has no such switch.
+    """
+    enable = internals.backward_compiler()
+    if enable is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot compile backward passes (it has no "
+            "torch._dynamo.compiled_autograd._enable): compile the forward alone"
+        )
+    with MARKING.scope(), enable(compiler_fn or torch.compile, dynamic=dynamic):
+        yield
+
+
+def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    # Where a view of an activation is kept for a product, its sign is kept beside it: one byte an
+    # element, which generated code of the CPU writes eight times slower than a float.
+    with internals.functorch_settings.patch(recompute_views=True):
+        compiled = internals.compile_graph(graph, inputs, options=dict(MARKING.settings()))
+    return cast("Callable[..., Any]", compiled)
+
+
+def _fuse_and_run(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    _fuse(graph.graph)
+    graph.recompile()
+    return internals.make_boxed_func(graph.forward)
+
+
+aot_backend = internals.aot_autograd(fw_compiler=_fuse_and_run, bw_compiler=_fuse_and_run)
+"""A backend for `torch.compile`: reductions are fused, nodes run in the graph's order, no code is
+generated. For tests, and for models whose code generation fails."""

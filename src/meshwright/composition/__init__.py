@@ -3,18 +3,16 @@
 Bottom-up:
 
     axis_groups       the ranks along the axes of a plan
-    given_parameters  the parameters as they were given, and optimizers of them
-    starting_values   values of a model on the meta device
-    named_optimizer   optimizer state by parameter name
+    example_run       a run of a copy of the model on its example
     description       what a layout does, in words and numbers
     data_layout       the axes over which ranks read different data
     tensor_axis       layers that are cut over axis tensor, and the check of them
-    example_run       a run of a copy of the model on its example
-    compiling         what of a layout is compiled
-    laying_out        device, dropout, layers and data axes of a module
+    checks            contradictions of a plan and a model
+    laying_out        values, dropout, layers, data axes and graphs of a module
+    given_parameters  the parameters as they were given, and optimizers of them
+    named_optimizer   optimizer state by parameter name
     trainable         a model that has been laid out, and its step
     pipelines         models whose stages lie on different ranks
-    checks            contradictions of a plan and a model
     assembly          `parallelize`: the only file that knows all strategies
 """
 

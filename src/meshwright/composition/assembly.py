@@ -15,14 +15,16 @@ from torch.optim import Optimizer
 from meshwright import comm
 from meshwright.composition.axis_groups import Peers
 from meshwright.composition.checks import check_model
-from meshwright.composition.compiling import compiled
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
     apply_dropout,
+    compiled,
     cut_over_tensor,
     equalise,
+    is_drawn_in_parts,
+    is_on_meta,
     moved_to,
     place,
     recompute_modules,
@@ -31,13 +33,10 @@ from meshwright.composition.laying_out import (
 )
 from meshwright.composition.pipelines.loss_sources import check_own_parameters
 from meshwright.composition.pipelines.pipeline_assembly import pipelined
-from meshwright.composition.starting_values import is_drawn_in_parts, is_on_meta
 from meshwright.composition.tensor_axis.tensor_check import WholeRun
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
-from meshwright.data_parallel import (
-    synchronise_batch_norm,
-)
+from meshwright.data_parallel import synchronise_batch_norm
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
 

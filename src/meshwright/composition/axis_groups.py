@@ -62,9 +62,7 @@ class Peers:
         )
 
     def mesh_of(self, *names: str) -> DeviceMesh | None:
-        """Find the part of the mesh with those of the axes ``names`` that have more than one
-        rank.
-        """
+        """Find the part of the mesh along ``names``, but for axes of one rank."""
         known = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         wanted = tuple(name for name in known if name in names)
         if self.mesh is None or not wanted:

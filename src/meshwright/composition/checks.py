@@ -8,8 +8,7 @@ from torch import nn
 
 from meshwright.axes import DATA_AXES
 from meshwright.comm.dtensors.dtensor import is_dtensor
-from meshwright.composition.compiling import compile_problems
-from meshwright.composition.pipelines.pipelined import SCHEDULES
+from meshwright.composition.pipelines.pipelined import schedule_of
 from meshwright.composition.pipelines.stages import chunks_of
 from meshwright.composition.tensor_axis.tensor_rules import rule_problems
 from meshwright.data_parallel import batch_norms
@@ -72,10 +71,16 @@ def _pipeline_problems(plan: Plan) -> Iterator[Problem]:
         return
     try:
         chunks = chunks_of(pipeline, ranks)
-        if issubclass(SCHEDULES[pipeline.schedule], PipelineScheduleSingle) and chunks > 1:
+        if issubclass(schedule_of(pipeline), PipelineScheduleSingle) and chunks > 1:
             raise ValueError(f"{pipeline.schedule} has one stage a rank, but split makes {chunks}")
-        build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
-        yield from compile_problems(plan, chunks)
+        schedule = build(pipeline.schedule, ranks, pipeline.microbatches, chunks)
+        if plan.train.compile and schedule.split_backward:
+            yield Problem(
+                ("train", "compile"),
+                f"compile = true: schedule = {pipeline.schedule!r} in [pipeline] runs a backward "
+                "in two halves, and the graph of a compiled stage has one: take a schedule with "
+                'whole backwards, such as "1f1b" or "interleaved1f1b", or remove compile',
+            )
     except PlanError as error:
         yield Problem(("pipeline", "split"), str(error))
     except ValueError as error:
@@ -112,7 +117,8 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             ("train", "batch_norm"),
             f"batch_norm = {train.batch_norm!r} has no effect: the model has no BatchNorm",
         )
-    dropping = [name for name, part in model.named_modules() if _drops(part)]
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    dropping = [n for n, part in model.named_modules() if isinstance(part, kinds) and part.p > 0]
     if dropping and train.dropout == "local" and plan.axes.size("tensor") > 1:
         yield Problem(
             ("train", "dropout"),
@@ -138,11 +144,6 @@ def _train_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _drops(module: nn.Module) -> bool:
-    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-    return isinstance(module, kinds) and module.p > 0
-
-
 def _precision_problems(plan: Plan) -> Iterator[Problem]:
     precision = plan.precision
     if precision.is_mixed and precision.compute not in AUTOCAST:
@@ -160,7 +161,7 @@ def _precision_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def recomputed(model: nn.Module, plan: Plan) -> list[str]:
-    """Names of the modules whose activations are computed again, each once."""
+    """List the modules whose activations are computed again, each once."""
     names = [name for name, _ in model.named_modules()]
     matches = [match_names(pattern, names) for pattern in plan.train.recompute]
     return list(dict.fromkeys(name for found in matches for name in found))

@@ -1,71 +1,81 @@
-"""The axes over which ranks read different data, behind one face: replicated or sharded."""
+"""The axes over which ranks read different data, behind one face: replicated, sharded, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.composition.description import Description, describe_replicated, describe_sharded
+from meshwright.composition.axis_groups import Peers
+from meshwright.composition.description import (
+    Description,
+    describe_lone,
+    describe_replicated,
+    describe_sharded,
+)
 from meshwright.data_parallel import Replica, keep_batch_norm_local
 from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.gradients import SpreadGradients, group_by_spread
+from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.plan import Plan
 
-__all__ = ["DataLayout", "ReplicatedLayout", "ShardedLayout"]
+__all__ = ["DataLayout", "LoneLayout", "ReplicatedLayout", "ShardedLayout"]
 
 
-class DataLayout(Protocol):
+class DataLayout(ABC):
     """The way in which parameters and gradients lie on the ranks, as a training step needs it."""
 
-    communicators: Mapping[str, Communicator]
-    """By the name of their axis."""
+    def __init__(
+        self,
+        module: nn.Module,
+        communicators: Mapping[str, Communicator],
+        buffers: Iterable[EqualBuffers],
+    ) -> None:
+        self._module = module
+        self.communicators = communicators
+        """By the name of their axis."""
+        self.buffers = tuple(buffers)
+        """Those that follow rank 0."""
 
     @property
+    @abstractmethod
     def found_non_finite(self) -> Sequence[str]:
         """Parameters whose gradient on this rank was not finite, in the last backward pass.
 
         In the order of that pass: what comes first is nearest to the cause.
         """
-        ...
 
+    @abstractmethod
     def reduce_next(self, is_wanted: bool) -> None:
         """Set whether the next forward and backward pass leads to a reduction."""
-        ...
 
+    @abstractmethod
     def scale_by(self, scale: Callable[[], float]) -> None:
         """Multiply summed gradients by ``scale()``; it is asked once they are there."""
-        ...
 
     def gradients(self) -> list[SpreadGradients]:
-        """This rank's parts of all gradients."""
-        ...
+        """List this rank's parts of all gradients."""
+        return group_by_spread(self._module.parameters())
 
-    def has_buffers(self) -> bool:
-        """Tell whether the module has buffers now, which follow rank 0."""
-        ...
+    def buffers_now(self) -> list[EqualBuffers]:
+        """List the buffers that follow rank 0, where there are any now."""
+        return list(filter(EqualBuffers.look, self.buffers))
 
-    def synchronise_buffers(self) -> None:
-        """Give every rank the buffers of rank 0."""
-        ...
-
+    @abstractmethod
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """Find the layout, in words and numbers."""
-        ...
 
 
-class ReplicatedLayout:
-    """Every rank holds the whole model."""
+class ReplicatedLayout(DataLayout):
+    """The whole model on every rank."""
 
     def __init__(self, replica: Replica, module: nn.Module, *, is_cut: bool) -> None:
         """``is_cut`` says that parameters of ``module`` are cut over ranks of axis tensor."""
+        super().__init__(module, {"replicate": replica.communicator}, (replica.buffers,))
         self._replica = replica
-        self._module = module
         self._is_cut = is_cut
-        self.communicators: Mapping[str, Communicator] = {"replicate": replica.communicator}
         keep_batch_norm_local(module)  # or the plan has changed what it computes
 
     @property
@@ -84,24 +94,16 @@ class ReplicatedLayout:
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`."""
         if self._is_cut:
-            return group_by_spread(self._module.parameters())
+            return super().gradients()
         return [SpreadGradients(gradients=self._replica.reducer.gradients())]
-
-    def has_buffers(self) -> bool:
-        """See `DataLayout`."""
-        return bool(self._replica.buffers.look())
-
-    def synchronise_buffers(self) -> None:
-        """See `DataLayout`."""
-        self._replica.buffers.synchronise()
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
         return describe_replicated(module, plan, self._replica)
 
 
-class ShardedLayout:
-    """Every rank holds a part of each parameter, over axis shard, and perhaps replicate too."""
+class ShardedLayout(DataLayout):
+    """A part of each parameter on every rank, over axis shard, and perhaps replicate too."""
 
     def __init__(
         self,
@@ -111,11 +113,9 @@ class ShardedLayout:
         communicators: Mapping[str, Communicator],
     ) -> None:
         """``data`` are the ranks that read different shares of a batch."""
-        self._module = module
+        super().__init__(module, communicators, (EqualBuffers(module, data),))
         self._units = tuple(units)
         self._data = data
-        self.communicators = communicators
-        self._buffers = EqualBuffers(module, data)
         keep_batch_norm_local(module)  # or the plan has changed what it computes
         for unit in units:
             unit.change(is_watched=True)
@@ -136,20 +136,34 @@ class ShardedLayout:
         for unit in self._units:
             unit.change(scale=scale)
 
-    def gradients(self) -> list[SpreadGradients]:
+    def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
-        return group_by_spread(self._module.parameters())
+        has_buffers = bool(self.buffers_now())
+        return describe_sharded(module, plan, self._units, self._data, has_buffers=has_buffers)
 
-    def has_buffers(self) -> bool:
-        """See `DataLayout`."""
-        return bool(self._buffers.look())
 
-    def synchronise_buffers(self) -> None:
+class LoneLayout(DataLayout):
+    """A module, or its part on axis tensor, of which no gradient is summed over data axes.
+
+    No other rank has it, or it has nothing to train: its buffers follow the first that has it.
+    """
+
+    def __init__(self, module: nn.Module, peers: Peers) -> None:
+        alone = peers.data.size == 1
+        super().__init__(module, {}, () if alone else (EqualBuffers(module, peers.data),))
+        self._rank = peers.everyone.rank
+
+    @property
+    def found_non_finite(self) -> Sequence[str]:
         """See `DataLayout`."""
-        self._buffers.synchronise()
+        return non_finite_gradients(self._module.named_parameters())
+
+    def reduce_next(self, is_wanted: bool) -> None:
+        """See `DataLayout`. There is nothing to reduce."""
+
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """See `DataLayout`. Nothing is summed here."""
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
-        return describe_sharded(
-            module, plan, self._units, self._data, has_buffers=self.has_buffers()
-        )
+        return describe_lone(module, self._rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -18,7 +18,13 @@ from meshwright.gradients import LossWindow
 from meshwright.plan import Plan
 from meshwright.timeline import Collective
 
-__all__ = ["Description", "ParameterRow", "cut_of", "describe_replicated", "describe_sharded"]
+__all__ = [
+    "Description",
+    "ParameterRow",
+    "describe_lone",
+    "describe_replicated",
+    "describe_sharded",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,7 @@ class ParameterRow:
     unit: str | None = None
     """The unit that it is gathered and reduced with; None where every rank holds the whole."""
     is_trained: bool = True
-    """Whether it has a gradient."""
+    """True when it has a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,7 @@ class Description:
     rank: int
     parameters: tuple[ParameterRow, ...]
     collectives: tuple[Collective, ...]
-    """What this rank issues in one optimizer step: over data axes, with buckets in the order of
+    """Those of one optimizer step on this rank: over data axes, with buckets in the order of
     their launches, then by modules over axis tensor, pass by pass, then the norm of gradients."""
     settings: tuple[str, ...]
     """One line for each setting of the plan: what it did."""
@@ -80,29 +86,39 @@ def describe_replicated(module: nn.Module, plan: Plan, replica: Replica) -> Desc
     bucket_of = {
         slot.name: layout.index for layout in replica.reducer.layouts for slot in layout.slots
     }
-    rows = tuple(
-        ParameterRow(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=_dtype_name(parameter.dtype),
-            placement=f"{axis.axis}({axis.size}){cut_of(parameter)}",
-            bucket=bucket_of.get(name),
-            is_trained=parameter.requires_grad,
-        )
-        for name, parameter in module.named_parameters()
-    )
     return Description(
         rank=axis.rank,
-        parameters=rows,
+        parameters=_rows(module, f"{axis.axis}({axis.size})", bucket_of),
         collectives=tuple(_step_collectives(axis, replica)),
         settings=tuple(_settings(plan, axis)),
     )
 
 
-def cut_of(parameter: torch.Tensor) -> str:
-    """Describe how ranks of axis tensor hold ``parameter``, in words that follow those of the data
-    axes.
-    """
+def describe_lone(module: nn.Module, rank: int) -> Description:
+    """Describe a module of which nothing is sent over data axes."""
+    return Description(
+        rank=rank, parameters=_rows(module, "whole", {}), collectives=(), settings=()
+    )
+
+
+def _rows(
+    module: nn.Module, placement: str, bucket_of: Mapping[str, int]
+) -> tuple[ParameterRow, ...]:
+    return tuple(
+        ParameterRow(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=_dtype_name(parameter.dtype),
+            placement=f"{placement}{_cut_of(parameter)}",
+            bucket=bucket_of.get(name),
+            is_trained=parameter.requires_grad,
+        )
+        for name, parameter in module.named_parameters()
+    )
+
+
+def _cut_of(parameter: torch.Tensor) -> str:
+    """Say how ranks of axis tensor hold ``parameter``, behind the words of the data axes."""
     known = known_at_rest(parameter)
     if known is None or "tensor" not in (known.mesh.mesh_dim_names or ()):
         return ""
@@ -121,7 +137,7 @@ def describe_sharded(
     has_buffers: bool,
 ) -> Description:
     """Describe a module whose parameters lie in parts on the ranks."""
-    cuts = {name: cut_of(parameter) for name, parameter in module.named_parameters()}
+    cuts = {name: _cut_of(parameter) for name, parameter in module.named_parameters()}
     rows: list[ParameterRow] = []
     collectives: list[Collective] = []
     for unit in units:
@@ -157,7 +173,7 @@ def describe_sharded(
 
 
 def _unit_collectives(unit: Unit, group: ParameterGroup) -> Iterator[Collective]:
-    """One gather before the forward, one before the backward unless kept, and the reductions."""
+    """List a gather before the forward, one before the backward unless kept, and reductions."""
     layout, axes = group.buffer.layout, group.axes
     compute = group.types.compute
     kinds = [("all_gather", axes.shard, size, compute, "unshard") for size in group.buffer.gathers]

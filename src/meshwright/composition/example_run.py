@@ -29,7 +29,15 @@ from meshwright.pipelining.stepping.ties import own_copies
 from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["Inputs", "Observation", "copied", "left_as_it_is", "observe"]
+__all__ = [
+    "Inputs",
+    "Observation",
+    "copied",
+    "evaluating",
+    "left_as_it_is",
+    "observe",
+    "same_numbers",
+]
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Of a model: positional arguments, or keyword arguments."""
@@ -53,7 +61,7 @@ class Observation:
     written: Mapping[str, frozenset[str]]
     """By module, the attributes that its forward has written, or written into."""
     moving: tuple[str, ...]
-    """Where it is none, the attributes that go on with each run, such as counters."""
+    """The attributes that go on with each run, such as counters, where it is no chain."""
 
 
 @dataclass(slots=True)
@@ -66,10 +74,6 @@ class _Call:
     outputs: list[tuple[int, int]] = field(default_factory=list)
     has_keywords: bool = False
 
-    def end(self, output: object) -> None:
-        """Note what the call has returned."""
-        self.outputs = _marks(output)
-
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a model. Tensors among its attributes that autograd has made lose their graph."""
@@ -79,6 +83,31 @@ def copied(model: nn.Module) -> nn.Module:
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def same_numbers() -> Iterator[None]:
+    """Give back Python's random numbers after the block, so that it leaves no trace."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules of ``model`` in evaluation mode, and each back in its own afterwards."""
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            if isinstance(part, torch.fx.GraphModule):  # whose graph has the mode written in it
+                part.train(mode)
+            else:
+                part.training = mode
 
 
 @contextlib.contextmanager
@@ -122,13 +151,9 @@ def observe(model: nn.Module, example: Inputs) -> Observation:
     observed = copied(model)
     for part in observed.modules():
         drop_hooks(part)
-    state = random.getstate()
     devices = {t.device for t in observed.parameters() if t.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=[device.index for device in devices]):
-            return _observe(model, observed, example)
-    finally:
-        random.setstate(state)
+    with same_numbers(), torch.random.fork_rng(devices=[device.index for device in devices]):
+        return _observe(model, observed, example)
 
 
 def _observe(model: nn.Module, observed: nn.Module, example: Inputs) -> Observation:
@@ -162,9 +187,7 @@ def _has_own(model: nn.Module, links: Sequence[str], written: Mapping[str, froze
 
 
 def _links(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """List the modules that the forward of ``model`` can call: its children, lists by their
-    items.
-    """
+    """List the modules that ``model`` can call: its children, lists by their items."""
     for name, child in model.named_children():
         full = f"{prefix}{name}"
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
@@ -241,7 +264,7 @@ class _Run(TorchFunctionMode):
     def _closes(self, _: nn.Module, __: object, output: object) -> None:
         self._depth -= 1
         self._kept.append(output)
-        self._calls[-1].end(output)
+        self._calls[-1].outputs = _marks(output)
 
 
 def _marks(values: object) -> list[tuple[int, int]]:
@@ -274,25 +297,24 @@ class _Attribute:
     """Equal while it is the same, and nothing in it has changed."""
     plain: object
     """The same of what is no tensor or other object: numbers, texts and lengths."""
-    value: object
-    """Itself, so that its identity means something."""
+    held: object
+    """Itself, and what is in it now, so that their identities mean something."""
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, _Attribute]]:
     """List the attributes of the modules of ``model``, by name, that not every module has."""
     return {
         name: {
-            key: _Attribute(_mark(value, plain=False), _mark(value, plain=True), _held(value))
+            key: _Attribute(
+                mark=_mark(value, plain=False),
+                plain=_mark(value, plain=True),
+                held=(value, tree_leaves(value)),
+            )
             for key, value in vars(part).items()
             if key not in _OF_ALL
         }
         for name, part in model.named_modules()
     }
-
-
-def _held(value: object) -> object:
-    """Keep ``value``, and what is in it now."""
-    return value, tree_leaves(value)
 
 
 def _mark(value: object, *, plain: bool) -> object:

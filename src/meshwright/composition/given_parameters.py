@@ -9,14 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.composition.laying_out import optimized_parameters
-from meshwright.composition.pipelines.other_stages import is_elsewhere
+from meshwright.composition.pipelines.own_tensors import is_elsewhere
 from meshwright.errors import PlanError
 from meshwright.gradients import check_optimizer
 from meshwright.plan import Plan
@@ -108,12 +108,11 @@ class GivenParameters:
                 "the optimizer from the parameters that its function is given"
             )
         for group in groups:
+            kept: list[nn.Parameter] = []
             for parameter in group["params"]:
-                if _is_elsewhere(parameter, nothing):
-                    optimizer.state.pop(cast("torch.Tensor", parameter), None)
-            group["params"] = [p for p in group["params"] if not _is_elsewhere(p, nothing)]
+                if parameter is nothing or is_elsewhere(parameter):
+                    optimizer.state.pop(parameter, None)
+                else:
+                    kept.append(parameter)
+            group["params"] = kept
         return optimizer
-
-
-def _is_elsewhere(parameter: object, nothing: nn.Parameter) -> bool:
-    return parameter is nothing or is_elsewhere(parameter)

@@ -1,6 +1,11 @@
-"""Acts of laying a module out: its device, its dropout, its layers, its data axes.
+"""Acts of laying a module out: its values and device, its dropout, its layers, its data axes.
 
 Each changes the module in place; `assembly` and `pipeline_assembly` say in which order.
+
+A model on the meta device gets the values that `randomness.initialize` gives in one process, bit by
+bit, on every layout. Ranks that shard parameters draw module by module and keep their parts. Axes
+pipeline and tensor look at how the whole model computes, so it is whole on each of their ranks
+until it has been cut.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import meshwright
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import mesh_communicators
 from meshwright.comm.dtensors.gather_dtensor import held_boxes
@@ -21,14 +27,8 @@ from meshwright.composition.axis_groups import Peers
 from meshwright.composition.checks import recomputed
 from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
-from meshwright.composition.starting_values import draw, is_on_meta
 from meshwright.composition.tensor_axis.tensor_rules import STYLES, ModelCut
-from meshwright.data_parallel import (
-    ReductionSettings,
-    ReplicateOptions,
-    flat_groups,
-    replicate,
-)
+from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups, replicate
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.flat.optimizer import parts_of_flat
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
@@ -37,13 +37,17 @@ from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy
 from meshwright.errors import InternalError, PlanError
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import DimPart, Draws, Dropout, replace_dropout
+from meshwright.randomness.initialization import HeldBoxes, held_whole, initialize
 from meshwright.tensor_parallel.apply import apply_plan
-from meshwright.torch_internals.trees import tree_map
+from meshwright.torch_internals.trees import tree_map_only
 
 __all__ = [
     "apply_dropout",
+    "compiled",
     "cut_over_tensor",
     "equalise",
+    "is_drawn_in_parts",
+    "is_on_meta",
     "moved_to",
     "optimized_parameters",
     "place",
@@ -68,6 +72,42 @@ def _has_any(module: nn.Module, flat: nn.Parameter, held: Collection[int]) -> bo
     return parts is None or any(id(parameter) in held for parameter, _ in parts)
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Check that ``model`` has no values yet. Raises PlanError where only some parameters have."""
+    empty = {name: parameter.is_meta for name, parameter in model.named_parameters()}
+    if any(empty.values()) and not all(empty.values()):
+        first = next(name for name, is_empty in empty.items() if is_empty)
+        known = next(name for name, is_empty in empty.items() if not is_empty)
+        raise PlanError(
+            f"parameter {first!r} is on the meta device and {known!r} is not: give parallelize a "
+            "model that is all on the meta device, to be drawn from [train] seed, or none of it"
+        )
+    return any(empty.values())
+
+
+def is_drawn_in_parts(plan: Plan) -> bool:
+    """Check that no rank needs the whole model."""
+    # What is drawn in another dtype has other values.
+    is_cast = plan.precision.parameters != Plan().precision.parameters
+    others = max(plan.axes.size("pipeline"), plan.axes.size("tensor"))
+    return plan.axes.size("shard") > 1 and others == 1 and not is_cast
+
+
+def _draw(model: nn.Module, plan: Plan, device: torch.device, held: HeldBoxes = held_whole) -> None:
+    """Give ``model`` memory on ``device`` and the values of the plan's seed.
+
+    ``held`` tells which parts of parameters this rank has. Raises PlanError for modules that nobody
+    can initialise.
+    """
+    try:
+        initialize(model, plan.train.seed, device=device, held=held)
+    except (ValueError, RuntimeError) as error:
+        raise PlanError(
+            f"the model is on the meta device, and cannot be drawn from [train] seed: {error}. "
+            "Build it on a device instead"
+        ) from error
+
+
 def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
     """Make dropout draw the masks of one process, if the plan says so."""
     if plan.train.dropout == "local":
@@ -83,15 +123,16 @@ def apply_dropout(model: nn.Module, plan: Plan) -> Draws | None:
 def place(model: nn.Module, plan: Plan, axis: Communicator) -> None:
     """Move the model to this rank's device, and to the plan's dtype unless that was left out."""
     if is_on_meta(model):
-        draw(model, plan, axis.device)
+        _draw(model, plan, axis.device)
     model.to(axis.device)
     if plan.precision.parameters != Plan().precision.parameters:
-        model._apply(partial(_cast, getattr(torch, plan.precision.parameters)))
+        dtype = getattr(torch, plan.precision.parameters)
 
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            # Complex ones keep their own.
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a model of ``dtype``, which complex ones keep their own in."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        model._apply(cast)
 
 
 def equalise(model: nn.Module, everyone: Communicator) -> None:
@@ -125,12 +166,19 @@ def cut_over_tensor(module: nn.Module, cut: ModelCut, peers: Peers) -> None:
 
 def replicate_module(model: nn.Module, plan: Plan, peers: Peers) -> ReplicatedLayout:
     """Keep ``model`` equal on all ranks that read different shares of a batch."""
+    cap_bytes, reduce = int(plan.buckets.cap_mb * 2**20), plan.precision.reduce
     options = ReplicateOptions(
         process_group=peers.data.group,
         axis="replicate",
         # The Trainable broadcasts them once a step, so that `eval` needs no other rank.
         broadcast_buffers=False,
-        reduction=_reduction(plan),
+        reduction=ReductionSettings(
+            first_bytes=min(2**20, cap_bytes),
+            cap_bytes=cap_bytes,
+            is_gradient_view=True,
+            reduce_dtype=None if reduce is None else getattr(torch, reduce),
+            is_watched=True,
+        ),
     )
     replicate.apply(model, options)
     is_cut = plan.axes.size("tensor") > 1
@@ -161,7 +209,7 @@ def shard_module(model: nn.Module, plan: Plan, peers: Peers) -> ShardedLayout:
             "rules, or use other numbers of ranks"
         ) from error
     if is_on_meta(model):
-        draw(model, plan, peers.everyone.device, held_boxes)
+        _draw(model, plan, peers.everyone.device, held_boxes)
     units = [
         unit
         for part in model.modules()
@@ -194,18 +242,6 @@ def _blocks(model: nn.Module) -> list[str]:
     ]
 
 
-def _reduction(plan: Plan) -> ReductionSettings:
-    cap_bytes = int(plan.buckets.cap_mb * 2**20)
-    reduce = plan.precision.reduce
-    return ReductionSettings(
-        first_bytes=min(2**20, cap_bytes),
-        cap_bytes=cap_bytes,
-        is_gradient_view=True,
-        reduce_dtype=None if reduce is None else getattr(torch, reduce),
-        is_watched=True,
-    )
-
-
 def recompute_modules(model: nn.Module, plan: Plan) -> None:
     """Compute the activations of the matching modules again in the backward pass."""
     for name in recomputed(model, plan):
@@ -220,9 +256,33 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def moved_to(example: Inputs, everyone: Communicator) -> Inputs:
-    """``example`` on the device of the ranks."""
-    return tree_map(partial(_on, everyone.device), example)
+    """Copy ``example`` to the device of the ranks."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(everyone.device)
+
+    return tree_map_only(torch.Tensor, moved, example)
 
 
-def _on(device: torch.device, value: object) -> object:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def compiled(module: nn.Module, plan: Plan) -> nn.Module:
+    """Compile in place what ``plan`` wants compiled of ``module``, and return it.
+
+    With axis shard that is each unit that holds no other, for no graph reaches over its gathers;
+    else the model, or this rank's stage of it. The loss and the optimizer stay as they are.
+    """
+    if plan.train.compile:
+        # Loaded here alone: a compiler takes seconds to import.
+        for part in _parts(module, plan):
+            meshwright.compiler.compile_module(part)
+    return module
+
+
+def _parts(module: nn.Module, plan: Plan) -> list[nn.Module]:
+    if plan.axes.size("shard") == 1:
+        return [module]
+    units = [part for part in module.modules() if driver_of(part) is not None]
+    return [part for part in units if not any(_inside(part, other) for other in units)]
+
+
+def _inside(module: nn.Module, other: nn.Module) -> bool:
+    return other is not module and any(part is other for part in module.modules())

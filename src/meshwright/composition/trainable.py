@@ -28,9 +28,10 @@ from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.composition.axis_groups import Peers
 from meshwright.composition.data_layout import DataLayout
 from meshwright.composition.description import Description
+from meshwright.composition.example_run import evaluating
 from meshwright.composition.named_optimizer import load_named_state, named_state
 from meshwright.composition.pipelines.loss_sources import LossSources
-from meshwright.composition.tensor_axis.tensor_traffic import TensorTraffic, add_traffic
+from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, add_traffic
 from meshwright.errors import LayoutError, PlanError
 from meshwright.gradients import (
     LossScale,
@@ -46,7 +47,7 @@ from meshwright.gradients import (
 from meshwright.plan import Plan, match_names
 from meshwright.randomness import Draws, RandomOperators
 from meshwright.sampling import Sampler
-from meshwright.tensor_parallel.checks.equality import is_due, verify_gradients
+from meshwright.tensor_parallel.checks.equality import digest_of_all, is_due, verify_gradients
 from meshwright.torch_internals.trees import tree_leaves
 
 __all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "autocast_of", "tensors_in"]
@@ -64,7 +65,7 @@ class StepResult:
     grad_norm: torch.Tensor
     """2-norm of all gradients together before clipping, 0-dim."""
     skipped: bool
-    """Whether the optimizer was left out because a gradient was not finite (float16 only)."""
+    """True when the optimizer was left out as a gradient was not finite (float16 only)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class Trainable:
     """The result of `parallelize`: this rank's module, its optimizer, and the step of both."""
 
     _prefix = ""
-    """What stands before names of the model in those of ``module``."""
+    """The text before names of the model in those of ``module``."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Trainable:
         return self._peers.data.size
 
     def sampler(self, dataset_size: int, batch_size: int, seed: int | None = None) -> Sampler:
-        """This rank's part of an order of samples that does not depend on the number of ranks.
+        """Make this rank's part of an order of samples that is the same on any number of ranks.
 
         ``batch_size`` is that of the global batch; the plan's seed is used when ``seed`` is None.
         """
@@ -163,7 +164,7 @@ class Trainable:
     def forward_backward(
         self, batch: object, target: object = None, *, is_last: bool = True
     ) -> None:
-        """The first half of `step`. Gradients are reduced in the call with ``is_last``.
+        """Do the first half of `step`. Gradients are reduced in the call with ``is_last``.
 
         An own loop may call it several times for one optimizer step, with ``is_last=False`` in all
         calls but the last: the loss and its gradient are then those of all their samples together.
@@ -193,12 +194,13 @@ class Trainable:
             self._raised_in = f"step {self.steps}"
             self._start_over()
             raise
-        if is_last and self._layout.has_buffers():
+        if is_last and (buffers := self._layout.buffers_now()):
             with phase("buffers", step=self.steps):
-                self._layout.synchronise_buffers()
+                for each in buffers:
+                    each.synchronise()
 
     def optimizer_step(self) -> StepResult:
-        """The second half of `step`: norm, stop or skip, clip, optimizer, zero."""
+        """Do the second half of `step`: norm, stop or skip, clip, optimizer, zero."""
         optimizer = self.optimizer
         if optimizer is None:
             raise RuntimeError("this Trainable has no optimizer: give one to parallelize")
@@ -238,10 +240,9 @@ class Trainable:
         return dict(self.module.named_parameters())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """List each gradient by original name, as one process would hold it, between the two
-        halves.
+        """List each gradient by original name, as one process would hold it.
 
-        All ranks call it together where parameters are sharded.
+        It is called between the two halves, by all ranks together where parameters are sharded.
         """
         return {
             name: whole(parameter.grad)
@@ -251,19 +252,13 @@ class Trainable:
 
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:
-        """Outputs and loss of ``batch`` in evaluation mode.
+        """Compute outputs and loss of ``batch`` in evaluation mode.
 
         Ranks call it together where parameters are sharded, and need not where they are not.
         """
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        try:
-            with self._autocast():
-                output = call_module(self.module, batch)
-                local = apply_loss(self._loss, output, target)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with evaluating(self.module), self._autocast():
+            output = call_module(self.module, batch)
+            local = apply_loss(self._loss, output, target)
         return EvalResult(output=output, loss=local.total.float() / local.count)
 
     # ------------------------------------------------------------------------ what it holds
@@ -276,13 +271,13 @@ class Trainable:
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer by original names, in whole tensors, and where training stands.
+        """List model and optimizer by original names, in whole tensors, and the steps so far.
 
         All ranks call it together where parameters are sharded.
         """
         state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
         if self.optimizer is not None:
-            state["optimizer"] = named_state(self.optimizer, self.module)
+            state["optimizer"] = self._optimizer_state(self.optimizer)
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()
         return state
@@ -306,9 +301,7 @@ class Trainable:
         self._start_over()
 
     def describe(self) -> Description:
-        """Find the layout of each parameter, the collectives of one step, and what each setting
-        did.
-        """
+        """Find each parameter's layout, the collectives of a step, and what each setting did."""
         is_piped = self.plan.axes.size("pipeline") > 1
         passes = self.plan.train.accumulate * (self.plan.pipeline.microbatches if is_piped else 1)
         sums = passes if self.plan.axes.size("shard") == 1 else 1  # shards are summed once
@@ -319,7 +312,7 @@ class Trainable:
     # --------------------------------------------------------------------------- internals
 
     def _number_samples(self, size: int) -> int:
-        """The number in the global batch of the first of this rank's ``size`` samples."""
+        """Number the first of this rank's ``size`` samples in the global batch."""
         if self._draws is None:
             return 0
         if not self._numbered:
@@ -334,7 +327,7 @@ class Trainable:
 
     @contextlib.contextmanager
     def _random_operators(self) -> Iterator[None]:
-        """In the first step, raise at operators whose numbers would depend on the layout."""
+        """Raise, in the first step, at operators whose numbers would depend on the layout."""
         if self._draws is None or self.steps:
             yield
             return
@@ -342,15 +335,11 @@ class Trainable:
             if self.plan.train.compile:
                 # A graph would hide its operators, and keep the hooks by which they are named.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            looking = RandomOperators(self.module, self._draws, per_rank=self._per_rank())
-            stack.enter_context(looking)
+            names = [name for name, _ in self.module.named_modules()]
+            patterns = [f"{self._prefix}{pattern}" for pattern in self.plan.train.per_rank]
+            per_rank = [name for pattern in patterns for name in match_names(pattern, names)]
+            stack.enter_context(RandomOperators(self.module, self._draws, per_rank=per_rank))
             yield
-
-    def _per_rank(self) -> list[str]:
-        """Modules of this rank that may draw for themselves: other ranks may have the others."""
-        names = [name for name, _ in self.module.named_modules()]
-        patterns = [f"{self._prefix}{pattern}" for pattern in self.plan.train.per_rank]
-        return [name for pattern in patterns for name in match_names(pattern, names)]
 
     def _drawing(self, first: int, size: int) -> contextlib.AbstractContextManager[None]:
         """Tell dropout of the samples from number ``first`` on of the global batch."""
@@ -359,7 +348,7 @@ class Trainable:
         return self._draws.microbatch(first, range(first, first + size))
 
     def _train_on(self, part: tuple[object, object, int], first: int, *, is_last: bool) -> None:
-        """Forward and backward of ``part``, which begins with sample ``first`` of the batch."""
+        """Run ``part`` forward and backward; it begins with sample ``first`` of the batch."""
         batch, target, size = part
         layout, window = self._layout, self._window
         layout.reduce_next(is_last)
@@ -395,6 +384,9 @@ class Trainable:
         )
         raise agree_on_non_finite(self._peers.everyone, found, what=what)
 
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
+        return named_state(optimizer, self.module)
+
     def _load_model(self, parts: Mapping[str, Any]) -> None:
         """Load what the modules of this rank hold."""
         self.module.load_state_dict(parts)
@@ -425,14 +417,9 @@ class Trainable:
         alike = self._peers.alike
         if alike.size == 1:
             return
-        content = hashlib.sha256()
-        for tensor in tensors_in((batch, target)):
-            plain = tensor.detach().cpu().contiguous().reshape(-1)
-            content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-            content.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        digest = digest_of_all([("", tensor) for tensor in tensors_in((batch, target))])
         with phase("compare batches", step=self.steps):
-            event = Event(f"batch {self._calls}")
-            digests = self._passes.exchange(event, content.hexdigest())
+            digests = self._passes.exchange(Event(f"batch {self._calls}"), digest)
         others = [r for r, d in zip(alike.ranks, digests, strict=True) if d != digests[0]]
         if others:
             raise ValueError(
@@ -472,7 +459,7 @@ class Trainable:
 def autocast_of(
     plan: Plan, device: torch.device, *, keeps_casts: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """In which the modules of ``plan`` compute; what is cast once may be kept while it lasts."""
+    """Make the context that modules of ``plan`` compute in; it may keep what is cast once."""
     precision = plan.precision
     if not precision.is_mixed:
         return contextlib.nullcontext()

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class LossScale:
-    """Keeps small gradients of a float16 computation from vanishing.
+    """The factor that keeps small gradients of a float16 computation from vanishing.
 
     The loss is multiplied by ``scale`` before the backward pass, and the gradients by its inverse
     on the way into the reduction. A step whose gradients are not finite on some rank is skipped by
@@ -150,8 +150,7 @@ def non_finite_error(
 
 
 def non_finite_gradients(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List the names of parameters of whose gradients this rank's part is not finite. Sends
-    nothing.
+    """List parameters of whose gradients this rank's part is not finite. Sends nothing.
 
     The last of ``named`` first, as a backward pass comes to them.
     """

@@ -44,7 +44,7 @@ class LocalLoss:
     total: torch.Tensor
     """A sum, or a mean, with its graph."""
     count: torch.Tensor | float
-    """How many terms the sum has; 1 for a mean."""
+    """The number of terms in the sum; 1 for a mean."""
     is_mean: bool
 
 
@@ -92,7 +92,7 @@ def call_module(module: Callable[..., object], batch: object) -> object:
 
 
 def cut_batch(batch: object, target: object, parts: int) -> list[tuple[object, object, int]]:
-    """Microbatches with their targets and sizes: tensors are cut along dim 0, the rest is shared.
+    """Cut tensors along dim 0 into microbatches with targets and sizes; the rest is shared.
 
     Raises ValueError when the tensors have different lengths, or less than ``parts``.
     """
@@ -182,11 +182,6 @@ class LossWindow:
     def is_closed(self) -> bool:
         """True when no more microbatches may be added."""
         return self._pending is not None
-
-    @property
-    def is_empty(self) -> bool:
-        """True when nothing has been added."""
-        return not self._sizes
 
     @property
     def is_finite(self) -> bool:

@@ -119,7 +119,7 @@ def require_finite_norm(
 
 
 def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]:
-    """This rank's parts of the gradients of ``parameters``, by the axes they lie spread over.
+    """List this rank's parts of gradients of ``parameters``, by the axes they are spread over.
 
     The groups and their order follow from the parameters alone, so they are equal on all ranks
     also where a gradient is None. A parameter that comes twice counts once.
@@ -152,8 +152,7 @@ def group_by_spread(parameters: Iterable[torch.Tensor]) -> list[SpreadGradients]
 
 
 def global_norm(spread: Sequence[SpreadGradients], norm_type: float = 2.0) -> torch.Tensor:
-    """Compute the norm of order ``norm_type`` of all gradients together, over all axes, as a 0-dim
-    tensor.
+    """Compute the norm of all gradients together, over all axes, as a 0-dim tensor.
 
     Every rank of the axes calls it with groups over the same axes, in the same order. One number
     is reduced, and two where the norm is the maximum. Raises ValueError for an order not above 0.

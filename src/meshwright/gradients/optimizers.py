@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
+from meshwright.comm.dtensors.made_dtensors import became
 from meshwright.comm.dtensors.mixed_lists import are_lists_taken_apart
 from meshwright.comm.dtensors.sharded_axes import (
     is_distributed,
@@ -180,6 +181,7 @@ class _Watch:
             if doubt and type(optimizer) not in self._warned:
                 self._warned.add(type(optimizer))
                 warnings.warn(doubt, UserWarning, stacklevel=3)
+            _refuse_replaced(optimizer)
             self._seen[optimizer] = size
         return _with_mean_loss(optimizer, args, kwargs) if isinstance(optimizer, _BY_LOSS) else None
 
@@ -187,9 +189,7 @@ class _Watch:
 def _with_mean_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """List the arguments of a step whose closure returns the mean over the ranks of one data
-    axis.
-    """
+    """List the arguments of a step whose closure returns the mean over data ranks."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
@@ -253,6 +253,17 @@ def check_optimizer(optimizer: Optimizer, *, has_closure: bool = True) -> str:
         "norm, a mean or a shape of what it is given, it computes other numbers than one process: "
         f"then {instead}. If not, call meshwright.declare_element_wise({name}) before"
     )
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    """Raise RuntimeError for parameters in whose place are DTensors: a step changes nothing."""
+    names = [n for group in optimizer.param_groups for n in map(became, group["params"]) if n]
+    if names:
+        raise RuntimeError(
+            f"{len(names)} parameters of a {type(optimizer).__name__}, {names[0]} first, are "
+            "what the module had before parallelize_module made DTensors of them: a step "
+            "would change nothing. Build the optimizer after parallelize_module"
+        )
 
 
 def _refuse_twice(held: Sequence[torch.Tensor], name: str) -> None:
@@ -346,7 +357,7 @@ def _wanted(step: Callable[..., object]) -> str:
 
 
 def _looks(cls: type) -> _Looks:
-    """By the class whose ``step`` runs: who overrides it may do anything."""
+    """Judge by the class whose ``step`` runs: who overrides it may do anything."""
     step = inspect.unwrap(cls.step)
     for base in cls.__mro__:
         if inspect.unwrap(getattr(base, "step", print)) is not step:

@@ -5,24 +5,22 @@ where a style says so.
 
 Bottom-up:
 
-    functions     communication that autograd understands
-    layouts       from one layout to another
-    weights       parameters that become DTensors
-    checks        whether ranks do and hold the same
-    layers        modules that compute on parts
-    styles        styles of layers that hold parameters
-    prepare       styles without parameters
-    apply         `parallelize_module`
-    loss          cross entropy of logits that are cut by classes
-    loss_context  `loss_parallel`
+    functions  communication that autograd understands
+    layouts    from one layout to another
+    weights    parameters that become DTensors
+    checks     whether ranks do and hold the same
+    layers     modules that compute on parts
+    styles     styles of layers that hold parameters
+    prepare    styles without parameters
+    apply      `parallelize_module`
+    loss       cross entropy of logits that are cut by classes, and `loss_parallel`
 """
 
 from __future__ import annotations
 
 from meshwright.tensor_parallel.apply import parallelize_module
 from meshwright.tensor_parallel.checks.equality import verify_replicated
-from meshwright.tensor_parallel.loss import cross_entropy_of_parts
-from meshwright.tensor_parallel.loss_context import loss_parallel
+from meshwright.tensor_parallel.loss import cross_entropy_of_parts, loss_parallel
 from meshwright.tensor_parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,

@@ -10,12 +10,11 @@ from fnmatch import fnmatch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import current_mesh, is_dtensor
-from meshwright.comm.dtensors.made_dtensors import became, check_ties
+from meshwright.comm.dtensors.made_dtensors import check_ties
 from meshwright.comm.dtensors.mixed_lists import take_lists_apart
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.equality import verify_replicated
 from meshwright.tensor_parallel.checks.following import follow_first_forward
-from meshwright.tensor_parallel.checks.optimizers import watch_optimizers
 from meshwright.tensor_parallel.checks.passes import Passes
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.styles import ParallelStyle
@@ -63,10 +62,9 @@ def parallelize_module(
         )
         return module
     module = apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
-    axis = Site.of(mesh, "").axis
-    passes = Passes.on(axis)
-    passes.compare(module, list(_plain(module)), is_layer=_is_for_itself(parallelize_plan))
-    watch_optimizers(axis, became, passes.step)
+    # A style of the root's own may take parts.
+    is_layer = isinstance(parallelize_plan, ParallelStyle) or "" in parallelize_plan
+    Passes.on(Site.of(mesh, "").axis).compare(module, list(_plain(module)), is_layer=is_layer)
     return module
 
 
@@ -77,7 +75,7 @@ def apply_plan(
     *,
     src_data_rank: int | None,
 ) -> nn.Module:
-    """As `parallelize_module`, for callers that compare the passes of ranks themselves."""
+    """Do as `parallelize_module`, for callers that compare the passes of ranks themselves."""
     take_lists_apart()
     plan = (
         {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
@@ -101,24 +99,15 @@ def apply_plan(
     return module
 
 
-def _is_for_itself(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> bool:
-    """Check for a style of the root's own, which may take parts."""
-    return isinstance(plan, ParallelStyle) or "" in plan
-
-
 def _plain(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """List the parameters that no style has made DTensors, but for those that a user's style
-    knows.
-    """
+    """List the parameters of which no style has made DTensors, and no user's style knows."""
     for name, parameter in module.named_parameters():
         if not is_dtensor(parameter) and _THEIRS not in vars(parameter):
             yield name, parameter
 
 
 def matches(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """List the modules in ``module``, itself included, whose names match ``pattern`` part by
-    part.
-    """
+    """List the modules in ``module``, itself too, whose names match ``pattern`` part by part."""
     if not pattern:
         yield "", module
         return
@@ -152,7 +141,7 @@ def _call_what_was_cut(root: nn.Module) -> None:
 
 
 def _look_on(module: nn.Module, inputs: object) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 def _check_plan(plan: object) -> None:

@@ -23,6 +23,7 @@ Each can be differentiated again. With one rank, nothing is sent.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,18 +70,18 @@ class Labels:
         return Labels(name, f"{name} forward", f"{name} backward")
 
     def turned(self) -> Labels:
-        """For what a backward does as a step that is differentiated again."""
+        """Make those of a backward that is differentiated again."""
         return Labels(self.name, self.backward, self.backward)
 
 
 def copy_to(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
-    """``x``, of which each rank computes another part: its Partial gradients are summed."""
-    return _apply(x, _Same(), _Sum(axis, labels.backward), axis)
+    """Pass on ``x``, of which each rank uses another part: Partial gradients are summed."""
+    return _apply(x, _same, functools.partial(_sum, axis, labels.backward), axis)
 
 
 def reduce_from(x: torch.Tensor, axis: Communicator, labels: Labels) -> torch.Tensor:
     """Compute the sum of every rank's ``x``, on every rank."""
-    return _apply(x, _Sum(axis, labels.forward), _Same(), axis)
+    return _apply(x, functools.partial(_sum, axis, labels.forward), _same, axis)
 
 
 def gather_from(
@@ -92,43 +93,48 @@ def gather_from(
     total: int,
     partial: bool = False,
 ) -> torch.Tensor:
-    """Compute the whole of which every rank holds a chunk along ``dim``, of ``total`` rows
-    together.
+    """Compute the whole, ``total`` rows along ``dim``, of which every rank holds a chunk.
 
     ``partial`` says that each rank computes another part of what is made of the whole, so that the
     gradients which come back are to be summed.
     """
-    back = _SumPart(axis, labels.backward, dim) if partial else _Slice(axis, dim)
-    return _apply(x, _Gather(axis, labels.forward, dim, total), back, axis)
+    back = (
+        functools.partial(_sum_part, axis, labels.backward, dim)
+        if partial
+        else functools.partial(_slice, axis, dim)
+    )
+    return _apply(x, functools.partial(_gather, axis, labels.forward, dim, total), back, axis)
 
 
 def scatter_to(x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int) -> torch.Tensor:
-    """This rank's chunk along ``dim`` of ``x``, which every rank holds."""
-    back = _Gather(axis, labels.backward, dim, x.shape[dim])
-    return _apply(x, _Slice(axis, dim), back, axis)
+    """Cut this rank's chunk along ``dim`` of ``x``, which every rank holds."""
+    back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
+    return _apply(x, functools.partial(_slice, axis, dim), back, axis)
 
 
 def reduce_scatter_to(
     x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int
 ) -> torch.Tensor:
-    """This rank's chunk along ``dim`` of the sum of every rank's ``x``."""
-    back = _Gather(axis, labels.backward, dim, x.shape[dim])
-    return _apply(x, _SumPart(axis, labels.forward, dim), back, axis)
+    """Compute this rank's chunk along ``dim`` of the sum of every rank's ``x``."""
+    back = functools.partial(_gather, axis, labels.backward, dim, x.shape[dim])
+    return _apply(x, functools.partial(_sum_part, axis, labels.forward, dim), back, axis)
 
 
 def exchange(
     x: torch.Tensor, axis: Communicator, labels: Labels, *, dim: int, to: int, total: int
 ) -> torch.Tensor:
     """Compute the chunk along dim ``to`` of what lies in chunks of ``total`` rows along ``dim``."""
-    there = _Exchange(axis, labels.forward, dim, to, total)
-    return _apply(x, there, _Exchange(axis, labels.backward, to, dim, x.shape[to]), axis)
+    there = functools.partial(_exchange, axis, labels.forward, dim, to, total)
+    return _apply(
+        x, there, functools.partial(_exchange, axis, labels.backward, to, dim, x.shape[to]), axis
+    )
 
 
 # ------------------------------------------------------------------- without autograd
 
 
 def own_part(x: torch.Tensor, axis: Communicator, dim: int) -> torch.Tensor:
-    """This rank's chunk of ``x`` along ``dim``: a view."""
+    """View this rank's chunk of ``x`` along ``dim``."""
     start, length = chunk(x.shape[dim], axis.size, axis.rank)
     return x.narrow(dim, start, length)
 
@@ -214,96 +220,63 @@ def _check_chunk(x: torch.Tensor, axis: Communicator, label: str, dim: int, tota
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Same:
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    axis: Communicator
-    label: str
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        own = x.clone(memory_format=torch.contiguous_format)
-        return start_sum(own, self.axis, self.label)()
+def _sum(axis: Communicator, label: str, x: torch.Tensor) -> torch.Tensor:
+    return start_sum(x.clone(memory_format=torch.contiguous_format), axis, label)()
 
 
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    axis: Communicator
-    label: str
-    dim: int
-    total: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # Detached: of a view that was made in here autograd refuses writes in place.
-        return gathered(x, self.axis, self.label, self.dim, self.total).detach()
+def _gather(axis: Communicator, label: str, dim: int, total: int, x: torch.Tensor) -> torch.Tensor:
+    # Detached: of a view that was made in here autograd refuses writes in place.
+    return gathered(x, axis, label, dim, total).detach()
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    axis: Communicator
-    dim: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return own_part(x, self.axis, self.dim).clone(memory_format=torch.contiguous_format)
+def _slice(axis: Communicator, dim: int, x: torch.Tensor) -> torch.Tensor:
+    return own_part(x, axis, dim).clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True, slots=True)
-class _SumPart:
-    axis: Communicator
-    label: str
-    dim: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return start_sum_part(x, self.axis, self.label, self.dim)().detach()
+def _sum_part(axis: Communicator, label: str, dim: int, x: torch.Tensor) -> torch.Tensor:
+    return start_sum_part(x, axis, label, dim)().detach()
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    axis: Communicator
-    label: str
-    dim: int
-    to: int
-    total: int
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        axis, dim, to = self.axis, self.dim, self.to
-        _check_chunk(x, axis, self.label, dim, self.total)
-        mine = x.shape[to]
-        to_go, to_come = _lengths(axis, mine), _lengths(axis, self.total)
-        rest = math.prod(size for each, size in enumerate(x.shape) if each not in (dim, to))
-        send = torch.cat([part.reshape(-1) for part in x.split(to_go, to)])
-        sizes = [n * to_go[axis.rank] * rest for n in to_come]
-        going = [n * x.shape[dim] * rest for n in to_go]
-        if is_traced(x):
-            received = traced_all_to_all(send, axis, sizes, going)
-        else:
-            received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
-            with axis.functional():
-                axis.all_to_all(
-                    received, send, output_splits=sizes, input_splits=going, label=self.label
-                ).wait()
-        shape = list(x.shape)
-        shape[to] = to_go[axis.rank]
-        parts = []
-        for part, length in zip(received.split(sizes), to_come, strict=True):
-            shape[dim] = length
-            parts.append(part.view(shape))
-        return torch.cat(parts, dim)
+def _exchange(
+    axis: Communicator, label: str, dim: int, to: int, total: int, x: torch.Tensor
+) -> torch.Tensor:
+    _check_chunk(x, axis, label, dim, total)
+    mine = x.shape[to]
+    to_go, to_come = _lengths(axis, mine), _lengths(axis, total)
+    rest = math.prod(size for each, size in enumerate(x.shape) if each not in (dim, to))
+    send = torch.cat([part.reshape(-1) for part in x.split(to_go, to)])
+    sizes = [n * to_go[axis.rank] * rest for n in to_come]
+    going = [n * x.shape[dim] * rest for n in to_go]
+    if is_traced(x):
+        received = traced_all_to_all(send, axis, sizes, going)
+    else:
+        received = x.new_empty(sum(to_come) * to_go[axis.rank] * rest)
+        with axis.functional():
+            axis.all_to_all(
+                received, send, output_splits=sizes, input_splits=going, label=label
+            ).wait()
+    shape = list(x.shape)
+    shape[to] = to_go[axis.rank]
+    parts = []
+    for part, length in zip(received.split(sizes), to_come, strict=True):
+        shape[dim] = length
+        parts.append(part.view(shape))
+    return torch.cat(parts, dim)
 
 
 def _lengths(axis: Communicator, total: int) -> list[int]:
     return [chunk(total, axis.size, rank)[1] for rank in range(axis.size)]
 
 
-_Operation = _Same | _Sum | _Gather | _Slice | _SumPart | _Exchange
+_Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Adjoints(torch.autograd.Function):
-    """One operation forward and another backward; in a backward of the backward, the first."""
+    """A node of one operation forward and another backward; twice backward, the first."""
 
     # The compiler reads these signatures, so they cannot be autograd's general ones.
     @staticmethod

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """``function`` of a module, which is not traced where its parameters are DTensors.
+    """Keep ``function`` of a module from being traced where its parameters are DTensors.
 
     A graph ends before it then, and another begins behind it. Where data parallelism has put local
     tensors in their places the function is traced, with its communication.
@@ -70,7 +70,7 @@ class Arrival:
     shape: tuple[int, ...]
     """Shape of the whole."""
     is_summed: bool = False
-    """Whether somebody else sums its gradients over ranks."""
+    """True when somebody else sums its gradients over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ class Site:
         features: int | None = None,
         is_copied: bool = False,
     ) -> Arrival:
-        """Find the local tensor of ``tensor``: a DTensor says how it is placed, any other as
-        declared.
+        """Find what ``tensor`` is a part of: a DTensor says so, any other is as ``declared``.
 
         ``features`` is the size of the whole last dim, where that is known. Other dims of a local
         tensor are taken to be cut in equal chunks.
@@ -126,7 +125,7 @@ class Site:
         return Arrival(tensor, placement, tuple(shape))
 
     def move(self, given: Arrival, wanted: Placement) -> Arrival:
-        """``given`` as ``wanted``. Raises ValueError where that would be a part of a sum."""
+        """Bring ``given`` to ``wanted``. Raises ValueError where that is a part of a sum."""
         x, found = given.local, given.placement
         wanted = normal(wanted, x.ndim)
         if wanted == found:
@@ -151,7 +150,7 @@ class Site:
         return Arrival(x, wanted, shape)
 
     def leave(self, given: Arrival, wanted: Placement, *, is_local: bool) -> torch.Tensor:
-        """``given`` as ``wanted``: what the caller gets is local, or a DTensor.
+        """Give ``given`` as ``wanted`` to the caller, local or as a DTensor.
 
         Raises ValueError for a local tensor whose whole does not fall into equal chunks, where
         nothing says afterwards how long it was.
@@ -191,7 +190,7 @@ class Site:
 
 
 def normal(placement: Placement, ndim: int) -> Placement:
-    """``placement`` with a dim counted from the front; ValueError for partial results but sums."""
+    """Count the dim of ``placement`` from the front; ValueError for partial results but sums."""
     if isinstance(placement, Partial) and placement.reduction != "sum":
         raise ValueError(f"expected Shard, Replicate or a partial sum, found {placement}")
     if isinstance(placement, Shard) and placement.dim < 0:

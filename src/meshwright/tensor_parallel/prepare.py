@@ -15,7 +15,7 @@ from meshwright.comm.dtensors.dtensor import (
 )
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layouts import Site, untraced
-from meshwright.tensor_parallel.styles import ParallelStyle
+from meshwright.tensor_parallel.styles import ParallelStyle, shown
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
@@ -23,7 +23,7 @@ Layouts = AnyPlacement | tuple[AnyPlacement | None, ...]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Brings the inputs of a module from ``input_layouts`` to ``desired_input_layouts``.
+    """A style that brings inputs from ``input_layouts`` to ``desired_input_layouts``.
 
     One layout for each positional input, None for one that stays as it is; keyword inputs by name.
     A DTensor says its own layout. The module gets DTensors, local tensors with
@@ -52,16 +52,8 @@ class PrepareModuleInput(ParallelStyle):
         if self.input_layouts is not None:
             if self.desired_input_layouts is None:
                 raise AssertionError("desired module inputs should not be None!")
-            if len(self.input_layouts) != len(self.desired_input_layouts):
-                raise AssertionError(
-                    "input_layouts and desired_input_layouts should have same length! "
-                    f"found {self.input_layouts} and {self.desired_input_layouts}"
-                )
-        if len(self.input_kwarg_layouts) != len(self.desired_input_kwarg_layouts):
-            raise AssertionError(
-                "input_kwarg_layouts and desired_input_kwarg_layouts should have same length! "
-                f"found {self.input_kwarg_layouts} and {self.desired_input_kwarg_layouts}"
-            )
+            _check_pairs(self, "input_layouts")
+        _check_pairs(self, "input_kwarg_layouts")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
@@ -95,17 +87,13 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, "
-            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        kinds = ("input_layouts", "input_kwarg_layouts")
+        names = [name for kind in kinds for name in (kind, f"desired_{kind}")]
+        return shown(self, *names, "use_local_output")
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Brings the outputs of a module from ``output_layouts`` to ``desired_output_layouts``.
+    """A style that brings outputs from ``output_layouts`` to ``desired_output_layouts``.
 
     As `PrepareModuleInput`; the caller gets local tensors, or DTensors with
     ``use_local_output=False``.
@@ -121,11 +109,7 @@ class PrepareModuleOutput(ParallelStyle):
         self.output_layouts = _each(output_layouts)
         self.desired_output_layouts = _each(desired_output_layouts)
         self.use_local_output = use_local_output
-        if len(self.output_layouts) != len(self.desired_output_layouts):
-            raise AssertionError(
-                "output_layouts and desired_output_layouts should have same length! "
-                f"found {self.output_layouts} and {self.desired_output_layouts}"
-            )
+        _check_pairs(self, "output_layouts")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
@@ -148,11 +132,7 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        return shown(self, "output_layouts", "desired_output_layouts", "use_local_output")
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -196,9 +176,18 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _each(layouts: Layouts) -> tuple[AnyPlacement | None, ...]:
-    """One layout for each tensor, as torch's; None where it stays as it is."""
+    """List a layout for each tensor, as torch's; None where it stays as it is."""
     given = layouts if isinstance(layouts, tuple) else (layouts,)
     return tuple(None if each is None else torch_placements([each])[0] for each in given)
+
+
+def _check_pairs(style: ParallelStyle, kind: str) -> None:
+    """Raise AssertionError where layouts of ``kind`` and desired ones do not pair."""
+    given, desired = getattr(style, kind), getattr(style, f"desired_{kind}")
+    if len(given) != len(desired):
+        raise AssertionError(
+            f"{kind} and desired_{kind} should have same length! found {given} and {desired}"
+        )
 
 
 def _remedy(values: Iterable[object]) -> str:
@@ -222,7 +211,7 @@ def _moved(
     *,
     is_local: bool,
 ) -> object:
-    """``x`` from the first layout of ``pair`` to the second; as it is where the first is None."""
+    """Bring ``x`` from the first layout of ``pair`` to the second, unless the first is None."""
     declared, desired = pair
     if declared is None:
         return x

@@ -7,6 +7,8 @@ moves activations and computes on local tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -20,9 +22,15 @@ from meshwright.tensor_parallel.layers.embedding import (
     RowEmbedding,
     check_embedding,
 )
-from meshwright.tensor_parallel.layers.linear import ColumnLinear, RowLinear, Settings
+from meshwright.tensor_parallel.layers.linear import (
+    ColumnConv1D,
+    ColumnLinear,
+    RowConv1D,
+    RowLinear,
+    Settings,
+    is_conv1d,
+)
 from meshwright.tensor_parallel.layers.sequence import Sequence, SequencePart
-from meshwright.tensor_parallel.layers.transposed import ColumnConv1D, RowConv1D, is_conv1d
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.weights import distribute, guard_loading
 
@@ -32,6 +40,7 @@ __all__ = [
     "ParallelStyle",
     "RowwiseParallel",
     "SequenceParallel",
+    "shown",
 ]
 
 
@@ -67,19 +76,51 @@ class ParallelStyle(ABC):
         return Site.of(device_mesh, self.module_name or type(module).__name__)
 
 
+def shown(style: object, *names: str) -> str:
+    """Write ``style`` as a call with the arguments ``names``."""
+    return f"{type(style).__name__}({', '.join(f'{n}={getattr(style, n)}' for n in names)})"
+
+
+def _kind_of(module: nn.Module) -> str:
+    """Name the kind of layer that ``module`` counts as; "" for one that no style knows."""
+    if isinstance(module, nn.Linear):
+        return "Linear"
+    if is_conv1d(module):
+        return "Conv1D"
+    return "Embedding" if isinstance(module, nn.Embedding) else ""
+
+
 class _Layered(ParallelStyle):
     """A style with one layout for the input and one for the output."""
 
+    _defaults: tuple[Placement, Placement] = (Replicate(), Shard(-1))
+    """The layouts of input and output where none are given."""
+    _cuts: Mapping[str, tuple[type[nn.Module], Mapping[str, AnyPlacement]]] = MappingProxyType({})
+    """By kind of layer, the class that it gets and the placements of its parameters."""
+
     def __init__(
         self,
-        input_layouts: AnyPlacement | None,
-        output_layouts: AnyPlacement | None,
-        defaults: tuple[Placement, Placement],
-        use_local_output: bool,
+        *,
+        input_layouts: AnyPlacement | None = None,
+        output_layouts: AnyPlacement | None = None,
+        use_local_output: bool = True,
     ) -> None:
-        self.input_layouts = torch_placements([input_layouts or defaults[0]])
-        self.output_layouts = torch_placements([output_layouts or defaults[1]])
+        self.input_layouts = torch_placements([input_layouts or self._defaults[0]])
+        self.output_layouts = torch_placements([output_layouts or self._defaults[1]])
         self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        site = self.site_of(module, device_mesh)
+        kind = _kind_of(module)
+        if not kind:
+            raise NotImplementedError(
+                f"{type(self).__name__} currently only support nn.Linear and nn.Embedding! "
+                f"{site.labels.name} is a {type(module).__name__}"
+            )
+        if isinstance(module, nn.Embedding):
+            is_by_rows = self._cuts[kind][0] is RowEmbedding
+            check_embedding(module, site.labels.name, is_by_rows=is_by_rows)
+        return self._become(module, self._settings(module, site), *self._cuts[kind])
 
     def _settings(self, module: nn.Module, site: Site, *, parts: int = 1) -> Settings:
         """Make the settings of ``module``; refuses parameters that have no part in it."""
@@ -103,9 +144,9 @@ class _Layered(ParallelStyle):
     def _become(
         self,
         module: nn.Module,
-        kind: type[nn.Module],
         settings: Settings,
-        placements: dict[str, AnyPlacement],
+        kind: type[nn.Module],
+        placements: Mapping[str, AnyPlacement],
     ) -> nn.Module:
         bases = (kind, type(module)) if is_conv1d(module) else (type(module), kind)
         for key, placement in placements.items():
@@ -121,14 +162,11 @@ class _Layered(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
-        )
+        return shown(self, "input_layouts", "output_layouts", "use_local_output")
 
 
 class ColwiseParallel(_Layered):
-    """Cuts the output features of a `torch.nn.Linear` or `torch.nn.Embedding` over ranks.
+    """A cut over ranks of the output features of a `torch.nn.Linear` or `torch.nn.Embedding`.
 
     A ``Conv1D`` of Hugging Face counts as a Linear whose weight has its dims the other way round.
 
@@ -140,35 +178,17 @@ class ColwiseParallel(_Layered):
     gradient of the input is summed over ranks while that of the weight is computed.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: AnyPlacement | None = None,
-        output_layouts: AnyPlacement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, (Replicate(), Shard(-1)), use_local_output)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        site = self.site_of(module, device_mesh)
-        if isinstance(module, nn.Linear):
-            cuts: dict[str, AnyPlacement] = {"weight": Shard(0), "bias": Shard(0)}
-            return self._become(module, ColumnLinear, self._settings(module, site), cuts)
-        if is_conv1d(module):
-            cuts = {"weight": Shard(1), "bias": Shard(0)}
-            return self._become(module, ColumnConv1D, self._settings(module, site), cuts)
-        if isinstance(module, nn.Embedding):
-            check_embedding(module, site.labels.name, is_by_rows=False)
-            settings = self._settings(module, site)
-            return self._become(module, ColumnEmbedding, settings, {"weight": Shard(1)})
-        raise NotImplementedError(
-            "ColwiseParallel currently only support nn.Linear and nn.Embedding! "
-            f"{site.labels.name} is a {type(module).__name__}"
-        )
+    _cuts = MappingProxyType(
+        {
+            "Linear": (ColumnLinear, {"weight": Shard(0), "bias": Shard(0)}),
+            "Conv1D": (ColumnConv1D, {"weight": Shard(1), "bias": Shard(0)}),
+            "Embedding": (ColumnEmbedding, {"weight": Shard(1)}),
+        }
+    )
 
 
 class FusedColwiseParallel(_Layered):
-    """Cuts a layer that holds ``parts`` matrices of one size side by side, each over all ranks.
+    """A cut of a layer that holds ``parts`` matrices of one size side by side, each over ranks.
 
     For query, key and value in one `torch.nn.Linear` or ``Conv1D``, or gate and up. The module
     returns the parts of this rank one after the other, as local tensors that are to be split.
@@ -181,17 +201,18 @@ class FusedColwiseParallel(_Layered):
     def __init__(self, parts: int, *, input_layouts: AnyPlacement | None = None) -> None:
         if parts < 2:
             raise ValueError(f"expected parts >= 2, found {parts}: ColwiseParallel cuts one matrix")
-        super().__init__(input_layouts, None, (Replicate(), Shard(-1)), use_local_output=True)
+        super().__init__(input_layouts=input_layouts)
         self.parts = parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         site = self.site_of(module, device_mesh)
-        is_linear, parts = isinstance(module, nn.Linear), self.parts
-        if not is_linear and not is_conv1d(module):
+        kind, parts = _kind_of(module), self.parts
+        if kind not in ("Linear", "Conv1D"):
             raise NotImplementedError(
                 "FusedColwiseParallel supports nn.Linear and Conv1D; "
                 f"{site.labels.name} is a {type(module).__name__}"
             )
+        is_linear = kind == "Linear"
         total = getattr(module, "out_features" if is_linear else "nf")
         if total % (parts * site.axis.size):
             raise ValueError(
@@ -201,15 +222,15 @@ class FusedColwiseParallel(_Layered):
             )
         settings = self._settings(module, site, parts=parts)
         cut = side_by_side(0 if is_linear else 1, parts)
-        kind = ColumnLinear if is_linear else ColumnConv1D
-        return self._become(module, kind, settings, {"weight": cut, "bias": Replicate()})
+        column = ColumnLinear if is_linear else ColumnConv1D
+        return self._become(module, settings, column, {"weight": cut, "bias": Replicate()})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.parts}, input_layouts={self.input_layouts})"
 
 
 class RowwiseParallel(_Layered):
-    """Cuts the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
+    """A cut of the input features of a `torch.nn.Linear`, or the rows of a `torch.nn.Embedding`.
 
     ``input_layouts``: of the local tensor that comes (``Shard(-1)``; give Replicate for an
     Embedding). ``output_layouts``: of what is returned (Replicate). A DTensor says its own layout.
@@ -219,36 +240,18 @@ class RowwiseParallel(_Layered):
     weight of an Embedding is ``Shard(0)``.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: AnyPlacement | None = None,
-        output_layouts: AnyPlacement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, (Shard(-1), Replicate()), use_local_output)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        site = self.site_of(module, device_mesh)
-        if isinstance(module, nn.Linear) or is_conv1d(module):
-            settings = self._settings(module, site)
-            if is_conv1d(module):
-                cuts: dict[str, AnyPlacement] = {"weight": Shard(0), "bias": Replicate()}
-                return self._become(module, RowConv1D, settings, cuts)
-            cuts = {"weight": Shard(1), "bias": Replicate()}
-            return self._become(module, RowLinear, settings, cuts)
-        if isinstance(module, nn.Embedding):
-            check_embedding(module, site.labels.name, is_by_rows=True)
-            settings = self._settings(module, site)
-            return self._become(module, RowEmbedding, settings, {"weight": Shard(0)})
-        raise NotImplementedError(
-            "RowwiseParallel currently only support nn.Linear and nn.Embedding! "
-            f"{site.labels.name} is a {type(module).__name__}"
-        )
+    _defaults = (Shard(-1), Replicate())
+    _cuts = MappingProxyType(
+        {
+            "Linear": (RowLinear, {"weight": Shard(1), "bias": Replicate()}),
+            "Conv1D": (RowConv1D, {"weight": Shard(0), "bias": Replicate()}),
+            "Embedding": (RowEmbedding, {"weight": Shard(0)}),
+        }
+    )
 
 
 class SequenceParallel(ParallelStyle):
-    """Runs a module (a norm, dropout) on this rank's part of dim ``sequence_dim`` of its input.
+    """A style of modules (a norm, dropout) that run on a part of dim ``sequence_dim`` of the input.
 
     A local input is taken for that part; a DTensor is cut where it is not. The parameters are
     replicated, and their gradients summed over ranks: one all-reduce for all of them at the end of
@@ -281,7 +284,4 @@ class SequenceParallel(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(sequence_dim={self.sequence_dim}, "
-            f"use_local_output={self.use_local_output})"
-        )
+        return shown(self, "sequence_dim", "use_local_output")

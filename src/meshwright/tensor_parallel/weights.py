@@ -100,7 +100,7 @@ def _refuse_whole(
     metadata: Mapping[str, object],
     *rest: object,
 ) -> None:
-    """A hook of loading: raise ValueError where whole tensors would become the parameters."""
+    """Raise ValueError where loading would put whole tensors in the place of parameters."""
     if not metadata.get("assign_to_params_buffers", False):
         return
     for key, parameter in module._parameters.items():

@@ -3,8 +3,7 @@
 Bottom-up:
 
     stages             where a model is cut, and its stages
-    other_stages       tensors of stages on other ranks, without values
-    own_tensors        stages with the model's own parameters and buffers
+    own_tensors        stages with the model's own parameters and buffers, and those of others
     tied_values        tied parameters between steps
     step_hooks         hooks of parameters, once a step
     loss_sources       weights that a loss may read

@@ -1,22 +1,36 @@
-"""Stages of this rank with the very parameters and buffers of the model that they were cut from.
+"""The parameters and buffers of a model whose stages lie on different ranks.
 
-Hooks, attributes and optimizers that know a parameter know it in its stage then. Tracing and
-tensor parallelism put others into modules, so the two are brought together before a stage is laid
-out, and after::
+Stages of this rank compute with the model's own. Hooks, attributes and optimizers that know a
+parameter know it in its stage then. Tracing and tensor parallelism put others into modules, so the
+two are brought together before a stage is laid out, and after::
 
     share     model's tensors  ->  the stages of this rank
     show      what the stages hold now (DTensors, where they are cut)  ->  the model's modules
+
+Those of other ranks stay the objects that they are, without values, and who asks for these is told
+where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
+from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
+from meshwright.errors import LayoutError
 from meshwright.pipelining.stepping.ties import copy_parameter
 
-__all__ = ["share", "show"]
+__all__ = ["is_elsewhere", "let_go", "share", "show"]
+
+_ELSEWHERE = "_meshwright_elsewhere"
+
+_REMEDY = (
+    "A loss can read what the last stage holds: compute what needs other parameters in the model's "
+    "forward, and return it with the output. `Trainable.weights` gives all values, and "
+    "`Trainable.eval` runs the whole model"
+)
 
 
 def share(model: nn.Module, stages: Sequence[nn.Module]) -> None:
@@ -64,3 +78,41 @@ def show(model: nn.Module, stages: Sequence[nn.Module]) -> None:
                     setattr(owner, table, mine)
                 else:
                     theirs.update({key: mine[key] for key in mine.keys() & theirs.keys()})
+
+
+def let_go(
+    model: nn.Module, stages: Sequence[nn.Module], mine: Sequence[int], ranks: Sequence[int]
+) -> None:
+    """Give back the memory that ``model`` has of ``stages`` but those that are ``mine``.
+
+    ``ranks`` says whose the stages are. What no stage has, as a buffer that no forward reads, is
+    left as it is.
+    """
+    held = {id(tensor) for stage in mine for _, _, tensor in _named_tensors(stages[stage])}
+    asked = f"on rank {ranks[mine[0]]}, which has stage {', '.join(map(str, mine))}"
+    where = {
+        name: f"is held by stage {number}, on rank {ranks[number]}; its value was asked for {asked}"
+        for number, stage in enumerate(stages)
+        if number not in mine
+        for _, name, _ in _named_tensors(stage, by_all_names=True)
+    }
+    for kind, name, tensor in _named_tensors(model):
+        if id(tensor) not in held and name in where:
+            text = f"{kind} {name!r} {where[name]}"
+            make_unreadable(tensor, text, _REMEDY, error=LayoutError, settings=SETTINGS)
+            vars(tensor)[_ELSEWHERE] = True
+
+
+def _named_tensors(
+    module: nn.Module, *, by_all_names: bool = False
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """List parameters and buffers with their kinds and names."""
+    for name, parameter in module.named_parameters(remove_duplicate=not by_all_names):
+        yield "parameter", name, parameter
+    for name, buffer in module.named_buffers(remove_duplicate=not by_all_names):
+        yield "buffer", name, buffer
+
+
+def is_elsewhere(tensor: object) -> bool:
+    """Check for a tensor of a stage on another rank."""
+    return isinstance(tensor, torch.Tensor) and _ELSEWHERE in vars(tensor)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.comm import Communicator
 from meshwright.composition.axis_groups import Peers
-from meshwright.composition.compiling import compiled
-from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.data_layout import DataLayout, LoneLayout
 from meshwright.composition.example_run import Inputs, copied
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (
     apply_dropout,
+    compiled,
     cut_over_tensor,
     equalise,
     moved_to,
@@ -26,25 +25,20 @@ from meshwright.composition.laying_out import (
     replicate_module,
     shard_module,
 )
-from meshwright.composition.pipelines.other_stages import let_go
-from meshwright.composition.pipelines.own_tensors import share, show
+from meshwright.composition.pipelines.own_tensors import let_go, share, show
 from meshwright.composition.pipelines.pipelined import PipelinedTrainable
-from meshwright.composition.pipelines.pipelined_layout import (
-    LoneLayout,
-    PipelinedLayout,
-    StageModules,
-)
+from meshwright.composition.pipelines.pipelined_layout import PipelinedLayout, StageModules
 from meshwright.composition.pipelines.stages import CutModel, cut_model
 from meshwright.composition.pipelines.step_hooks import StepHooks, resting
 from meshwright.composition.pipelines.taken_apart import LossScope, guard
 from meshwright.composition.pipelines.tied_values import TiedValues
-from meshwright.composition.tensor_axis.tensor_check import WholeRun
+from meshwright.composition.tensor_axis.tensor_check import TensorTraffic, WholeRun
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
-from meshwright.composition.tensor_axis.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import Loss, Trainable, autocast_of
 from meshwright.data_parallel import synchronise_batch_norm
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipelineStage, build_stage
+from meshwright.pipelining.stepping.ties import counted
 from meshwright.plan import Plan
 from meshwright.randomness import Draws
 from meshwright.schedule.builders import stage_ranks
@@ -81,21 +75,21 @@ def pipelined(
     with resting(model.parameters()):  # what replaces a parameter gets its hooks below
         layouts, stages = _lay_out(found, mine, plan, cut, peers)
     ranks = [pipeline.ranks[rank] for rank in holders]
-    modules, copies = StageModules(own), frozenset(map(id, _copies(found, mine)))
-    hooks = _step_hooks(modules, plan)
-    tied = TiedValues(dict(zip(mine, own, strict=True)), found.ties, ranks, peers.data.size)
+    modules, numbered = StageModules(own), dict(zip(mine, own, strict=True))
+    counts = {id(parameter) for parameter in counted(numbered, found.ties)}
+    copies = {id(parameter) for parameter in modules.parameters()} - counts
+    # Units of shards put parameters into modules and back.
+    fixed = () if plan.axes.size("shard") > 1 else (modules,)
+    hooks = StepHooks(dict(modules.named_parameters()), fixed)
+    tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
     for module in own:
         given.carry(module)
     show(model, own)
-    _let_others_go(model, found, mine, ranks)
+    let_go(model, found.modules, mine, ranks)
     guard(model, found, mine, ranks, scope := LossScope())
-    layout = PipelinedLayout(
-        layouts,
-        own,
-        peers,
-        lambda parameter: id(parameter) not in copies,
-        dtype=_widest(model),
-    )
+    dtypes = (parameter.dtype for parameter in model.parameters())
+    widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    layout = PipelinedLayout(layouts, modules, peers, copies, dtype=widest)
     return PipelinedTrainable(
         modules,
         plan,
@@ -110,13 +104,8 @@ def pipelined(
         optimizer=given.optimizer(optimizer, modules, plan),
         loss=loss,
         draws=draws,
-        traffic=None if traffic is None else traffic.inside(_names_in(modules)),
+        traffic=None if traffic is None else traffic.inside(modules.stages),
     )
-
-
-def _widest(model: nn.Module) -> torch.dtype:
-    dtypes = (parameter.dtype for parameter in model.parameters())
-    return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _lay_out(
@@ -125,50 +114,21 @@ def _lay_out(
     """Lay the stages that are ``mine`` out over the other axes."""
     layouts: list[DataLayout] = []
     stages: list[PipelineStage] = []
-    for stage in mine:
-        module = found.modules[stage]
+    device, group, count = peers.everyone.device, peers.pipeline.group, len(found.modules)
+    for number in mine:
+        module = found.modules[number]
         cut_over_tensor(module, cut, peers)
         if plan.train.batch_norm == "sync":
             synchronise_batch_norm(module, peers.data)
         recompute_modules(module, plan)
         layouts.append(_stage_layout(module, plan, peers))
-        stages.append(_stage(found, stage, peers.everyone.device, peers.pipeline))
+        if found.info is None:
+            stage = PipelineStage(module, number, count, device, group=group, ties=found.ties)
+        else:
+            stage = build_stage(module, number, found.info, device, group)
+        stages.append(stage)
         compiled(module, plan)
     return layouts, stages
-
-
-def _step_hooks(modules: StageModules, plan: Plan) -> StepHooks:
-    # Units of shards put parameters into modules and back.
-    fixed = () if plan.axes.size("shard") > 1 else (modules,)
-    return StepHooks(dict(modules.named_parameters()), fixed)
-
-
-def _let_others_go(
-    model: nn.Module, found: CutModel, mine: Sequence[int], ranks: Sequence[int]
-) -> None:
-    """Give back what ``model`` has of stages that are not ``mine``; ``ranks`` says whose are."""
-    held = {
-        id(tensor)
-        for stage in mine
-        for tensor in (*found.modules[stage].parameters(), *found.modules[stage].buffers())
-    }
-    here = ", ".join(map(str, mine))
-    where = {
-        name: f"is held by stage {stage}, on rank {ranks[stage]}; its value was asked for on rank "
-        f"{ranks[mine[0]]}, which has stage {here}"
-        for stage, module in enumerate(found.modules)
-        if stage not in mine
-        for name, _ in (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
-    }
-    let_go(model, held, where)
-
-
-def _names_in(modules: StageModules) -> frozenset[str]:
-    """List the modules of this rank's stages, by their names in the model."""
-    return frozenset(name for stage in modules.stages for name, _ in stage.named_modules())
 
 
 def _checked(
@@ -201,19 +161,8 @@ def _stages_of(
     computing = autocast_of(plan, peers.everyone.device, keeps_casts=False)
     with rehearsal, computing, resting(model.parameters()):
         found = cut_model(model, plan.pipeline, peers.pipeline.size, example, tensor=cut)
-    _check_traced(plan, found)
-    _check_ties(plan, found)
+    _check(plan, found)
     return found
-
-
-def _stage(
-    found: CutModel, index: int, device: torch.device, pipeline: Communicator
-) -> PipelineStage:
-    module, group = found.modules[index], pipeline.group
-    if found.info is not None:
-        return build_stage(module, index, found.info, device, group)
-    count = len(found.modules)
-    return PipelineStage(module, index, count, device, group=group, ties=found.ties)
 
 
 def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
@@ -230,42 +179,22 @@ def _other_names(found: CutModel) -> dict[str, str]:
     return {name: first for first, name in names if name != first}
 
 
-def _copies(found: CutModel, mine: Collection[int]) -> list[nn.Parameter]:
-    """List the parameters of this rank that another stage has as well, and counts."""
-    return [
-        found.modules[stage].get_parameter(name)
-        for tie in found.ties
-        for stage, name in tie.names
-        if stage in mine and stage != tie.owner
-    ]
-
-
-def _check_traced(plan: Plan, found: CutModel) -> None:
-    if found.info is None:
-        return
+def _check(plan: Plan, found: CutModel) -> None:
+    """Raise PlanError for settings that stages which were ``found`` cannot have."""
     problems = []
-    if plan.train.recompute:
+    if found.info is not None and plan.train.recompute:
         problems.append("train.recompute: its modules are gone from the stages")
-    if plan.train.batch_norm == "sync":
+    if found.info is not None and plan.train.batch_norm == "sync":
         problems.append('train.batch_norm = "sync": a graph has each rank\'s own statistics')
     if problems:
-        raise PlanError(
-            [
-                f"the model is no chain of modules, so stages are traced graphs, without {each}"
-                for each in problems
-            ]
-        )
-
-
-def _check_ties(plan: Plan, found: CutModel) -> None:
-    reduce = plan.precision.reduce
-    if not found.ties or plan.axes.size("shard") == 1:
-        return
-    if reduce not in (None, plan.precision.parameters):
+        traced = "the model is no chain of modules, so stages are traced graphs, without"
+        raise PlanError([f"{traced} {each}" for each in problems])
+    reduce, held = plan.precision.reduce, plan.precision.parameters
+    if found.ties and plan.axes.size("shard") > 1 and reduce not in (None, held):
         # Only the ranks that hold it would find out.
         raise PlanError(
             f"reduce = {reduce!r} in [precision]: stages hold parameter "
             f"{found.ties[0].names[0][1]!r} together, whose gradient is summed over them in "
-            f"{plan.precision.parameters!r}, so axis shard cannot reduce it in another dtype. "
+            f"{held!r}, so axis shard cannot reduce it in another dtype. "
             "Remove it, or untie the parameter"
         )

@@ -20,10 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.comm import phase
-from meshwright.comm.dtensors.gather_dtensor import part_like
-from meshwright.composition.axis_groups import Peers
 from meshwright.composition.description import Description
-from meshwright.composition.named_optimizer import named_state
+from meshwright.composition.example_run import evaluating
 from meshwright.composition.pipelines.loss_sources import LossSources
 from meshwright.composition.pipelines.pipelined_layout import (
     PipelinedLayout,
@@ -35,10 +33,8 @@ from meshwright.composition.pipelines.pipelined_layout import (
 from meshwright.composition.pipelines.step_hooks import StepHooks
 from meshwright.composition.pipelines.taken_apart import LossScope
 from meshwright.composition.pipelines.tied_values import TiedValues
-from meshwright.composition.tensor_axis.tensor_traffic import TensorTraffic
 from meshwright.composition.trainable import (
     EvalResult,
-    Loss,
     StepResult,
     Trainable,
     autocast_of,
@@ -52,33 +48,21 @@ from meshwright.pipelining import (
     PipelineSchedule,
     PipelineScheduleMulti,
     PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
+    get_schedule_class,
     split_args_kwargs_into_chunks,
 )
-from meshwright.plan import Plan
-from meshwright.randomness import Draws
+from meshwright.plan import PipelinePlan, Plan
 from meshwright.schedule.actions import Action, F, Schedule
 
-__all__ = ["SCHEDULES", "PipelinedTrainable"]
+__all__ = ["PipelinedTrainable", "schedule_of"]
 
-SCHEDULES: Mapping[str, type[PipelineSchedule]] = MappingProxyType(
-    {
-        "gpipe": ScheduleGPipe,
-        "1f1b": Schedule1F1B,
-        "interleaved1f1b": ScheduleInterleaved1F1B,
-        "loopedbfs": ScheduleLoopedBFS,
-        "zb1p": ScheduleInterleavedZeroBubble,
-        "zbv": ScheduleZBVZeroBubble,
-        "dualpipev": ScheduleDualPipeV,
-    }
-)
-"""By the name in a plan."""
+_NAMES = MappingProxyType({"zb1p": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"})
+"""Torch's names of schedules that a plan calls otherwise."""
+
+
+def schedule_of(plan: PipelinePlan) -> type[PipelineSchedule]:
+    """Find the class of the schedule that ``plan`` names."""
+    return get_schedule_class(_NAMES.get(plan.schedule, plan.schedule))
 
 
 class _Undivided(PipelineScheduleMulti):
@@ -111,7 +95,6 @@ class PipelinedTrainable(Trainable):
         module: StageModules,
         plan: Plan,
         *,
-        peers: Peers,
         layout: PipelinedLayout,
         stages: Sequence[PipelineStage],
         names: Sequence[str],
@@ -119,26 +102,15 @@ class PipelinedTrainable(Trainable):
         hooks: StepHooks,
         tied: TiedValues,
         scope: LossScope,
-        optimizer: Optimizer | None,
-        loss: Loss,
-        draws: Draws | None = None,
-        traffic: TensorTraffic | None = None,
+        **others: Any,
     ) -> None:
         """``names`` are those of the whole model's state, in its order.
 
         ``copies`` gives for each name of a tied parameter that is no first name that one.
+        ``others`` are the arguments of `Trainable`.
         """
-        super().__init__(
-            module,
-            plan,
-            peers=peers,
-            layout=layout,
-            optimizer=optimizer,
-            loss=loss,
-            draws=draws,
-            traffic=traffic,
-        )
-        self._pipeline = peers.pipeline
+        super().__init__(module, plan, layout=layout, **others)
+        self._pipeline = self._peers.pipeline
         self._pipelined = layout
         self._names = tuple(names)
         self._copies = dict(copies)
@@ -148,13 +120,13 @@ class PipelinedTrainable(Trainable):
         numbered = {stage.stage_index: stage.submod for stage in stages}
         last = numbered.pop(stages[0].num_stages - 1, module)
         self._sources = LossSources(last, numbered)
-        kind = SCHEDULES[plan.pipeline.schedule]
+        kind = schedule_of(plan.pipeline)
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         count = plan.pipeline.microbatches
         self.schedule = kind(one_or_all, count, loss_fn=self._lose, scale_grads=False)
         self._samples: list[torch.Tensor] = []
         """By microbatch of the step under way, the numbers of its samples in the global batch."""
-        if draws is not None:
+        if self._draws is not None:
             self.schedule.register_custom_function(F, self._forward)
         self._undivided = _Undivided(stages, self.schedule.schedule)
         self._last = self.schedule.schedule.stage_ranks[-1]
@@ -206,49 +178,29 @@ class PipelinedTrainable(Trainable):
 
     @torch.no_grad()
     def eval(self, batch: object, target: object = None) -> EvalResult:
-        """Outputs and loss of ``batch`` in evaluation mode; all ranks of a pipeline call it."""
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
+        """Compute outputs and loss in evaluation mode; all ranks of a pipeline call it."""
         args, kwargs = _call(batch)
         rows = min((t.shape[0] for t in tensors_in(batch) if t.dim()), default=1)
         is_whole = rows < self.plan.pipeline.microbatches
         schedule = self._undivided if is_whole else self.schedule
-        try:
-            with self._tied.inside(), self._autocast():
-                found = schedule.eval(*args, **kwargs)
-                output = output_of(self._last, found, self._pipeline)
-                loss = self._loss_of_last(found, target)
-        finally:
-            for module, mode in modes.items():
-                module.train(mode) if _has_graph(module) else setattr(module, "training", mode)
+        with evaluating(self.module), self._tied.inside(), self._autocast():
+            found = schedule.eval(*args, **kwargs)
+            output = output_of(self._last, found, self._pipeline)
+            loss = self._loss_of_last(found, target)
         return EvalResult(output=output, loss=loss)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """List the state of the model by original name, in whole tensors, on every rank."""
         return self._ordered(union(super().weights(), self._pipeline))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer of all stages by original names; all ranks call it together."""
-        state: dict[str, Any] = {"model": self.weights(), "steps": self.steps}
-        if self.optimizer is not None:
-            parts = of_one(named_state(self.optimizer, self.module), self._pipeline)
-            first = [name for name in self._names if name not in self._copies]
-            state["optimizer"] = _joined(parts, first)
-        if self.loss_scale is not None:
-            state["loss_scale"] = self.loss_scale.state_dict()
-        return state
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where ``state`` was taken, on any layout. Every rank loads the same state.
 
         Raises RuntimeError, or CheckpointMismatchError, naming what is missing or not known.
         """
-        held = self.module.state_dict()
-        elsewhere = {*self._names} - held.keys()
+        elsewhere = {*self._names} - self.module.state_dict().keys()
         model = {n: value for n, value in state["model"].items() if n not in elsewhere}
-        own: dict[str, Any] = dict(
-            state, model={n: part_like(v, held.get(n, v)) for n, v in model.items()}
-        )
+        own: dict[str, Any] = dict(state, model=model)
         if "optimizer" in state:
             saved = state["optimizer"]
             mine = super().named_parameters()
@@ -305,6 +257,10 @@ class PipelinedTrainable(Trainable):
             if self._hooks.run():
                 follow_gradients(self.module)
 
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
+        parts = of_one(super()._optimizer_state(optimizer), self._pipeline)
+        return _joined(parts, [name for name in self._names if name not in self._copies])
+
     def _load_model(self, parts: Mapping[str, Any]) -> None:
         with self._tied.inside():  # each stage loads what it computes with
             super()._load_model(parts)
@@ -334,9 +290,7 @@ class PipelinedTrainable(Trainable):
         return local.total if self._loss_scale == 1.0 else local.total * self._loss_scale
 
     def _loss_of_last(self, output: object, target: object) -> torch.Tensor:
-        """Compute the loss of ``output``, which the rank with the last stage has: it may read
-        weights.
-        """
+        """Compute the loss of ``output`` on the rank with the last stage: it may read weights."""
         said: object = None
         failure: Exception | None = None
         if self._pipeline.rank == self._last:
@@ -372,12 +326,7 @@ def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-def _has_graph(module: nn.Module) -> bool:
-    """Check that the mode of ``module`` is written in a graph, which `train` rewrites."""
-    return isinstance(module, torch.fx.GraphModule)
-
-
-def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def _joined(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, object]:
     """List the states of the optimizers of all stages as that of one, in the order of ``names``."""
     counts = {len(part["param_groups"]) for part in parts}
     if len(counts) > 1:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,15 +16,14 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.composition.axis_groups import Peers
 from meshwright.composition.data_layout import DataLayout
-from meshwright.composition.description import Description, ParameterRow, cut_of
-from meshwright.data_parallel.modules.equal_buffers import EqualBuffers
+from meshwright.composition.description import Description
 from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
-from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
+from meshwright.gradients import SpreadGradients, group_by_spread
 from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Values, signature_of
 from meshwright.plan import Plan
 from meshwright.torch_internals.tensors import foreach_mul_, version_of
 
-__all__ = ["LoneLayout", "PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
+__all__ = ["PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
 
 
 class StageModules(nn.Module):
@@ -37,7 +36,7 @@ class StageModules(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the model."""
+        """List what the stages hold, by its names in the model."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
@@ -46,7 +45,7 @@ class StageModules(nn.Module):
                     yield name, parameter
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
-        """As of the model."""
+        """List what the stages hold, by its names in the model."""
         found: dict[str, Any] = {}
         for stage in self.stages:
             found.update(stage.state_dict(**options))
@@ -66,59 +65,7 @@ class StageModules(nn.Module):
             raise RuntimeError(f"Unexpected key(s) in state_dict: {sorted(left)}")
 
 
-class LoneLayout:
-    """A module, or its part on axis tensor, of which no gradient is summed over data axes.
-
-    No other rank has it, or it has nothing to train: its buffers follow the first that has it.
-    """
-
-    def __init__(self, module: nn.Module, peers: Peers) -> None:
-        self._module = module
-        self._rank = peers.everyone.rank
-        self._buffers = EqualBuffers(module, peers.data)
-        self._is_alone = peers.data.size == 1
-        self.communicators: Mapping[str, Communicator] = {}
-
-    @property
-    def found_non_finite(self) -> Sequence[str]:
-        """See `DataLayout`."""
-        return non_finite_gradients(self._module.named_parameters())
-
-    def reduce_next(self, is_wanted: bool) -> None:
-        """See `DataLayout`. There is nothing to reduce."""
-
-    def scale_by(self, scale: Callable[[], float]) -> None:
-        """See `DataLayout`. Nothing is summed here."""
-
-    def gradients(self) -> list[SpreadGradients]:
-        """See `DataLayout`."""
-        return group_by_spread(self._module.parameters())
-
-    def has_buffers(self) -> bool:
-        """See `DataLayout`."""
-        return not self._is_alone and bool(self._buffers.look())
-
-    def synchronise_buffers(self) -> None:
-        """See `DataLayout`."""
-        self._buffers.synchronise()
-
-    def describe(self, module: nn.Module, plan: Plan) -> Description:
-        """See `DataLayout`."""
-        rows = tuple(
-            ParameterRow(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                placement=f"whole{cut_of(parameter)}",
-                bucket=None,
-                is_trained=parameter.requires_grad,
-            )
-            for name, parameter in module.named_parameters()
-        )
-        return Description(rank=self._rank, parameters=rows, collectives=(), settings=())
-
-
-class PipelinedLayout:
+class PipelinedLayout(DataLayout):
     """The layouts of this rank's stages, and its place in the pipeline.
 
     Summed gradients are multiplied once all is summed: counts are known on the last stage only,
@@ -128,22 +75,26 @@ class PipelinedLayout:
     def __init__(
         self,
         layouts: Sequence[DataLayout],
-        stages: Sequence[nn.Module],
+        modules: StageModules,
         peers: Peers,
-        owned: Callable[[torch.Tensor], bool],
+        copies: Collection[int],
         *,
         dtype: torch.dtype,
     ) -> None:
-        """``dtype`` is the widest of the whole model: all ranks have to find the same norm."""
+        """``copies`` are the identities of parameters that other stages count in the norm.
+
+        ``dtype`` is the widest of the whole model: all ranks have to find the same norm.
+        """
+        inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
+        communicators = {"pipeline": peers.pipeline, **inner}
+        super().__init__(modules, communicators, (b for each in layouts for b in each.buffers))
         self._layouts = tuple(layouts)
-        self._stages = tuple(stages)
-        self._owned = owned
+        self._stages = tuple(modules.stages)
+        self._copies = copies
         self._dtype = dtype
         self._peers = peers
-        inner = {name: axis for each in layouts for name, axis in each.communicators.items()}
-        self.communicators: Mapping[str, Communicator] = {"pipeline": peers.pipeline, **inner}
         for each in layouts:
-            each.scale_by(_one)
+            each.scale_by(lambda: 1.0)
 
     @property
     def found_non_finite(self) -> Sequence[str]:
@@ -163,18 +114,19 @@ class PipelinedLayout:
             foreach_mul_(held, factor)
 
     def every_gradient(self) -> list[torch.Tensor]:
-        """This rank's parts of all gradients, copies of tied ones too."""
+        """List this rank's parts of all gradients, copies of tied ones too."""
         return [g for each in self._layouts for part in each.gradients() for g in part.gradients]
 
     def versions(self) -> int:
-        """Grows with what is written to this rank's gradients."""
+        """Count what has been written to this rank's gradients."""
         held = [p.grad for stage in self._stages for p in stage.parameters()]
         return sum([version_of(local_of(gradient)) for gradient in held if gradient is not None])
 
     def gradients(self) -> list[SpreadGradients]:
         """See `DataLayout`. Groups are the same on all ranks, whatever their stages hold."""
-        over = [c for name in ("shard", "tensor") if (c := self._over(name)) is not None]
-        parameters = [p for stage in self._stages for p in stage.parameters() if self._owned(p)]
+        cutting = (self.communicators.get("shard"), self._peers.tensor)
+        over = [axis for axis in cutting if axis is not None and axis.size > 1]
+        parameters = [p for s in self._stages for p in s.parameters() if id(p) not in self._copies]
         found = group_by_spread(parameters)
         wanted = [axes for n in range(len(over) + 1) for axes in itertools.combinations(over, n)]
         others = [part.communicators for part in found if part.communicators not in wanted]
@@ -188,21 +140,6 @@ class PipelinedLayout:
             )
             for axes in wanted
         ]
-
-    def _over(self, name: str) -> Communicator | None:
-        """Make an axis that cuts parameters, where it has more than one rank."""
-        found = self._peers.tensor if name == "tensor" else self.communicators.get(name)
-        return None if found is None or found.size == 1 else found
-
-    def has_buffers(self) -> bool:
-        """See `DataLayout`."""
-        return any(each.has_buffers() for each in self._layouts)
-
-    def synchronise_buffers(self) -> None:
-        """See `DataLayout`."""
-        for each in self._layouts:
-            if each.has_buffers():
-                each.synchronise_buffers()
 
     def describe(self, module: nn.Module, plan: Plan) -> Description:
         """See `DataLayout`."""
@@ -226,10 +163,6 @@ class PipelinedLayout:
                 *dict.fromkeys(settings),
             ),
         )
-
-
-def _one() -> float:
-    return 1.0
 
 
 # ------------------------------------------------------------------- what all ranks hold together
@@ -257,16 +190,12 @@ def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torc
 
 
 def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]]:
-    """Nested state of all ranks of ``axis``, on each, in rank order."""
+    """List the nested state of all ranks of ``axis``, on each, in rank order."""
     tensors, structure = flatten(dict(own), str(axis.rank))
     whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     everything = union(whole, axis)
     rows = axis.gather_bytes(json.dumps(structure).encode(), label="state of a pipeline")
-    return [_mapping(unflatten(json.loads(row), everything)) for row in rows]
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return [cast("Mapping[str, Any]", unflatten(json.loads(row), everything)) for row in rows]
 
 
 def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401

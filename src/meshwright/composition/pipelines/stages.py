@@ -35,7 +35,7 @@ class CutModel:
     modules: list[nn.Module]
     ties: tuple[Tie, ...] = ()
     info: PipeInfo | None = None
-    """What the stages of a traced model are built with; None for a chain."""
+    """The facts that stages of a traced model are built with; None for a chain."""
     written: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By module of the model, the attributes that its forward writes."""
 
@@ -140,7 +140,7 @@ def _traced(
 
 
 def _renamed(tie: Tie, modules: Sequence[nn.Module]) -> Tie:
-    """``tie`` by the first name of the parameter in each stage."""
+    """Name ``tie`` by the first name of the parameter in each stage."""
     names: list[tuple[int, str]] = []
     for stage, name in tie.names:
         own = modules[stage].get_parameter(name)
@@ -171,7 +171,7 @@ def _check_kept(model: nn.Module, found: CutModel) -> None:
 
 
 def _of_two_rows(example: Inputs) -> Inputs:
-    """``example``, twice where it has one row: a trace takes a size of one for a constant."""
+    """Repeat an ``example`` of one row: a trace takes a size of one for a constant."""
     tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     if any(tensor.dim() and len(tensor) != 1 for tensor in tensors):
         return example
@@ -193,7 +193,7 @@ def _twice(row: torch.Tensor) -> torch.Tensor:
 
 
 def _free_size(value: object) -> dict[int, Any] | None:
-    """Microbatches may have another number of rows than the example."""
+    """Free the number of rows: microbatches may have another than the example."""
     has_rows = isinstance(value, torch.Tensor) and value.dim()
     return {0: torch.export.Dim.AUTO} if has_rows else None
 
@@ -255,7 +255,7 @@ def _made(module: nn.Module, path: str) -> nn.Module:
 
 
 def _ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Parameters that several stages hold, by their first name in each."""
+    """List the parameters that several stages hold, by their first name in each."""
     holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for stage, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -304,8 +304,7 @@ def _cost(module: nn.Module, *, by_size: bool) -> int:
 
 
 def _partition(costs: Sequence[int], count: int) -> list[int]:
-    """Find the beginnings of ``count`` runs of ``costs`` whose largest sum is as small as it can
-    be.
+    """Find where ``count`` runs of ``costs`` begin whose largest sum is as small as it can be.
 
     A run without any cost counts as endless, so none is made where another cut is possible.
     """

@@ -39,7 +39,9 @@ class Rested(NamedTuple):
     changing: Hooks
     """Of `Tensor.register_hook`, by the number of the handle."""
     following: Hooks
-    """Of `Tensor.register_post_accumulate_grad_hook`."""
+    """Of `Tensor.register_post_accumulate_grad_hook`, but for those of reducers."""
+    before: tuple[Hooks, Hooks]
+    """The objects that handles know, to be put back."""
 
 
 @contextlib.contextmanager
@@ -49,7 +51,6 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
     Yields those that rest.
     """
     rested: list[Rested] = []
-    before: list[tuple[nn.Parameter, Hooks, Hooks]] = []
     for parameter in parameters:
         if not backward_hooks_of(parameter) and not after_hooks_of(parameter):
             continue
@@ -57,18 +58,15 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
         following = _hooks(after_hooks_of(parameter))
         theirs = {n: hook for n, hook in following.items() if not _is_ours(hook)}
         if changing or theirs:
-            before.append((parameter, changing, following))
-            rested.append(Rested(parameter, dict(changing), theirs))
+            rested.append(Rested(parameter, dict(changing), theirs, (changing, following)))
             set_backward_hooks(parameter, None)
             # None would leave those that autograd has.
-            set_after_hooks(
-                parameter,
-                OrderedDict((n, hook) for n, hook in following.items() if n not in theirs),
-            )
+            ours = OrderedDict((n, hook) for n, hook in following.items() if n not in theirs)
+            set_after_hooks(parameter, ours)
     try:
         yield rested
     finally:
-        for parameter, changing, following in before:
+        for parameter, _, _, (changing, following) in rested:
             set_backward_hooks(parameter, changing)
             following.update(_hooks(after_hooks_of(parameter)))
             set_after_hooks(parameter, following)
@@ -77,11 +75,7 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
 class StepHooks:
     """The hooks of the parameters of one rank's stages."""
 
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        fixed: Iterable[nn.Module] = (),
-    ) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], fixed: Iterable[nn.Module]) -> None:
         """``fixed`` are modules whose parameters stay those that they are now."""
         self._parameters = tuple(named.values())
         self._names = {id(parameter): name for name, parameter in named.items()}
@@ -120,7 +114,7 @@ class StepHooks:
         another kind or shape.
         """
         rested, self._rested = self._rested, list[Rested]()
-        for parameter, changing, following in reversed(rested):
+        for parameter, changing, following, _ in reversed(rested):
             if parameter.grad is None:
                 continue
             try:

@@ -9,7 +9,7 @@ written just now.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -88,12 +88,12 @@ class _About:
 
     name: str
     text: str
-    """Where its forward runs, if it does."""
+    """The place where its forward runs, if it does."""
     is_traced: bool
     scope: LossScope | None
     """While it is open attributes are not read; at no time when None."""
     parts: tuple[nn.Module, ...]
-    """What stages of this rank have in its place."""
+    """The modules that stages of this rank have in its place."""
 
 
 class _Written:
@@ -128,6 +128,19 @@ class _Written:
         del vars(module)[self._key]
 
 
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    """Make a method that refuses ``what``."""
+
+    def refuse(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
+        about: _About = vars(self)[_ABOUT]
+        raise RuntimeError(
+            f"a {what} on module {about.name!r}, {about.text}, would never run: put it on a module "
+            "in one of `Trainable.entries`, the stages of this rank"
+        )
+
+    return refuse
+
+
 class _TakenApart(nn.Module):
     """A module that no stage calls: hooks on its calls would not run."""
 
@@ -149,29 +162,8 @@ class _TakenApart(nn.Module):
             )
         return super().train(mode)
 
-    def register_forward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse it."""
-        self._refuse("forward pre-hook")
-
-    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse it."""
-        self._refuse("forward hook")
-
-    def register_full_backward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse it."""
-        self._refuse("backward pre-hook")
-
-    def register_full_backward_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse it."""
-        self._refuse("backward hook")
-
-    def register_backward_hook(self, hook: Any) -> NoReturn:  # noqa: ANN401
-        """Refuse it."""
-        self._refuse("backward hook")
-
-    def _refuse(self, what: str) -> NoReturn:
-        about: _About = vars(self)[_ABOUT]
-        raise RuntimeError(
-            f"a {what} on module {about.name!r}, {about.text}, would never run: put it on a module "
-            "in one of `Trainable.entries`, the stages of this rank"
-        )
+    register_forward_pre_hook = _refusing("forward pre-hook")
+    register_forward_hook = _refusing("forward hook")
+    register_full_backward_pre_hook = _refusing("backward pre-hook")
+    register_full_backward_hook = _refusing("backward hook")
+    register_backward_hook = _refusing("backward hook")

@@ -130,9 +130,7 @@ class TiedValues:
 
     @torch.no_grad()
     def numbers(self) -> list[torch.Tensor]:
-        """Compute numbers that say, summed over the ranks, whether parameters on several of them
-        are equal.
-        """
+        """Compute numbers whose sums over the ranks say if parameters on several are equal."""
         found: list[torch.Tensor] = []
         for _, held, weight in self._spread:
             if held is None:
@@ -158,9 +156,7 @@ class TiedValues:
                 )
 
     def _measure(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Measure how far a tensor reaches along a direction that depends on its shape, and its
-        size.
-        """
+        """Measure a tensor along a direction that depends on its shape, and its size."""
         if not local.numel():
             return torch.zeros(()), torch.zeros(())
         if local.is_complex():

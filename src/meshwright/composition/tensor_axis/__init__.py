@@ -2,10 +2,9 @@
 
 Bottom-up:
 
-    tensor_rules    styles by name, and sets of them for known models
-    tensor_traffic  what a step over axis tensor sends
-    tensor_check    whether the model that was cut computes the same
-    tensor_twin     traced stages whose layers are cut
+    tensor_rules  styles by name, and sets of them for known models
+    tensor_check  whether the model that was cut computes the same, and what it sends
+    tensor_twin   traced stages whose layers are cut
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Styles are told by name, and a wrong one may train: a parameter that every rank 
 activations that are cut, has a gradient that lacks the shares of the other ranks, and nothing
 fails. So the model runs once forward and backward on the example before it is cut and once after,
 and outputs and gradients are compared.
+
+What modules send over the axis depends on styles, recomputation and autocast, so it is seen in such
+a run too, and not derived. A step has as many of them as it has parts of a batch, then gradients
+that are parts of a sum over the ranks, then the norm.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -21,30 +25,21 @@ from torch import nn
 from meshwright.comm import Communicator, Recorder, observe, phase
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
 from meshwright.comm.dtensors.gather_dtensor import part_like
-from meshwright.composition.example_run import Inputs, left_as_it_is
+from meshwright.composition.description import Description
+from meshwright.composition.example_run import Inputs, evaluating, left_as_it_is, same_numbers
 from meshwright.composition.pipelines.step_hooks import resting
-from meshwright.composition.tensor_axis.tensor_traffic import PARTIAL, TensorTraffic
+from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.errors import PlanError
-from meshwright.gradients import call_module, leaves_of
+from meshwright.gradients import SpreadGradients, call_module, leaves_of
 from meshwright.randomness import Draws, Dropout, RandomOperators
 from meshwright.tensor_parallel.checks.equality import beyond_rounding, rounding_floor
+from meshwright.timeline import Collective
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["WholeRun"]
+__all__ = ["TensorTraffic", "WholeRun", "add_traffic"]
 
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module, *, drops: bool) -> Iterator[None]:
-    """Nothing in ``model`` trains, but its dropout where it ``drops``."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    for module in modes:
-        module.training = drops and isinstance(module, Dropout)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+_PARTIAL = "partial gradients"
+"""The label of sums that belong to no single module."""
 
 
 def _leaves(output: object) -> list[object]:
@@ -56,16 +51,6 @@ def _leaves(output: object) -> list[object]:
         else:
             found.append(leaf)
     return found
-
-
-@contextlib.contextmanager
-def _same_numbers() -> Iterator[None]:
-    """Python's random numbers are the same in each run, and leave no trace."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 class WholeRun:
@@ -140,7 +125,7 @@ class WholeRun:
             seeds = [_seed(mine) for mine in alike]
             _gradients(alike, seeds, dict(model.named_parameters()))
         sent = [
-            tuple(c for c in each if c.axis == self._axis.axis and c.label != PARTIAL)
+            tuple(c for c in each if c.axis == self._axis.axis and c.label != _PARTIAL)
             for each in (recorder.collectives[:count], recorder.collectives[count:])
         ]
         return TensorTraffic(axis=self._axis, forward=sent[0], backward=sent[1])
@@ -158,20 +143,20 @@ class WholeRun:
         return None if any(beyond_rounding(two, one, 0.0) for one, two in pairs) else found
 
     def _forward(self, model: nn.Module) -> list[torch.Tensor]:
-        """List the differentiable tensors that ``model`` returns; of a frozen one all it
-        computes.
-        """
+        """List the differentiable tensors that ``model`` returns, of a frozen one all tensors."""
         rows = [t.shape[0] for t in tree_leaves(self._example) if isinstance(t, torch.Tensor)][:1]
-        drops = self._draws is not None and bool(rows)
+        draws = self._draws if rows else None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_same_numbers())
+            stack.enter_context(same_numbers())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(left_as_it_is(model))
-            if self._draws is not None and rows:
-                self._draws.begin_step(0)
-                stack.enter_context(self._draws.microbatch(0, range(rows[0])))
+            if draws is not None:
+                draws.begin_step(0)
+                stack.enter_context(draws.microbatch(0, range(rows[0])))
             if not self._trains:
-                stack.enter_context(_evaluating(model, drops=drops))
+                stack.enter_context(evaluating(model))
+                for part in model.modules() if draws is not None else ():
+                    part.training = isinstance(part, Dropout)
             output = call_module(model, self._example)
         found = [
             leaf
@@ -284,3 +269,82 @@ def _gradient_problems(
             )
     for name in found.keys() - expected.keys():
         yield f"{name!r} has a gradient only when the model is cut on axis tensor"
+
+
+# ---------------------------------------------------------------------------- traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTraffic:
+    """The messages of modules over one axis in one pass, by direction, in order."""
+
+    axis: Communicator
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+
+    def inside(self, stages: Iterable[nn.Module]) -> TensorTraffic:
+        """Find that of the modules in ``stages``, which one rank has."""
+        names = {name for stage in stages for name, _ in stage.named_modules()}
+        mine = [
+            tuple(c for c in each if c.label.rpartition(" ")[0] in names)
+            for each in (self.forward, self.backward)
+        ]
+        return replace(self, forward=mine[0], backward=mine[1])
+
+    def of_step(self, module: nn.Module, passes: int, sums: int) -> Iterator[Collective]:
+        """List the collectives of ``passes`` passes, with ``sums`` sums of partial gradients."""
+        partial = list(self._partial(module))
+        for number in range(passes):
+            yield from self.forward
+            yield from self.backward
+            if number >= passes - sums:
+                yield from partial
+
+    def _partial(self, module: nn.Module) -> Iterator[Collective]:
+        """List a sum for each dtype of the parameters whose gradients are parts of it."""
+        known = local_parameters(module)
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in module.parameters():
+            found = known.get(id(parameter))
+            if parameter.requires_grad and found is not None and found.partial is not None:
+                size = sizes.get(parameter.dtype, 0)
+                sizes[parameter.dtype] = size + local_of(parameter).numel()
+        for dtype, size in sizes.items():
+            if size:
+                yield Collective(
+                    kind="all_reduce",
+                    axis=self.axis.axis,
+                    shape=(size,),
+                    dtype=str(dtype).removeprefix("torch."),
+                    reduction="sum",
+                    label=_PARTIAL,
+                )
+
+
+def add_traffic(
+    described: Description,
+    traffic: Collection[Collective],
+    spread: Collection[SpreadGradients],
+) -> Description:
+    """Add what modules send in a step to ``described``, and the norm of all gradients.
+
+    ``spread`` says over which axes gradients lie.
+    """
+    axes = dict.fromkeys(axis for group in spread for axis in group.communicators)
+    norm = Collective(
+        kind="all_reduce",
+        axis="+".join(axis.axis for axis in axes),
+        dtype="float64",
+        reduction="sum",
+        label="gradient norm",
+    )
+    everything = [*described.collectives, *traffic, *([norm] if axes else [])]
+    note = (
+        "axis tensor: what modules send was seen in one pass over the example; a part of a batch "
+        "of another size sends as much more or less"
+    )
+    return replace(
+        described,
+        collectives=tuple(replace(each, sequence=n) for n, each in enumerate(everything)),
+        settings=(*described.settings, *([note] if traffic else [])),
+    )

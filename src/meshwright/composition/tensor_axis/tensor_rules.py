@@ -162,8 +162,7 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     key, styles = ("tensor", "rules"), ModelCut.of(model, plan).styles
     if isinstance(rules, str):
         if rules not in RULES:
-            close = nearest(rules, [*RULES])
-            hint = f"did you mean {close!r}?" if close else f"there are {', '.join(RULES)}"
+            hint = _hint(rules, [*RULES])
             yield Problem(key, f"there is no set of [tensor] rules called {rules!r}; {hint}")
         elif not styles:
             yield Problem(
@@ -174,24 +173,25 @@ def rule_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     else:
         for pattern, style in rules.items():
             if style not in STYLES:
-                close = nearest(style, [*STYLES])
-                hint = f"did you mean {close!r}?" if close else f"there are {', '.join(STYLES)}"
+                hint = _hint(style, [*STYLES])
                 yield Problem((*key, pattern), f"unknown style {style!r} in [tensor] rules; {hint}")
     for name, style in styles.items():
         if style.startswith("colwise"):
             yield from _head_problems(model, name, ranks)
 
 
+def _hint(given: str, known: Sequence[str]) -> str:
+    close = nearest(given, known)
+    return f"did you mean {close!r}?" if close else f"there are {', '.join(known)}"
+
+
 def _head_problems(model: nn.Module, name: str, ranks: int) -> Iterator[Problem]:
-    """Attention heads stay whole: a part of a head would attend to other scores."""
+    """Find heads that would be cut: a part of one would attend to other scores."""
     parent = model.get_submodule(name.rpartition(".")[0])
-    counts = {
-        attribute: value
-        for holder in (parent, getattr(parent, "config", None))
-        for attribute in _HEADS
-        if isinstance(value := getattr(holder, attribute, None), int) and _attends(parent)
-    }
     width = getattr(parent, "head_dim", None)
+    counts = _heads_of(parent)
+    if counts or isinstance(width, int):  # else the config tells of its model alone
+        counts = {**counts, **_heads_of(getattr(parent, "config", None))}
     features = getattr(model.get_submodule(name), "out_features", None)
     if not counts and isinstance(width, int) and isinstance(features, int) and width > 0:
         counts = {"heads": features // width}
@@ -204,7 +204,6 @@ def _head_problems(model: nn.Module, name: str, ranks: int) -> Iterator[Problem]
             )
 
 
-def _attends(module: nn.Module) -> bool:
-    """Check that numbers of heads tell of ``module``, and not only of its model's config."""
-    own = any(isinstance(getattr(module, attribute, None), int) for attribute in _HEADS)
-    return own or isinstance(getattr(module, "head_dim", None), int)
+def _heads_of(holder: object) -> dict[str, int]:
+    found = {attribute: getattr(holder, attribute, None) for attribute in _HEADS}
+    return {attribute: count for attribute, count in found.items() if isinstance(count, int)}

@@ -20,7 +20,7 @@ from torch import fx, nn
 from meshwright.composition.example_run import copied
 from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.errors import PlanError
-from meshwright.tensor_parallel.layers.transposed import is_conv1d
+from meshwright.tensor_parallel.layers.linear import is_conv1d
 
 __all__ = ["restore", "twin_of"]
 
@@ -46,7 +46,8 @@ def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
     lost += [
         f"{name!r} ({type(module).__name__})"
         for name in cut.styles
-        if not _is_layer(module := model.get_submodule(name))
+        if type(module := model.get_submodule(name)) not in (nn.Linear, nn.Embedding)
+        and not is_conv1d(module)
     ]
     if lost:
         raise PlanError(
@@ -66,10 +67,6 @@ def twin_of(model: nn.Module, cut: ModelCut) -> nn.Module:
             )
         _shorten(twin.get_submodule(name), cut.ranks, is_by_rows=style in _INPUTS_CUT)
     return twin
-
-
-def _is_layer(module: nn.Module | None) -> bool:
-    return type(module) in (nn.Linear, nn.Embedding) or (module is not None and is_conv1d(module))
 
 
 def _shorten(layer: nn.Module, ranks: int, *, is_by_rows: bool) -> None:
@@ -94,7 +91,7 @@ def restore(
 
     Those that are ``elsewhere``, in another stage, are copied. Returns the names of all.
     """
-    graph_module = _graph_of(stage)
+    graph_module = next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
     memo: dict[int, Any] = {}
     restored: set[str] = set()
     for node, name in list(_layers(graph_module, styles)):
@@ -115,12 +112,6 @@ def restore(
                 graph_module.graph.erase_node(given)
     graph_module.recompile()
     return restored
-
-
-def _graph_of(stage: nn.Module) -> fx.GraphModule:
-    if isinstance(stage, fx.GraphModule):
-        return stage
-    return next(part for part in stage.modules() if isinstance(part, fx.GraphModule))
 
 
 def _layers(module: fx.GraphModule, styles: Mapping[str, str]) -> Iterator[tuple[fx.Node, str]]:

@@ -2,10 +2,9 @@
 
 Bottom-up:
 
-    following   layouts, followed through the first forward
-    equality    what each rank holds whole is equal
-    optimizers  what optimizers hold
-    passes      whether ranks do the same, with the same values
+    following  layouts, followed through the first forward
+    equality   what each rank holds whole is equal
+    passes     whether ranks do the same, with the same values
 """
 
 from __future__ import annotations

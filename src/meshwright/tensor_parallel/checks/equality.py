@@ -32,6 +32,7 @@ __all__ = [
     "are_equal",
     "beyond_rounding",
     "digest_of",
+    "digest_of_all",
     "first_difference",
     "held_whole",
     "is_due",
@@ -116,7 +117,7 @@ def verify_gradients(
 def held_whole(
     parameter: torch.Tensor, axis: Communicator, value: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """This rank's part of ``value``, which lies as ``parameter`` does; None if ``axis`` cuts it.
+    """Find this rank's part of ``value``, placed as ``parameter``; None if ``axis`` cuts it.
 
     None, too, for a partial sum, and for kinds of tensors whose bits cannot be read.
     """
@@ -148,7 +149,12 @@ class Difference:
 
 def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchange) -> bool:
     """Check that all ranks hold the same bits; one ``exchange``."""
-    return len(set(exchange(hashlib.sha256(_digests(named)).hexdigest()))) == 1
+    return len(set(exchange(digest_of_all(named)))) == 1
+
+
+def digest_of_all(named: Sequence[tuple[str, torch.Tensor | None]]) -> str:
+    """Make one digest of names, kinds and values."""
+    return hashlib.sha256(_digests(named)).hexdigest()
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -200,7 +206,7 @@ def first_difference(
 
 
 def _distances(axis: Communicator, name: str, mine: torch.Tensor, floor: float) -> list[float]:
-    """By rank, how far its values are from those of the first one, see `beyond_rounding`."""
+    """Measure by rank how far its values are from the first one's, see `beyond_rounding`."""
     first = mine.coalesce().to_dense() if mine.is_sparse else mine.clone().contiguous()
     values = first.clone()
     axis.broadcast(first, label=f"values of {name}, which differ").wait()
@@ -215,7 +221,7 @@ def rounding_floor(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def beyond_rounding(found: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
-    """Norm of the difference over that of ``expected``; 0 where that is rounding.
+    """Divide the norm of the difference by that of ``expected``; 0 where that is rounding.
 
     A norm of ``floor`` may come from rounding. What is not finite has to be so in both.
     """

@@ -177,7 +177,7 @@ def _spread_buffers(module: nn.Module) -> set[str]:
 def mark(
     tensor: torch.Tensor, placement: AnyPlacement, axis: Communicator, name: str
 ) -> torch.Tensor:
-    """``tensor``, which module ``name`` returns; marked where layouts are followed now."""
+    """Mark ``tensor``, which module ``name`` returns, where layouts are followed now."""
     if _is_following() and not isinstance(placement, Partial):
         vars(tensor)[_MARK] = _Mark(placement, axis, name)
     return tensor
@@ -201,12 +201,9 @@ def check_mark(tensor: torch.Tensor, declared: Placement, axis: Communicator, na
 
 
 def _is_following() -> bool:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not function_depth():
         return False
-    if not function_depth():
-        return False
-    stack = function_modes()
-    return any(isinstance(mode, _Following) for mode in stack)
+    return any(isinstance(mode, _Following) for mode in function_modes())
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:

@@ -23,14 +23,17 @@ import hashlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor, known_at_rest, mesh_communicators
 from meshwright.comm.dtensors.sharded_axes import singles_of
 from meshwright.comm.failures.events import Event, EventCheck
+from meshwright.gradients import look_at_optimizers
 from meshwright.tensor_parallel.checks.equality import (
     Exchange,
     digest_of,
@@ -49,16 +52,17 @@ _KEPT = "passes of models"
 
 
 class Passes:
-    """The passes on one axis of all models that are cut over it."""
+    """The passes on one axis of all models that are cut over it, and all steps of optimizers."""
 
     def __init__(self, axis: Communicator) -> None:
         self.axis = axis
         self._check = EventCheck(axis, "the model", dict, (axis,))
         self._issued = 0
         self._roots: list[tuple[weakref.ref[nn.Module], _Begin]] = []
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        look_at_optimizers()
+        hook = functools.partial(_before_step, weakref.ref(self))
+        weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
 
     @classmethod
     def on(cls, axis: Communicator) -> Passes:
@@ -88,7 +92,7 @@ class Passes:
             self._roots.append((weakref.ref(root), begin))
 
     def begin(self, root: str) -> None:
-        """The forward of ``root`` is next. Raises `CollectiveMismatchError`, see `EventCheck`."""
+        """Note that a forward of ``root`` is next. Raises CollectiveMismatchError: `EventCheck`."""
         issued = self.axis.counts.get("", 0)
         kind = "" if torch.is_grad_enabled() else " without gradients"
         since = f"{issued - self._issued} collectives after the one before"
@@ -99,11 +103,11 @@ class Passes:
         self._check.happens(event, after=after)
 
     def exchange(self, what: str) -> Exchange:
-        """Through the store, at the event ``what``."""
+        """Make an exchange through the store, at the event ``what``."""
         return functools.partial(self._check.exchange, Event(what))
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step of ``optimizer`` is next: compare gradients where that is due.
+    def step(self, optimizer: Optimizer) -> None:
+        """Compare gradients before a step of ``optimizer``, where that is due.
 
         Raises `LayoutError`, on all ranks, where those of one parameter differ.
         """
@@ -114,7 +118,7 @@ class Passes:
             kind = type(optimizer).__name__
             verify_gradients(self.axis, named, self.exchange(f"step {number} of a {kind}"))
 
-    def _held_whole(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    def _held_whole(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
         for held, begin in self._roots:
             root = held()
@@ -132,6 +136,13 @@ class Passes:
         if rest is None or held_whole(parameter, self.axis, parameter) is None:
             return False
         return any(a.ranks == self.axis.ranks for a in mesh_communicators(rest.mesh, "tensor"))
+
+
+def _before_step(passes: weakref.ref[Passes], optimizer: Optimizer, *_: Any) -> None:
+    """Look at a step of any optimizer; the hook does not keep ``passes`` alive."""
+    found = passes()
+    if found is not None and not torch.compiler.is_compiling():
+        found.step(optimizer)
 
 
 class _Begin:
@@ -174,7 +185,7 @@ class _Begin:
         return self
 
     def plain_of(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters without a style that are as they were, or are sharded over other axes."""
+        """List parameters without a style that are as they were, or sharded over other axes."""
         for name, parameter in root.named_parameters():
             known, was_empty = self._plain.get(name, (0, False))
             is_same = not parameter.is_meta and (known == id(parameter) or was_empty)

@@ -2,10 +2,9 @@
 
 Bottom-up:
 
-    linear      linear layers: one autograd node with its communication
-    transposed  linear layers that hold their matrix transposed
-    embedding   embeddings, by rows or by features
-    sequence    modules on a part of a sequence
+    linear     linear layers: one autograd node with its communication
+    embedding  embeddings, by rows or by features
+    sequence   modules on a part of a sequence
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ColumnEmbedding(nn.Embedding):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Features of this rank, laid out as the style says."""
+        """Look up the features of this rank, laid out as the style says."""
         settings = self._tensor_parallel
         site = settings.site
         ids = site.move(site.arrive(input, settings.input), Replicate()).local
@@ -63,7 +63,7 @@ class RowEmbedding(nn.Embedding):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The embedding of each id, summed over ranks and laid out as the style says.
+        """Look up the embedding of each id, summed over ranks and laid out as the style says.
 
         Raises IndexError for an id outside the table, on the CPU.
         """

@@ -12,6 +12,9 @@ reduce-scatter along that dim, and the other direction an all-gather.
 
 A layer by columns may hold several matrices side by side, such as query, key and value. A rank
 holds its part of each, one after the other, and its output is made of as many parts.
+
+A ``Conv1D`` of Hugging Face's GPT-2 holds its matrix as (input features, output features). It is
+known by what it holds, so that nothing of that package is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from meshwright.tensor_parallel.functions import (
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 from meshwright.torch_internals.tensors import version_of
 
-__all__ = ["ColumnLinear", "RowLinear", "Settings", "by_columns", "by_rows"]
+__all__ = ["ColumnConv1D", "ColumnLinear", "RowConv1D", "RowLinear", "Settings", "is_conv1d"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,11 @@ class Settings:
     input: Placement
     output: Placement
     is_local: bool
-    """Whether the module returns a local tensor."""
+    """True when the module returns a local tensor."""
     partial_bias: PartialGradient | None = None
     """Sums the gradient of a bias that each rank adds to other elements."""
     parts: int = 1
-    """How many matrices lie side by side in the output features."""
+    """The number of matrices that lie side by side in the output features."""
 
     @property
     def partial(self) -> tuple[tuple[str, str, PartialGradient], ...]:
@@ -113,7 +116,14 @@ class _Passage:
     """Rows of the whole along ``dim``."""
     saved: _Saved
     is_summed: bool = False
-    """Whether somebody else sums the gradients of the whole."""
+    """True when somebody else sums the gradients of the whole."""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Check for ``nx`` input, ``nf`` output features, and a weight of that shape."""
+    shape = getattr(module, "nx", None), getattr(module, "nf", None)
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and tuple(weight.shape) == shape
 
 
 class ColumnLinear(nn.Linear):
@@ -123,9 +133,9 @@ class ColumnLinear(nn.Linear):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Output features of this rank, laid out as the style says."""
+        """Compute the output features of this rank, laid out as the style says."""
         features = self.in_features, self.out_features
-        return by_columns(self, self._tensor_parallel, input, features)
+        return _by_columns(self, self._tensor_parallel, input, features)
 
 
 class RowLinear(nn.Linear):
@@ -135,23 +145,41 @@ class RowLinear(nn.Linear):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, laid out as the style says, with the bias added once."""
+        """Compute the sum over ranks, laid out as the style says, with the bias added once."""
         features = self.in_features, self.out_features
-        return by_rows(self, self._tensor_parallel, input, features)
+        return _by_rows(self, self._tensor_parallel, input, features)
 
 
-def by_columns(
-    module: nn.Module,
-    settings: Settings,
-    input: torch.Tensor,
-    features: tuple[int, int],
-    *,
-    is_transposed: bool = False,
+class _Conv1D(nn.Module):
+    """Either of the classes that are put before that of a ``Conv1D``."""
+
+    _tensor_parallel: Settings
+    nx: int
+    nf: int
+
+
+class ColumnConv1D(_Conv1D):
+    """A ``Conv1D`` that holds some of the output features: put before the module's own class."""
+
+    @untraced
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the output features of this rank, laid out as the style says."""
+        return _by_columns(self, self._tensor_parallel, x, (self.nx, self.nf))
+
+
+class RowConv1D(_Conv1D):
+    """A ``Conv1D`` that holds some of the input features: put before the module's own class."""
+
+    @untraced
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the sum over ranks, laid out as the style says, with the bias added once."""
+        return _by_rows(self, self._tensor_parallel, x, (self.nx, self.nf))
+
+
+def _by_columns(
+    module: nn.Module, settings: Settings, input: torch.Tensor, features: tuple[int, int]
 ) -> torch.Tensor:
-    """Output features of this rank; ``features`` are those of the whole input and output.
-
-    ``is_transposed`` says that the weight of ``module`` is (input features, output features).
-    """
+    """Compute this rank's output; ``features`` are those of the whole input and output."""
     site = settings.site
     given = site.arrive(input, settings.input, features=features[0], is_copied=True)
     _check_features(features[0], given, site, "ColwiseParallel")
@@ -163,7 +191,7 @@ def by_columns(
         given = site.move(given, Replicate())
     saved = _Saved.of(module, site.labels.name)
     passage = _Passage(site.axis, site.labels, dim, total, saved, is_summed=given.is_summed)
-    weight, bias = _leaves(module, settings, is_transposed)
+    weight, bias = _leaves(module, settings)
     _check_part(weight, 0, features[1], site)
     if bias is not None and settings.parts > 1:
         bias = own_part(bias.unflatten(0, (settings.parts, -1)), site.axis, 1).flatten()
@@ -176,24 +204,16 @@ def by_columns(
     return site.leave(found, settings.output, is_local=settings.is_local)
 
 
-def by_rows(
-    module: nn.Module,
-    settings: Settings,
-    input: torch.Tensor,
-    features: tuple[int, int],
-    *,
-    is_transposed: bool = False,
+def _by_rows(
+    module: nn.Module, settings: Settings, input: torch.Tensor, features: tuple[int, int]
 ) -> torch.Tensor:
-    """Compute the sum over ranks; ``features`` are those of the whole input and output.
-
-    ``is_transposed`` says that the weight of ``module`` is (input features, output features).
-    """
+    """Compute the sum over ranks; ``features`` are those of the whole input and output."""
     site = settings.site
     given = site.arrive(input, settings.input, features=features[0])
     _check_features(features[0], given, site, "RowwiseParallel")
     wanted = Shard(given.local.ndim - 1)
     given = site.move(given, wanted)
-    weight, bias = _leaves(module, settings, is_transposed)
+    weight, bias = _leaves(module, settings)
     _check_part(weight, 1, features[0], site)
     x, weight, bias = _autocast(given.local, weight, bias)
     shape = (*x.shape[:-1], features[1])
@@ -213,14 +233,12 @@ def by_rows(
     return site.leave(Arrival(y, output, shape), output, is_local=settings.is_local)
 
 
-def _leaves(
-    module: nn.Module, settings: Settings, is_transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _leaves(module: nn.Module, settings: Settings) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Find the leaves of the weight, as (output features, input features), and of the bias."""
     # As attributes: data parallelism may keep the whole ones beside the registered parameters.
     given: Any = module.weight
     bias: Any = module.bias
-    weight = local_leaf(given).t() if is_transposed else local_leaf(given)
+    weight = local_leaf(given).t() if isinstance(module, _Conv1D) else local_leaf(given)
     if bias is not None and settings.partial_bias is not None:
         forget_unsummed(settings.site.axis)
         return weight, sum_partial(bias, settings.partial_bias)
@@ -269,7 +287,7 @@ def _check_features(whole: int, given: Arrival, site: Site, style: str) -> None:
 def _autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As autocast would convert them before a linear layer; autograd converts gradients back."""
+    """Convert as autocast does before a linear layer; autograd converts gradients back."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64 or x.is_complex():
         return x, weight, bias
@@ -354,7 +372,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with all dims but the last as one, also where it is empty."""
+    """View ``x`` with all dims but the last as one, also where it is empty."""
     return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
 
 
@@ -370,9 +388,7 @@ def _as_whole(x: torch.Tensor, passage: _Passage) -> torch.Tensor:
 
 
 def _same_whole(x: torch.Tensor, whole: torch.Tensor, passage: _Passage) -> torch.Tensor:
-    """Compute the ``whole`` of ``x`` in a backward, of which each rank goes on to compute the
-    same.
-    """
+    """Compute the ``whole`` of ``x`` in a backward that goes on the same on each rank."""
     if passage.dim is None:
         return x
     if not torch.is_grad_enabled():

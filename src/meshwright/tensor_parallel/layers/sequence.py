@@ -28,7 +28,7 @@ class Sequence:
 
     site: Site
     dim: int | None
-    """Which dim of the activations is cut; None for any one of local tensors."""
+    """The dim of the activations that is cut; None for any one of local tensors."""
     is_local: bool
     partial: tuple[tuple[str, str, PartialGradient], ...]
     """Path of the owner, name, and what sums the gradient."""
@@ -44,7 +44,7 @@ class SequencePart(nn.Module):
 
     @untraced
     def forward(self, *inputs: object, **options: object) -> object:
-        """The module's own forward on local tensors; the first input is the sequence.
+        """Run the module's own forward on local tensors; the first input is the sequence.
 
         Raises ValueError when that is not a tensor, TypeError when the output is not. Where any dim
         may be cut, inputs and output are what the module takes and gives.
@@ -91,7 +91,7 @@ class SequencePart(nn.Module):
 
     @contextmanager
     def _on_leaves(self) -> Iterator[None]:
-        """The parameters are local leaves; those that a manager has replaced stay."""
+        """Put local leaves in place of parameters, but for those that a manager has replaced."""
         settings = self._tensor_parallel
         forget_unsummed(settings.site.axis)
         at_rest: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
