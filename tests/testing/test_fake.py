@@ -17,10 +17,8 @@ def every_operation(world: Communicator) -> dict[str, list[float]]:
     n, r = world.size, world.rank
     mine = torch.arange(2 * n, dtype=torch.float64) + 100 * r
     found = {"all_reduce": mine.clone(), "broadcast": mine.clone(), "max": mine.clone()}
-    found["avg"] = mine.clone()
     world.all_reduce(found["all_reduce"], label="sum").wait()
     world.all_reduce(found["max"], reduction="max").wait()
-    world.all_reduce(found["avg"], reduction="avg").wait()
     world.broadcast(found["broadcast"], source=n - 1).wait()
     found["all_gather"] = torch.empty(2 * n * n, dtype=torch.float64)
     pending = world.all_gather(found["all_gather"], mine)
