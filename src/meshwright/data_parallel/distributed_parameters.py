@@ -271,13 +271,14 @@ class ReducedLeaves:
         parameters: Sequence[nn.Parameter],
         local: Mapping[int, LocalParameter],
     ) -> None:
-        self._lent = {
+        self.lent = {
             index: _Lent(parameter, local.get(id(parameter), LocalParameter()))
             for index, parameter in enumerate(parameters)
             if is_dtensor(parameter)
         }
+        """Those that are DTensors, by their position."""
         self.parameters = tuple(
-            self._lent[index].leaf if index in self._lent else parameter
+            self.lent[index].leaf if index in self.lent else parameter
             for index, parameter in enumerate(parameters)
         )
         """In the order given."""
@@ -286,28 +287,22 @@ class ReducedLeaves:
         """The hooks on each parameter that has some, by its position."""
         self._is_lent = False
         # Parameters may outlive who reduces them: a model that was wrapped, and is no more.
-        leaving = [lent.parameter for lent in self._lent.values()]
+        leaving = [lent.parameter for lent in self.lent.values()]
         self._last = weakref.finalize(self, _let_go, self._hooked, leaving)
         self._last.atexit = False  # pyrefly: ignore[missing-attribute]
 
     @property
     def computes_on_dtensors(self) -> bool:
         """True when some module computes with a DTensor itself and not with its leaf."""
-        return not all(lent.local.is_local for lent in self._lent.values())
-
-    def __len__(self) -> int:
-        """Count those that are DTensors."""
-        return len(self._lent)
+        return not all(lent.local.is_local for lent in self.lent.values())
 
     def follow(self) -> set[int]:
         """Ask for the leaves again, as each forward does; which of them are others than before."""
-        changed = {
-            n for n, lent in self._lent.items() if take_over(lent.parameter) is not lent.leaf
-        }
+        changed = {n for n, lent in self.lent.items() if take_over(lent.parameter) is not lent.leaf}
         if changed:
             found = list(self.parameters)
             for index in changed:
-                found[index] = self._lent[index].renew_leaf()
+                found[index] = self.lent[index].renew_leaf()
                 self._hooked.pop(index, None)
             self.parameters = tuple(found)
         return changed
@@ -325,9 +320,9 @@ class ReducedLeaves:
         for index, parameter in enumerate(self.parameters):
             if not parameter.requires_grad or index in self._hooked:
                 continue
-            if index in self._lent:
+            if index in self.lent:
                 hook = _weakly(arrived_at_leaf, index)
-                self._hooked[index] = self._lent[index].hook(hook)
+                self._hooked[index] = self.lent[index].hook(hook)
             else:
                 hook = _weakly(arrived, index)
                 self._hooked[index] = [parameter.register_post_accumulate_grad_hook(hook)]
@@ -342,40 +337,40 @@ class ReducedLeaves:
         """True when gradients pass hooks, beside ours, before they are reduced."""
         found = sum([len(backward_hooks_of(p) or ()) for p in self._given])
         found += sum([len(after_hooks_of(p) or ()) for p in self._given])
-        return found > len(self._hooked) - len(self._hooked.keys() & self._lent.keys())
+        return found > len(self._hooked) - len(self._hooked.keys() & self.lent.keys())
 
     @torch.no_grad()
     def lend(self) -> None:
         """A backward that reduces begins."""
         self._is_lent = True
-        for lent in self._lent.values():
+        for lent in self.lent.values():
             lent.lend()
 
     @torch.no_grad()
     def collect(self, index: int) -> None:
         """The gradient of ``index`` is complete on this rank, and will be reduced."""
-        self._lent[index].collect()
+        self.lent[index].collect()
 
     @torch.no_grad()
     def take(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of what ``.grad`` of number ``index`` has gathered; it is None then."""
-        if index in self._lent:
-            self._lent[index].lend()
-            parameter = self._lent[index].leaf
+        if index in self.lent:
+            self.lent[index].lend()
+            parameter = self.lent[index].leaf
         gradient, parameter.grad = parameter.grad, None
         return gradient
 
     @torch.no_grad()
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """A compiled backward has ``gradient`` for number ``index``, a DTensor."""
-        lent = self._lent[index]
+        lent = self.lent[index]
         lent.leaf.grad = gradient
         lent.give_back()
 
     @torch.no_grad()
     def keep(self, index: int) -> None:
         """The gradient of ``index`` is complete on this rank, and stays here."""
-        lent = self._lent[index]
+        lent = self.lent[index]
         if not lent.local.is_local:
             lent.collect()  # what autograd left may be a part of a sum
         lent.give_back()
@@ -384,7 +379,7 @@ class ReducedLeaves:
     def give_back(self) -> None:
         """A backward has ended, and leaves hold the means."""
         self._is_lent = False
-        for lent in self._lent.values():
+        for lent in self.lent.values():
             lent.give_back()
 
     @torch.no_grad()
@@ -392,7 +387,7 @@ class ReducedLeaves:
         """A backward that has not been given back will not be finished."""
         if self._is_lent:
             self._is_lent = False
-            for lent in self._lent.values():
+            for lent in self.lent.values():
                 lent.give_up()
 
 

@@ -242,7 +242,7 @@ class GradientReducer:
 
     def follow_leaves(self) -> None:
         """Find leaves of DTensors anew, and hook what trains now; not collective, as traces are."""
-        if self.leaves and self.leaves.follow():
+        if self.leaves.lent and self.leaves.follow():
             self._arrange()
         self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
 
@@ -285,7 +285,7 @@ class GradientReducer:
         if marking is not None and marking.has_begun and marking.took_forward():
             self.alignment.begin_forward()
         self._notes.begin()
-        if self.leaves:
+        if self.leaves.lent:
             self.leaves.lend()
         for bucket in self._alone:
             bucket.begin()
@@ -504,7 +504,7 @@ class GradientReducer:
         error = self._judge(is_own=True)
         if self._static is not None:
             self._static.end()
-        if self.leaves:
+        if self.leaves.lent:
             self.leaves.give_back()
         self._reset()
         self._skip_unused()
@@ -570,7 +570,7 @@ class GradientReducer:
         if self._static is not None:
             self._static.reset()
         self.phase = ReductionPhase.IDLE
-        if self.leaves:
+        if self.leaves.lent:
             self.leaves.give_up()
 
     @property
