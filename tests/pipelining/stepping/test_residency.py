@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
 import meshwright.fsdp
-from meshwright.comm import Recorder, communicator, observe, subgroup
+from meshwright.comm import Recorder, communicator, observe
 from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.errors import CollectiveMismatchError, RankFailedError
 from meshwright.pipelining import PipelineScheduleMulti, PipelineStage, get_schedule_class
@@ -27,99 +27,8 @@ from meshwright.schedule.actions import UNSHARD
 from meshwright.schedule.builders import stage_ranks
 from meshwright.testing import Ranks
 
-
-def body_torch_ddp(name: str) -> None:
-    """Two pipelines of two ranks; each stage is wrapped by torch's class over its replicas."""
-    world = communicator()
-    pipeline = subgroup(world, [[0, 1], [2, 3]], "pipeline")
-    data = subgroup(world, [[0, 2], [1, 3]], "replicate")
-    kind = get_schedule_class(name)
-    is_multi = issubclass(kind, PipelineScheduleMulti)
-    count = 4 if is_multi else 2
-    layers: list[nn.Module] = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        layers.append(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double())
-    ones = copy.deepcopy(layers)
-    holders = stage_ranks(2, count, "v" if "V" in name else "loop")
-    mine = [s for s, r in enumerate(holders) if r == pipeline.rank]
-    stages = [
-        PipelineStage(
-            DistributedDataParallel(layers[s], process_group=data.group),
-            s,
-            count,
-            torch.device("cpu"),
-            group=pipeline.group,
-        )
-        for s in mine
-    ]
-    schedule = kind(stages if is_multi else stages[0], 8, loss_fn=nn.MSELoss())
-    torch.manual_seed(9)
-    x, target = torch.randn(2, 32, 6, dtype=torch.float64)
-    share, goal = x.chunk(2)[data.rank], target.chunk(2)[data.rank]
-    nn.MSELoss()(nn.Sequential(*ones)(x), target).backward()
-    args = (share,) if 0 in mine else ()
-    kwargs = {"target": goal} if count - 1 in mine else {}
-    for times in (1, 2):
-        with observe(recorder := Recorder()):
-            schedule.step(*args, **kwargs)
-        kinds = [kind for kind, _ in recorder.kinds() if kind == "all_reduce"]
-        assert len(kinds) == len(mine)
-        for s in mine:
-            for a, b in zip(layers[s].parameters(), ones[s].parameters(), strict=True):
-                torch.testing.assert_close(a.grad, times * b.grad, rtol=1e-10, atol=1e-13)
-
-
 QUICK = ("GPipe", "ZBVZeroBubble")
 """The schedules of the quick run: one stage on a rank and two."""
-
-
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_replicas_of_torch_are_one_process(ranks: Ranks, name: str) -> None:
-    ranks(4, body_torch_ddp, name)
-
-
-class Branches(nn.Module):
-    """Parameters that every replica uses, one does, none does, and one that is left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.positive, self.never = (nn.Linear(3, 3).double() for _ in range(3))
-        self.own = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.always(x) if x.sum() < 0 else self.always(x) + self.positive(x)
-        return x * self.own
-
-
-def body_torch_ddp_uses_different_parameters() -> None:
-    world = communicator()
-    torch.manual_seed(0)
-    layer = Branches()
-    one = copy.deepcopy(layer)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ["own"])
-    replica = DistributedDataParallel(layer, process_group=world.group, find_unused_parameters=True)
-    alone = torch.distributed.new_subgroups(1)[0]
-    stage = PipelineStage(replica, 0, 1, torch.device("cpu"), group=alone)
-    schedule = get_schedule_class("GPipe")(stage, 2, loss_fn=nn.MSELoss())
-    batches = [torch.full((4, 3), sign, dtype=torch.float64) for sign in (1.0, -1.0)]
-    goal = torch.ones(4, 3, dtype=torch.float64)
-    schedule.step(batches[world.rank], target=goal)
-    for batch in batches:
-        (nn.MSELoss()(one(batch), goal) / 2).backward()
-    for (name, a), b in zip(layer.named_parameters(), one.parameters(), strict=True):
-        if name == "own":
-            continue
-        assert (a.grad is None) == (b.grad is None) == name.startswith("never")
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-13)
-    shares = [torch.empty_like(layer.own) for _ in range(2)]
-    assert layer.own.grad is not None
-    torch.distributed.all_gather(shares, layer.own.grad)
-    assert not torch.equal(*shares)
-
-
-def test_replicas_of_torch_may_use_different_parameters(ranks: Ranks) -> None:
-    ranks(2, body_torch_ddp_uses_different_parameters)
 
 
 class Block(nn.Module):
@@ -374,11 +283,6 @@ def replicate_on(layer: nn.Module, mesh: Any) -> None:
     mw.replicate(layer, device_mesh=mesh)
 
 
-def wrapped_by_torch(layer: nn.Module, mesh: Any) -> None:
-    """torch's class around what is in ``layer``."""
-    layer.inner = DistributedDataParallel(layer.inner, process_group=mesh.get_group())
-
-
 def body_schedules_that_differ(wrap: Any, told: type[Exception]) -> None:
     """Of the pipelines that share stages one runs other microbatches, or another order."""
     first = communicator().rank < 2
@@ -418,15 +322,32 @@ def test_details_of_sharded_stages(ranks: Ranks) -> None:
     ranks(4, body_alone, mw.fully_shard)
     ranks(4, body_alone, replicate_on)
     ranks(4, body_schedules_that_differ, mw.fully_shard, RankFailedError)
-    for wrap in (replicate_on, wrapped_by_torch):
-        ranks(4, body_schedules_that_differ, wrap, CollectiveMismatchError)
+    ranks(4, body_schedules_that_differ, replicate_on, CollectiveMismatchError)
 
 
-def test_sharded_modules_of_torch_are_refused(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [
+        ("DistributedDataParallel", DistributedDataParallel),
+        ("FSDPModule", torch.distributed.fsdp.fully_shard),
+        (
+            "FullyShardedDataParallel",
+            partial(torch.distributed.fsdp.FullyShardedDataParallel, device_id=torch.device("cpu")),
+        ),
+    ],
+)
+def test_modules_that_torch_has_wrapped_are_refused(
+    ranks: Ranks, kind: str, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
     def body() -> None:
-        foreign = torch.distributed.fsdp.fully_shard(nn.Linear(2, 2))
-        with pytest.raises(TypeError, match="'0' of a pipeline stage is sharded by torch's FSDPM"):
-            find_residency(nn.Sequential(foreign))
+        module = nn.Sequential(wrap(nn.Linear(2, 2)))
+        alone = torch.distributed.new_subgroups(1)[0]
+        with pytest.raises(
+            TypeError, match=f"'0' of a pipeline stage is wrapped by torch's {kind}"
+        ):
+            get_schedule_class("GPipe")(
+                PipelineStage(module, 0, 1, torch.device("cpu"), group=alone), 2
+            )
 
     ranks(2, body)
 

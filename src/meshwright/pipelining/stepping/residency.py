@@ -14,15 +14,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from meshwright import comm
-from meshwright.comm import Communicator, Pending
-from meshwright.comm.failures.events import Comparison
-
 __all__ = ["Residency", "Several", "find_residency"]
 
-FOREIGN_REPLICA = "DistributedDataParallel"
-FOREIGN_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
-"""Names of torch's classes: they are recognised and not imported."""
+FOREIGN = {
+    "DistributedDataParallel": "meshwright.replicate or meshwright.DistributedDataParallel",
+    "FullyShardedDataParallel": "meshwright.FullyShardedDataParallel or meshwright.fully_shard",
+    "FSDPModule": "meshwright.fully_shard or meshwright.FullyShardedDataParallel",
+}
+"""torch's classes, by name, since they are not imported, with ours in their place."""
 
 
 @runtime_checkable
@@ -139,105 +138,24 @@ class Several:
             part.drop()
 
 
-class _ForeignReplica:
-    """torch's DistributedDataParallel in a stage: its gradients are averaged once a step."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        group = getattr(module, "process_group")  # noqa: B009
-        self._communicator: Communicator = comm.communicator(group, axis="replicate")
-        self._pending: list[tuple[Pending, torch.Tensor, list[nn.Parameter]]] = []
-        self._comparison = Comparison()
-        self._is_wanted: bool | None = None
-        """What was set before the step; None between steps."""
-
-    def begin(self, what: str, *, training: bool) -> None:
-        """Keep the module's own reducer from running; compare steps that are new."""
-        self._comparison.compare(self._communicator, what)
-        self._is_wanted = getattr(self._module, "require_backward_grad_sync")  # noqa: B009
-        setattr(self._module, "require_backward_grad_sync", False)  # noqa: B010
-
-    def unshard(self) -> None:
-        """The parameters are there."""
-
-    def wait_unshard(self) -> None:
-        """The parameters are there."""
-
-    def accumulate(self) -> None:
-        """They are in ``.grad``."""
-
-    def reshard(self) -> None:
-        """The parameters stay."""
-
-    def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        """Find the parameters themselves."""
-        return None
-
-    def written(self, module: nn.Module, name: str) -> None:
-        """There is no other copy."""
-
-    def reduce(self) -> None:
-        """Start to average ``.grad`` over the replicas, dtype by dtype.
-
-        What a replica has not used counts as zero; what none has used gets no gradient.
-        """
-        if not self._is_wanted:
-            return
-        left_out = frozenset(getattr(self._module, "parameters_to_ignore", ()))
-        named = getattr(self._module, "module").named_parameters()  # noqa: B009
-        trained = [p for name, p in named if p.requires_grad and name not in left_out]
-        for dtype in dict.fromkeys(p.dtype for p in trained):
-            same = [p for p in trained if p.dtype is dtype]
-            used = torch.tensor([p.grad is not None for p in same]).to(same[0])
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-            flat = torch.cat([used, *(grad.reshape(-1) for grad in grads)])
-            flat.div_(self._communicator.size)
-            pending = self._communicator.all_reduce(flat, label="reduce a stage", async_op=True)
-            self._pending.append((pending, flat, same))
-
-    def finish(self) -> None:
-        """Write the averages to ``.grad``."""
-        for pending, flat, parameters in self._pending:
-            pending.wait()
-            used, at = flat[: len(parameters)].tolist(), len(parameters)
-            for parameter, is_used in zip(parameters, used, strict=True):
-                mean = flat[at : at + parameter.numel()].view(parameter.shape)
-                at += parameter.numel()
-                if parameter.grad is not None:
-                    parameter.grad.copy_(mean)
-                elif is_used:
-                    parameter.grad = mean.clone()
-        self.drop()
-
-    def drop(self) -> None:
-        """Set the module's own reducer to run again."""
-        self._pending.clear()
-        if self._is_wanted is not None:
-            setattr(self._module, "require_backward_grad_sync", self._is_wanted)  # noqa: B010
-            self._is_wanted = None
-
-
 def find_residency(module: nn.Module) -> Several:
     """Find all of ``module`` that is spread or copied over ranks, nested parts too.
 
-    Raises ``TypeError`` for torch's fully sharded modules, whose own hooks cannot be driven.
+    Raises ``TypeError`` for torch's data-parallel modules, whose own hooks cannot be driven.
     """
     found: dict[int, Residency] = {}
     for name, part in module.named_modules():
         kinds = type(part).__mro__
         foreign = {kind.__name__ for kind in kinds if kind.__module__.startswith("torch.")}
-        for kind in FOREIGN_SHARDED:
+        for kind, ours in FOREIGN.items():
             if kind in foreign:
                 raise TypeError(
-                    f"module {name or type(part).__name__!r} of a pipeline stage is sharded by "
+                    f"module {name or type(part).__name__!r} of a pipeline stage is wrapped by "
                     f"torch's {kind}, which cannot be driven by a schedule without wrong "
-                    "gradients; use meshwright.fully_shard or meshwright.FullyShardedDataParallel"
+                    f"gradients; use {ours}"
                 )
         offer = getattr(part, "pipeline_residency", None)
         if offer is not None:
             residency = offer()
             found.setdefault(id(residency), residency)
-        elif FOREIGN_REPLICA in foreign:
-            replica = _ForeignReplica(part)
-            found[id(replica)] = replica
     return Several(list(found.values()))
