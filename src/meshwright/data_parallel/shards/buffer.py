@@ -42,13 +42,13 @@ class DataAxes:
     replicate: Communicator | None = None
     """Its ranks hold the same part; None where there is only one holder of each."""
 
-    parts: int = field(init=False)
+    parts: int = field(init=False, repr=False, compare=False)
     """Into how many shards a line is cut."""
-    part: int = field(init=False)
+    part: int = field(init=False, repr=False, compare=False)
     """The number of the shard that this rank holds."""
-    size: int = field(init=False)
+    size: int = field(init=False, repr=False, compare=False)
     """The number of ranks whose gradients are summed."""
-    communicators: tuple[Communicator, ...] = field(init=False)
+    communicators: tuple[Communicator, ...] = field(init=False, repr=False, compare=False)
     """Those that there are, shard first."""
 
     def __post_init__(self) -> None:
