@@ -15,7 +15,7 @@ from meshwright.data_parallel.shards.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from meshwright.fsdp.counterparts import own_config, own_member
+from meshwright.fsdp.options import own_config, own_member
 from meshwright.testing import Ranks
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from meshwright.comm import Communicator, communicator, subgroup
 from meshwright.data_parallel.shards.buffer import DataAxes
-from meshwright.fsdp.counterparts import own_member
-from meshwright.fsdp.options import ShardingStrategy, row_of
+from meshwright.fsdp.options import ShardingStrategy, own_member, row_of
 from meshwright.mesh import DeviceMesh
 
 __all__ = ["Groups", "devices_per_node", "find_groups", "hybrid_process_groups"]

@@ -26,9 +26,8 @@ from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
-from meshwright.fsdp.counterparts import own_member
 from meshwright.fsdp.exposures.exposure import FLAT, exposed_of
-from meshwright.fsdp.exposures.sharded_axes import gradients_by_axes
+from meshwright.fsdp.exposures.tensor_axes import gradients_by_axes
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import (
     PREFETCHES,
@@ -40,6 +39,7 @@ from meshwright.fsdp.options import (
     StateDictSettings,
     StateDictType,
     TrainingState,
+    own_member,
 )
 from meshwright.fsdp.precision_mode import PrecisionMode
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_own

@@ -21,10 +21,8 @@ from meshwright.data_parallel.sharded_modules.module_tree import places_in
 from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInputs
 from meshwright.data_parallel.shards.unit import Unit, UnitSettings
 from meshwright.fsdp import auto_wrap, building, checks
-from meshwright.fsdp.counterparts import own_config
 from meshwright.fsdp.exposures.tensor_axes import tensor_mesh
 from meshwright.fsdp.groups import find_groups
-from meshwright.fsdp.listing import list_below
 from meshwright.fsdp.options import (
     PREFETCHES,
     BackwardPrefetch,
@@ -36,6 +34,7 @@ from meshwright.fsdp.options import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    own_config,
     row_of,
 )
 from meshwright.fsdp.precision_mode import PrecisionMode
@@ -47,7 +46,7 @@ from meshwright.fsdp.states.optimizer_keys import by_current_names, rekey
 from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.states.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.states.state_dicts import clean_reported_names
-from meshwright.fsdp.traversal import WRAPPED, UnitDriver
+from meshwright.fsdp.traversal import WRAPPED, UnitDriver, list_below
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
     check_reached,

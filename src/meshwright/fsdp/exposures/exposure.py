@@ -21,7 +21,6 @@ from meshwright.data_parallel.shards.replaced_parameters import (
 )
 from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Unit
 from meshwright.errors import InternalError
-from meshwright.fsdp.exposures.direct_gradients import Refusals
 from meshwright.fsdp.exposures.pieces import (
     change_piece_by_hooks,
     flat_layout,
@@ -30,7 +29,7 @@ from meshwright.fsdp.exposures.pieces import (
     part_of,
     write_back,
 )
-from meshwright.fsdp.exposures.waiting_gradients import WaitingGradients
+from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
 from meshwright.torch_internals.tensors import version_of
 
 __all__ = [

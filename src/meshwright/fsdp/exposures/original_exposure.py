@@ -12,7 +12,6 @@ from meshwright.comm.dtensors.after_hooks import run_after_hooks
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
 from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
-from meshwright.fsdp.exposures.direct_gradients import Refusals
 from meshwright.fsdp.exposures.exposure import Exposed
 from meshwright.fsdp.exposures.pieces import (
     change_piece_by_hooks,
@@ -23,7 +22,7 @@ from meshwright.fsdp.exposures.pieces import (
     places_in_shards,
     write_back,
 )
-from meshwright.fsdp.exposures.waiting_gradients import WaitingGradients
+from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
 from meshwright.torch_internals.tensors import version_of
 
 __all__ = ["TAKEN", "OriginalExposure"]

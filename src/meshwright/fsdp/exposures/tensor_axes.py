@@ -6,16 +6,18 @@
     part      what one rank of axis tensor has of it, (4, 6): this is what lies in a unit's line
     piece     the elements of the part in this rank's shard
 
-``outer`` is the DTensor that the parameter was; None where the part is the whole.
+``outer`` is the DTensor that the parameter was; None where the part is the whole. Gradients are
+listed by the axes that they lie spread over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import (
     AtRest,
     concatenated_mesh,
@@ -25,15 +27,18 @@ from meshwright.comm.dtensors.dtensor import (
     local_of,
 )
 from meshwright.comm.dtensors.gather_dtensor import is_side_by_side, part, whole
+from meshwright.comm.dtensors.gradient_part import plain_gradient
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
-from meshwright.data_parallel.shards.unit import Slot
+from meshwright.data_parallel.shards.unit import Slot, Unit
 from meshwright.errors import LayoutError
+from meshwright.fsdp.exposures.pieces import cuts_of, own_pieces
 from meshwright.fsdp.groups import Groups
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 
 __all__ = [
     "as_parameter",
+    "gradients_by_axes",
     "on_all_axes",
     "part_of",
     "take_part",
@@ -108,3 +113,24 @@ def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
     """Find the mesh that the parameters of ``slots`` lay on, if those that were DTensors agree."""
     meshes = {slot.outer.mesh for slot in slots if slot.outer is not None}
     return meshes.pop() if len(meshes) == 1 else None
+
+
+def gradients_by_axes(
+    unit: Unit,
+) -> Iterator[tuple[tuple[Communicator, ...], list[torch.Tensor]]]:
+    """This rank's gradients, by the axes they lie spread over: the same ones on all ranks."""
+    flat = unit.exposure.one_flat
+    for group in unit.groups:
+        pieces = own_pieces(group)
+        line = None if flat is None else plain_gradient(flat)
+        if line is not None and len(cuts_of(group, group.slots)) == 1:
+            yield from ((axes, [line]) for axes in cuts_of(group, group.slots))
+            continue
+        for index, slot in enumerate(group.slots):
+            piece, own = pieces.get(index), plain_gradient(slot.original)
+            if flat is not None:
+                own = None
+                if line is not None and piece is not None:
+                    own = line[piece.offset : piece.offset + piece.numel]
+            (axes,) = cuts_of(group, [slot])
+            yield axes, [] if own is None else [own]

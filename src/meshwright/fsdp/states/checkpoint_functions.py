@@ -27,8 +27,7 @@ from torch import nn
 
 from meshwright.data_parallel.modules.checkpoint_names import StepOver, asked_in, without_compiled
 from meshwright.fsdp.exposures.exposure import exposed_of
-from meshwright.fsdp.states.managed_parameters import managed_parameters
-from meshwright.fsdp.states.optimizer_exchange import MADE, OWN
+from meshwright.fsdp.states.optimizer_exchange import MADE, OWN, managed_parameters
 from meshwright.fsdp.states.optimizer_state import spread_state, state_to_load
 from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper

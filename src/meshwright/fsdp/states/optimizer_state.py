@@ -30,18 +30,16 @@ from meshwright.fsdp.options import (
     StateDictType,
 )
 from meshwright.fsdp.states.full_parameters import cut_line, gather_line
-from meshwright.fsdp.states.managed_parameters import (
-    Managed,
-    managed_parameters,
-    names_by_parameter,
-)
 from meshwright.fsdp.states.optimizer_exchange import (
     OWN,
     Held,
+    Managed,
     exchange,
     from_first_rank,
     has_state,
     is_scalar,
+    managed_parameters,
+    names_by_parameter,
     packed,
     unpacked,
     with_gathered,

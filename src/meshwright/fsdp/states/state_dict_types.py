@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.fsdp.counterparts import own_config, own_member
 from meshwright.fsdp.options import (
     CONFIGS,
     OptimStateDictConfig,
@@ -18,6 +17,8 @@ from meshwright.fsdp.options import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    own_config,
+    own_member,
 )
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
 
