@@ -237,7 +237,10 @@ class Trainable:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """List what this rank holds of each parameter, by original name; a tied one once."""
-        return dict(self.module.named_parameters())
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters():
+            found.setdefault(name, parameter)  # stages may hold one together under one name
+        return found
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """List each gradient by original name, as one process would hold it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -808,6 +809,59 @@ def body_modules() -> None:
         graph.eval()
     chain.eval()
     assert not chain.head.training
+
+
+class Penalised(nn.Module):
+    """Reads its head once more behind it, so that tracing gives the head to two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.head(self.norm(self.layer(x)))
+        return y, 0.1 * sum(p.square().sum() for p in self.head.parameters())
+
+
+def penalised_loss(output: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    return (output[0] - y).square().mean() + output[1]
+
+
+def late_hooks_on_what_two_stages_of_a_rank_hold(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Penalised().double()
+    one = copy.deepcopy(model)
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    plan = f'[axes]\npipeline = 2\n[pipeline]\nschedule = "{schedule}"\nmicrobatches = 4\n'
+    trainable = parallelize(
+        model,
+        Plan.from_toml(plan),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        loss=penalised_loss,
+        example=x,
+    )
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+    for each in (model, one):
+        for _, parameter in each.head.named_parameters():
+            if not isinstance(parameter, Unreadable):
+                parameter.register_hook(lambda gradient: 0.5 * gradient)
+    for _ in range(2):
+        optimizer.zero_grad()
+        penalised_loss(one(x), y).backward()
+        trainable.forward_backward(x, y)
+        found = trainable.gradients()
+        for name, parameter in one.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+        optimizer.step()
+        trainable.optimizer_step()
+        state = trainable.state_dict()["model"]
+        for name, value in one.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved1f1b"])
+def test_late_hooks_on_what_two_stages_of_a_rank_hold_run_once(ranks: Ranks, schedule: str) -> None:
+    ranks(2, late_hooks_on_what_two_stages_of_a_rank_hold, schedule)
 
 
 def test_hooks_of_modules_that_are_taken_apart_are_refused(ranks: Ranks) -> None:

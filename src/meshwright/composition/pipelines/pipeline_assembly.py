@@ -80,7 +80,7 @@ def pipelined(
     copies = {id(parameter) for parameter in modules.parameters()} - counts
     # Units of shards put parameters into modules and back.
     fixed = () if plan.axes.size("shard") > 1 else (modules,)
-    hooks = StepHooks(dict(modules.named_parameters()), fixed)
+    hooks = StepHooks(modules.named_parameters(), fixed)
     tied = TiedValues(numbered, found.ties, ranks, peers.data.size)
     for module in own:
         given.carry(module)

@@ -75,10 +75,16 @@ def resting(parameters: Iterable[nn.Parameter]) -> Iterator[list[Rested]]:
 class StepHooks:
     """The hooks of the parameters of one rank's stages."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], fixed: Iterable[nn.Module]) -> None:
-        """``fixed`` are modules whose parameters stay those that they are now."""
-        self._parameters = tuple(named.values())
-        self._names = {id(parameter): name for name, parameter in named.items()}
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], fixed: Iterable[nn.Module]
+    ) -> None:
+        """``fixed`` are modules whose parameters stay those that they are now.
+
+        Stages that hold a parameter together each have one of its name in ``named``.
+        """
+        pairs = list(named)
+        self._parameters = tuple(parameter for _, parameter in pairs)
+        self._names = {id(parameter): name for name, parameter in pairs}
         self._places: list[tuple[Mapping[str, object], str, nn.Parameter]] = [
             (part._parameters, key, parameter)
             for module in fixed
