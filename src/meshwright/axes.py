@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from meshwright.errors import LayoutError
 
-__all__ = ["DATA_AXES", "KNOWN_AXES", "RESERVED_AXES", "Axes"]
-
 KNOWN_AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """The axes a plan may name, in the order from the slowest links to the fastest."""
 

@@ -49,8 +49,6 @@ from meshwright.schedule.simulate import Costs, simulate
 from meshwright.schedule.text import dump_csv, load_csv
 from meshwright.settings import nearest
 
-__all__ = ["main"]
-
 # Set for the ranks that this command line starts: their launcher reports for them.
 _UNDER_LAUNCHER = "MESHWRIGHT_LAUNCHER"
 

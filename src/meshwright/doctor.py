@@ -23,8 +23,6 @@ from meshwright.comm import connect, disconnect, shared_memory
 from meshwright.comm.groups.launch import launch
 from meshwright.errors import MeshwrightError
 
-__all__ = ["Finding", "examine", "measure", "memory_limit", "report_lines", "usable_cores"]
-
 MEASURED_RANKS = 2
 _ROUNDS = 50
 _LEAST_MEMORY = 2 * 2**30

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["LOCAL_NETWORK", "torchrun_variables"]
-
 LOCAL_NETWORK: Mapping[str, str] = MappingProxyType(
     {
         # c10d's store asks the name server for the name of the loopback address at every

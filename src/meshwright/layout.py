@@ -21,23 +21,6 @@ from meshwright.axes import Axes
 from meshwright.errors import LayoutError
 from meshwright.precision import dtype_bytes
 
-__all__ = [
-    "Box",
-    "ChunkedLayout",
-    "Cut",
-    "FlatLayout",
-    "LineLayout",
-    "Partial",
-    "Piece",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "TensorLayout",
-    "boxes",
-    "chunk",
-    "overlap",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

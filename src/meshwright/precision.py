@@ -9,8 +9,6 @@ from typing import Literal
 
 from meshwright.errors import LayoutError
 
-__all__ = ["FloatName", "Precision", "dtype_bytes"]
-
 FloatName = Literal["float16", "bfloat16", "float32", "float64"]
 """The dtypes that a precision may name."""
 

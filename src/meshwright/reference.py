@@ -22,16 +22,6 @@ from meshwright.comm.dtensors.gather_dtensor import whole
 from meshwright.gradients import apply_loss, call_module, clip_grad_norm_, cut_batch
 from meshwright.torch_internals.trees import tree_map
 
-__all__ = [
-    "Difference",
-    "ReferenceRun",
-    "Result",
-    "Trainee",
-    "first_difference",
-    "record",
-    "train_reference",
-]
-
 FLOOR = 1e-6
 """Values so much smaller than the largest of their step count as zero: they are rounding."""
 

@@ -19,8 +19,6 @@ from typing import Self
 
 from meshwright.errors import PlanError
 
-__all__ = ["Permutation", "Sampler"]
-
 _ROUNDS = 6
 _WORD = (1 << 64) - 1
 

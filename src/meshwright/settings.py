@@ -15,20 +15,6 @@ from typing import Annotated, TypeVar
 from meshwright.errors import PlanError
 from meshwright.toml_text import Fault, Key
 
-__all__ = [
-    "Above",
-    "AtLeast",
-    "Inline",
-    "Origin",
-    "Problem",
-    "Through",
-    "fields_of",
-    "keys_of",
-    "marked",
-    "nearest",
-    "unmarked",
-]
-
 T = TypeVar("T")
 
 

@@ -19,19 +19,6 @@ from typing import Literal, get_args
 
 from meshwright.precision import dtype_bytes
 
-__all__ = [
-    "KINDS",
-    "LANES",
-    "LANE_OF_KIND",
-    "Collective",
-    "Event",
-    "Interval",
-    "Kind",
-    "Lane",
-    "Timeline",
-    "union",
-]
-
 Kind = Literal[
     "all_reduce",
     "all_gather",

@@ -55,8 +55,6 @@ from meshwright.settings import (
 )
 from meshwright.toml_text import Key, dotted, literal, parse, parse_key, write
 
-__all__ = ["dump", "plain", "read", "read_file", "read_tree", "review"]
-
 T = TypeVar("T")
 
 

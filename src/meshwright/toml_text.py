@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Document", "Fault", "Key", "dotted", "literal", "parse", "parse_key", "write"]
-
 Key = tuple[str, ...]
 """The path of a key from the root, such as ``("train", "seed")``."""
 

@@ -18,7 +18,8 @@ from torch.nn.parallel.distributed import _MixedPrecision as LowPrecision
 from meshwright.comm import Recorder, observe
 from meshwright.data_parallel import DistributedDataParallel, MixedPrecisionPolicy, fully_shard
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
-from meshwright.data_parallel.shards.unit import ParameterGroup, collect_slots
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.slot import collect_slots
 from meshwright.fsdp import (
     CPUOffload,
     MixedPrecision,

@@ -35,8 +35,6 @@ from pathlib import Path
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CheckpointClaimedError
 
-__all__ = ["CLAIM_NAME", "Claim", "Holder", "hold", "is_claimed", "release"]
-
 CLAIM_NAME = ".claim"
 GRACE = 0.1
 """Seconds in which a lock that another process has taken for a moment is asked for again."""

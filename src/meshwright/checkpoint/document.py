@@ -20,17 +20,6 @@ import zlib
 from collections.abc import Mapping
 from typing import TypeAlias, TypeVar
 
-__all__ = [
-    "JSON",
-    "MAX_DOCUMENT_BYTES",
-    "Fields",
-    "canonical",
-    "check_json",
-    "parse_canonical",
-    "seal",
-    "unseal",
-]
-
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 MAX_DOCUMENT_BYTES = 64 * 2**20

@@ -19,18 +19,6 @@ from meshwright.checkpoint.document import JSON, Fields, check_json, seal, unsea
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, is_file_name, item_size
 from meshwright.layout import Box
 
-__all__ = [
-    "MANIFEST_NAME",
-    "MAX_STEP",
-    "Manifest",
-    "Piece",
-    "TensorRecord",
-    "UnknownVersionError",
-    "covers",
-    "from_bytes",
-    "to_bytes",
-]
-
 MANIFEST_NAME = "manifest.json"
 MAX_STEP = 10**15
 

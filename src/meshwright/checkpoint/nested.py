@@ -23,8 +23,6 @@ from torch import Tensor
 from meshwright.checkpoint.document import JSON
 from meshwright.checkpoint.pieces import ShardedPiece
 
-__all__ = ["flatten", "unflatten"]
-
 _MAX_DEPTH = 32  # a marked level takes up to three of the 100 levels of JSON
 
 

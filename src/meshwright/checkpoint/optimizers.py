@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.errors import CheckpointMismatchError
 
-__all__ = ["load_optimizer_state", "optimizer_state"]
-
 
 def optimizer_state(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]

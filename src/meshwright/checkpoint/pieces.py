@@ -18,21 +18,6 @@ from meshwright.checkpoint.manifest import Piece
 from meshwright.checkpoint.tensor_file import DTYPES, file_name, item_size
 from meshwright.layout import Box
 
-__all__ = [
-    "Held",
-    "NamedPiece",
-    "ShardedPiece",
-    "assign",
-    "boxes_of",
-    "byte_view",
-    "describe",
-    "dtype_name",
-    "held_from_json",
-    "held_to_json",
-    "parts",
-    "torch_dtype",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedPiece:

@@ -36,8 +36,6 @@ from meshwright.checkpoint.pieces import ShardedPiece, boxes_of, describe, torch
 from meshwright.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from meshwright.layout import Box
 
-__all__ = ["Checkpoint", "Reader", "load", "load_into", "read_manifest", "verify"]
-
 _CHUNK = 2**20
 _ADVICE = "restore it from a copy, or use another checkpoint"
 

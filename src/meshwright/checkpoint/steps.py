@@ -24,8 +24,6 @@ from meshwright.checkpoint.reading import Reader
 from meshwright.checkpoint.storage import Storage
 from meshwright.errors import CheckpointDamagedError, CheckpointError
 
-__all__ = ["latest", "prune", "remove_torsos", "step_directory", "torso_directory"]
-
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step_([0-9]{8,16})")
 _TORSO = re.compile(r"\.step_[0-9]{8,16}\.(tmp|old)-[0-9a-f]{8}")

@@ -10,8 +10,6 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["Storage"]
-
 
 class Storage:
     """A POSIX file system. Every method raises ``OSError`` when it fails.

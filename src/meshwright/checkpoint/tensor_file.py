@@ -20,8 +20,6 @@ from types import MappingProxyType
 
 from meshwright.precision import dtype_bytes
 
-__all__ = ["DTYPES", "Entry", "FileMap", "file_map", "file_name", "is_file_name", "item_size"]
-
 DTYPES: Mapping[str, str] = MappingProxyType(
     {
         "bool": "BOOL",

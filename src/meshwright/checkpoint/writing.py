@@ -55,8 +55,6 @@ from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_name
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
 
-__all__ = ["Communicator", "claim", "save"]
-
 _log = logging.getLogger(__name__)
 STORAGE_LIMIT = 3600.0
 """Seconds that one step of a save may take on one rank while the others wait for it."""

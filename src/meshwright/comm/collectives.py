@@ -31,8 +31,6 @@ from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.distributed import living_groups
 
-__all__ = ["Communicator", "Issued"]
-
 REMEMBERED = 16
 """How many of the last operations a rank can name in a hang report."""
 

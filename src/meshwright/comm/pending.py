@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from meshwright.comm.collectives import Communicator
     from meshwright.comm.streams import Mark
 
-__all__ = ["Pending", "TransferWaiter", "Work", "start_together"]
-
 SLICE = timedelta(seconds=0.5)
 """How long one wait inside c10d lasts before the peers' failures are looked at."""
 

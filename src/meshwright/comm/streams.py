@@ -12,16 +12,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = [
-    "Clock",
-    "Mark",
-    "Stream",
-    "current_stream",
-    "is_at_hand",
-    "new_stream",
-    "synchronize",
-]
-
 
 class Mark(Protocol):
     """A point in time on a device, taken without stopping it."""

@@ -14,8 +14,6 @@ import torch
 import meshwright
 from meshwright.torch_internals.tracing import GRAPH_BREAKS
 
-__all__ = ["GraphBreak", "GraphBreaks"]
-
 _PLACE = re.compile(r"in user code at (.+):(\d+)$")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _REASON = re.compile(r"Graph Break Reason: (.+)$", re.MULTILINE)

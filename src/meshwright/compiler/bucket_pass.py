@@ -40,8 +40,6 @@ from meshwright.compiler.bucket_plan import (
 from meshwright.errors import InternalError
 from meshwright.torch_internals.compile import detect_fake_mode
 
-__all__ = ["fuse_marks"]
-
 _ATEN = torch.ops.aten
 _REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED)
 

@@ -18,9 +18,6 @@ from torch import fx
 from meshwright.comm.graphs.marks import GRAD_REDUCE
 from meshwright.data_parallel.replicas.slots import GradientSlot, plan_buckets
 
-__all__ = ["ALONE_BYTES", "BucketPlan", "Mark", "describe", "marks_of", "plan_marks"]
-
-
 ALONE_BYTES = 2**20
 """A gradient of this size or more is reduced in memory of its own."""
 

@@ -14,8 +14,6 @@ from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import storage_id
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["check_buckets", "peak_bytes"]
-
 _REDUCTIONS = (ALL_REDUCE, ALL_REDUCE_IN_PLACE, ALL_REDUCE_COALESCED)
 _IN_PLACE = (*_REDUCTIONS, WAIT, operator.getitem)
 

@@ -23,8 +23,6 @@ from meshwright.compiler import bucket_pass, bucket_plan, guarantees
 from meshwright.torch_internals import compile as internals
 from meshwright.torch_internals.modules import call_of, set_compiled_call
 
-__all__ = ["MARKING", "aot_backend", "compile_module", "compiled_autograd"]
-
 M = TypeVar("M", bound=nn.Module)
 
 CompilerFunction = Callable[[fx.GraphModule], Callable[..., Any]]

@@ -40,8 +40,6 @@ from meshwright.data_parallel import synchronise_batch_norm
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
 
-__all__ = ["check_model", "parallelize"]
-
 
 def parallelize(
     model: nn.Module,

@@ -12,8 +12,6 @@ from meshwright.comm.dtensors.dtensor import mesh_over
 from meshwright.mesh import DeviceMesh
 from meshwright.plan import Plan
 
-__all__ = ["Peers"]
-
 _MESHED = ("replicate", "shard", "tensor")
 """Axes over which parameters lie. What is cut last lies innermost, whatever the order of ranks."""
 

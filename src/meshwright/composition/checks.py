@@ -19,8 +19,6 @@ from meshwright.plan import Plan, match_names
 from meshwright.schedule.builders import build
 from meshwright.settings import Problem
 
-__all__ = ["check_model", "recomputed"]
-
 AUTOCAST = ("bfloat16", "float16")
 """The dtypes that torch can compute in while parameters have another."""
 

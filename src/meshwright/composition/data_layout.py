@@ -21,8 +21,6 @@ from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import SpreadGradients, group_by_spread, non_finite_gradients
 from meshwright.plan import Plan
 
-__all__ = ["DataLayout", "LoneLayout", "ReplicatedLayout", "ShardedLayout"]
-
 
 class DataLayout(ABC):
     """The way in which parameters and gradients lie on the ranks, as a training step needs it."""

@@ -13,18 +13,11 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import is_replicated, known_at_rest
 from meshwright.data_parallel import Replica
-from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import LossWindow
 from meshwright.plan import Plan
 from meshwright.timeline import Collective
-
-__all__ = [
-    "Description",
-    "ParameterRow",
-    "describe_lone",
-    "describe_replicated",
-    "describe_sharded",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

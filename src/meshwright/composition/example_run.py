@@ -29,16 +29,6 @@ from meshwright.pipelining.stepping.ties import own_copies
 from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = [
-    "Inputs",
-    "Observation",
-    "copied",
-    "evaluating",
-    "left_as_it_is",
-    "observe",
-    "same_numbers",
-]
-
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Of a model: positional arguments, or keyword arguments."""
 _OF_ALL = frozenset(vars(nn.Module()))

@@ -27,8 +27,6 @@ from meshwright.torch_internals.autograd import (
     set_backward_hooks,
 )
 
-__all__ = ["GivenParameters"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Given:

@@ -41,21 +41,6 @@ from meshwright.randomness.initialization import HeldBoxes, held_whole, initiali
 from meshwright.tensor_parallel.apply import apply_plan
 from meshwright.torch_internals.trees import tree_map_only
 
-__all__ = [
-    "apply_dropout",
-    "compiled",
-    "cut_over_tensor",
-    "equalise",
-    "is_drawn_in_parts",
-    "is_on_meta",
-    "moved_to",
-    "optimized_parameters",
-    "place",
-    "recompute_modules",
-    "replicate_module",
-    "shard_module",
-]
-
 
 def optimized_parameters(module: nn.Module, plan: Plan) -> Iterable[nn.Parameter]:
     """Return what the optimizer is given."""

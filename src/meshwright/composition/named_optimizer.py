@@ -20,8 +20,6 @@ from meshwright.data_parallel.flat.optimizer import parts_of_flat
 from meshwright.errors import CheckpointMismatchError
 from meshwright.torch_internals.trees import tree_map
 
-__all__ = ["load_named_state", "named_state"]
-
 
 def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, object]:
     """List ``optimizer.state_dict()`` with names of ``module``'s parameters for numbers.

@@ -50,8 +50,6 @@ from meshwright.sampling import Sampler
 from meshwright.tensor_parallel.checks.equality import digest_of_all, is_due, verify_gradients
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["EvalResult", "Loss", "StepResult", "Trainable", "autocast_of", "tensors_in"]
-
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 """``loss(output, target)``, or ``loss(output)`` without a target: a mean or (sum, count)."""
 

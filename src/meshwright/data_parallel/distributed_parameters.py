@@ -41,18 +41,6 @@ from meshwright.comm.graphs.untraced import apart, constant
 from meshwright.gradients import look_at_optimizers
 from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_of
 
-__all__ = [
-    "LocalComputation",
-    "LocalParameter",
-    "PartialSum",
-    "ReducedLeaves",
-    "check_axes",
-    "computing",
-    "cut_axes",
-    "local_parameters",
-    "mark_spread",
-]
-
 MARK = "_tensor_parallel"
 """The attribute of a module that holds its `LocalComputation`."""
 

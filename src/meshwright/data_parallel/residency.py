@@ -19,9 +19,8 @@ from meshwright.comm.failures.events import Comparison
 from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.data_parallel.sharded_modules.iteration import Iteration
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
-from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
-
-__all__ = ["ReplicaResidency", "ShardedResidency", "sharded_residency"]
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.unit import Unit
 
 _JOINED = (
     "join() does not reach into a pipeline, whose schedule reduces the gradients of its stages: "

@@ -15,8 +15,6 @@ from meshwright.fsdp.checks import Ignored, check_frozen_mix
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.wrap import Targets, WrapPolicy, find_targets
 
-__all__ = ["choose_targets", "deferred_parameters", "wrap_targets"]
-
 Wrapper = Callable[[nn.Module, dict[str, Any], frozenset[nn.Parameter]], nn.Module]
 
 

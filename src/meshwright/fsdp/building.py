@@ -14,16 +14,11 @@ from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, r
 from meshwright.data_parallel.checks.starting_state import digest_of, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.shards.buffer import BufferTypes, DataAxes
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import refuse_views, retire, stand_in
+from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
 from meshwright.data_parallel.shards.tensor_extensions import check_class
-from meshwright.data_parallel.shards.unit import (
-    ParameterGroup,
-    Slot,
-    Unit,
-    UnitSettings,
-    collect_slots,
-    group_slots,
-)
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.checks import Ignored
 from meshwright.fsdp.exposures.exposure import FlatExposure, FlatParameter
 from meshwright.fsdp.exposures.original_exposure import TAKEN, OriginalExposure
@@ -32,16 +27,6 @@ from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import MixedPrecision
 from meshwright.fsdp.traversal import CHECKPOINTED, clean_name, name_alike, paths_alike
 from meshwright.layout import FlatLayout
-
-__all__ = [
-    "UnitPlan",
-    "build_unit",
-    "check_shared",
-    "materialise",
-    "named_unmanaged",
-    "resolve_device_id",
-    "send_states",
-]
 
 REFUSED = "FullyShardedDataParallel gathers as a part of one line"
 ALIGNMENT = 16

@@ -13,16 +13,6 @@ from torch import nn
 from meshwright.data_parallel.checks.starting_state import is_of_one_rank
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 
-__all__ = [
-    "Ignored",
-    "check_containers",
-    "check_devices",
-    "check_frozen_mix",
-    "check_parameters",
-    "choose_device",
-    "find_ignored",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Ignored:

@@ -10,8 +10,6 @@ from torch.amp import GradScaler
 from meshwright.comm import Communicator, communicator
 from meshwright.data_parallel.sharded_modules.sharded_join import joins
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(GradScaler):
     """As `torch.amp.GradScaler`, for gradients of which each rank holds a part.

@@ -14,8 +14,6 @@ from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.fsdp.options import ShardingStrategy, own_member, row_of
 from meshwright.mesh import DeviceMesh
 
-__all__ = ["Groups", "devices_per_node", "find_groups", "hybrid_process_groups"]
-
 SHARD, REPLICATE = "shard", "replicate"
 
 

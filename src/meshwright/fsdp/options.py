@@ -13,32 +13,6 @@ from torch import nn
 
 from meshwright.torch_internals.modules import AnyBatchNorm
 
-__all__ = [
-    "CONFIGS",
-    "HYBRID_SHARDING_STRATEGIES",
-    "PREFETCHES",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "StrategyRow",
-    "TrainingState",
-    "own_config",
-    "own_member",
-    "row_of",
-]
-
 
 class ShardingStrategy(Enum):
     """The tensors that are cut over the ranks, and the time for which parameters stay whole."""

@@ -13,8 +13,6 @@ from torch import nn
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.options import MixedPrecision
 
-__all__ = ["PrecisionMode"]
-
 
 class PrecisionMode:
     """Switches the dtypes of a unit and of the buffers of its modules between two modes."""

@@ -8,8 +8,6 @@ from meshwright.data_parallel.residency import ShardedResidency
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
-__all__ = ["WrapperResidency"]
-
 
 class WrapperResidency(ShardedResidency):
     """Of all wrappers of one root."""

@@ -19,19 +19,6 @@ from meshwright.data_parallel.sharded_modules.module_tree import PlacesIn
 from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.fsdp.exposures.exposure import exposed_of
 
-__all__ = [
-    "CHECKPOINTED",
-    "PREFIXES",
-    "WRAPPED",
-    "UnitDriver",
-    "clean_name",
-    "list_below",
-    "name_alike",
-    "named_parameters",
-    "paths_alike",
-]
-
-
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute of a wrapper that holds what it wraps."""
 

@@ -56,16 +56,6 @@ from meshwright.gradients import SpreadGradients
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
 
-__all__ = [
-    "UnitWrapper",
-    "check_homogeneous",
-    "check_reached",
-    "fsdp_units",
-    "own_modules",
-    "spread_gradients",
-    "wrappers_in",
-]
-
 
 class UnitWrapper(OfThisProcess, SteppedOver):
     """A module and the unit of those parameters below it that no wrapper further down owns."""

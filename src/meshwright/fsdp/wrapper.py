@@ -19,7 +19,8 @@ from meshwright.data_parallel.residency import ShardedResidency, sharded_residen
 from meshwright.data_parallel.sharded_modules.module_hooks import attach
 from meshwright.data_parallel.sharded_modules.module_tree import places_in
 from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInputs
-from meshwright.data_parallel.shards.unit import Unit, UnitSettings
+from meshwright.data_parallel.shards.parameter_group import UnitSettings
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp import auto_wrap, building, checks
 from meshwright.fsdp.exposures.tensor_axes import tensor_mesh
 from meshwright.fsdp.groups import find_groups
@@ -58,8 +59,6 @@ from meshwright.fsdp.unit_wrapper import (
 from meshwright.fsdp.wrap import WrapPolicy
 from meshwright.gradients import global_norm, scale_to_norm
 from meshwright.mesh import DeviceMesh
-
-__all__ = ["FullyShardedDataParallel"]
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that, set to 1, switches mixed precision off in eval mode."""

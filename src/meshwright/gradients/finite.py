@@ -14,14 +14,6 @@ from meshwright.comm.streams import is_at_hand
 from meshwright.errors import NonFiniteError
 from meshwright.torch_internals.tensors import foreach_norm
 
-__all__ = [
-    "LossScale",
-    "NonFiniteValues",
-    "agree_on_non_finite",
-    "non_finite_error",
-    "non_finite_gradients",
-]
-
 
 class LossScale:
     """The factor that keeps small gradients of a float16 computation from vanishing.

@@ -26,16 +26,6 @@ from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.errors import InternalError
 from meshwright.torch_internals.trees import tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = [
-    "LocalLoss",
-    "LossWindow",
-    "apply_loss",
-    "call_module",
-    "cut_batch",
-    "leaves_of",
-    "read_loss",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLoss:

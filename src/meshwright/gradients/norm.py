@@ -32,15 +32,6 @@ from meshwright.comm.dtensors.sharded_axes import (
 from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
 from meshwright.torch_internals.tensors import foreach_mul_, foreach_norm
 
-__all__ = [
-    "SpreadGradients",
-    "clip_grad_norm_",
-    "global_norm",
-    "group_by_spread",
-    "require_finite_norm",
-    "scale_to_norm",
-]
-
 NORM_ROW = 65536
 """Elements whose norm is taken at once: longer sums in float32 lose digits on a CPU."""
 

@@ -37,14 +37,6 @@ from meshwright.comm.dtensors.sharded_axes import (
     singles_of,
 )
 
-__all__ = [
-    "check_optimizer",
-    "declare_element_wise",
-    "look_at_optimizers",
-    "mark_mean",
-    "mark_stage",
-]
-
 Class = TypeVar("Class", bound=type)
 
 

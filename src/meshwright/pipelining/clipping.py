@@ -16,8 +16,6 @@ from meshwright.gradients import (
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.stepping.ties import counted
 
-__all__ = ["clip_grad_norm_"]
-
 
 def clip_grad_norm_(
     stages: PipelineStage | Sequence[PipelineStage],

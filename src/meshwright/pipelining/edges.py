@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Source", "StageEdges", "adjacent", "edges_of", "only_source"]
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

@@ -29,8 +29,6 @@ from meshwright.randomness.initialization import (
 )
 from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
-__all__ = ["initialize_by_blocks"]
-
 BLOCK = 1 << 16
 """Elements of a block: as many whole rows as that are, at least one."""
 

@@ -18,8 +18,6 @@ import torch
 
 from meshwright.layout import Box
 
-__all__ = ["name_seed", "random_bits"]
-
 _CHUNK = 1 << 14
 """Words computed at once on a CPU, so that all passes over them stay in its cache."""
 

@@ -21,8 +21,6 @@ from meshwright.layout import Box, chunk
 from meshwright.randomness.counters import name_seed, random_bits
 from meshwright.torch_internals.autograd import running_backward
 
-__all__ = ["DimPart", "Draws"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimPart:

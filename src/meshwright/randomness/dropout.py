@@ -13,8 +13,6 @@ from meshwright.randomness.refusals import declared, random_modules
 from meshwright.torch_internals.tensors import FakeTensor
 from meshwright.torch_internals.tracing import not_traced
 
-__all__ = ["Dropout", "replace_dropout"]
-
 _CHANNEL_DIMS: dict[type[nn.Module], int] = {
     nn.Dropout: 0,
     nn.AlphaDropout: 0,

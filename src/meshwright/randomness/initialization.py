@@ -24,18 +24,6 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Box
 from meshwright.torch_internals.tensors import memory_of, version_of
 
-__all__ = [
-    "HeldBoxes",
-    "cells_of",
-    "check_initializers",
-    "held_whole",
-    "initialize",
-    "initializer_of",
-    "like_whole",
-    "materialise",
-    "module_initializer",
-]
-
 HeldBoxes = Callable[[torch.Tensor], Sequence[tuple[Box, torch.Tensor]]]
 """Gives for a parameter the boxes of the whole tensor that this rank holds, each with the memory
 that holds it."""

@@ -14,8 +14,6 @@ from meshwright.plan import match_names
 from meshwright.randomness.draws import Draws
 from meshwright.torch_internals.tensors import TorchDispatchMode, schema_of
 
-__all__ = ["RandomOperators", "declared", "random_modules"]
-
 _KNOWN = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _RANDOM = (nn.RReLU, nn.FeatureAlphaDropout, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _OFF = {"p": 0.0, "dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}

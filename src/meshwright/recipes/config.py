@@ -30,17 +30,6 @@ from meshwright.settings import (
 from meshwright.toml_source import read_file
 from meshwright.toml_text import literal
 
-__all__ = [
-    "DataConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "TrainConfig",
-    "option_lines",
-    "read_config",
-]
-
-
 SMALLEST_FLOAT16 = 6e-8
 """Just above the smallest number that float16 tells from zero."""
 

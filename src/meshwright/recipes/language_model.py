@@ -20,19 +20,6 @@ from torch.nn import Parameter, functional
 from meshwright.randomness import name_seed
 from meshwright.recipes.config import ModelConfig, OptimizerConfig
 
-__all__ = [
-    "VOCABULARY",
-    "Attention",
-    "FeedForward",
-    "LanguageModel",
-    "Layer",
-    "adamw",
-    "cross_entropy",
-    "initialize",
-    "learning_rate",
-    "set_learning_rate",
-]
-
 VOCABULARY = 256
 
 

@@ -48,8 +48,6 @@ from meshwright.recipes.text import ByteText, example_of, open_text, unigram_los
 from meshwright.sampling import Sampler
 from meshwright.toml_source import dump
 
-__all__ = ["Outcome", "train", "validation_loss"]
-
 _log = logging.getLogger("meshwright")
 
 Write = Callable[[str], None]

@@ -21,15 +21,6 @@ from meshwright.timeline import Timeline
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = [
-    "LineProgress",
-    "LiveProgress",
-    "MetricsFile",
-    "ProgressDisplay",
-    "StepTrace",
-    "show_progress",
-]
-
 
 class MetricsFile:
     """A JSONL file with one object a step, each with its ``step``.

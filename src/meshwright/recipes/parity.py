@@ -36,8 +36,6 @@ from meshwright.recipes.text import ByteText, example_of
 from meshwright.reference import ReferenceRun, first_difference, record, train_reference
 from meshwright.sampling import Sampler
 
-__all__ = ["TOLERANCE", "Parity", "check_parity"]
-
 TOLERANCE = 1e-9
 """Largest relative difference between the layout and one process, both in float64."""
 

@@ -44,18 +44,6 @@ from meshwright.recipes.text import ByteText
 from meshwright.sampling import Sampler
 from meshwright.toml_source import plain
 
-__all__ = [
-    "RunFolder",
-    "choose_folder",
-    "describe_run",
-    "json_leaves",
-    "require_equal_ranks",
-    "require_folder",
-    "require_start",
-    "restore_run",
-    "save_run",
-]
-
 CHECKPOINTS = "checkpoints"
 FORMAT = 1
 _FINGERPRINT_BYTES = 64 * 2**20

@@ -22,8 +22,6 @@ import torch
 
 from meshwright.comm import Communicator, Pending
 
-__all__ = ["StopRequest"]
-
 # A launcher and a terminal may both deliver the one signal a user sent.
 _SAME_REQUEST_SECONDS = 0.5
 

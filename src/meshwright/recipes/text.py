@@ -23,8 +23,6 @@ from torch import Tensor
 from meshwright.errors import PlanError
 from meshwright.recipes.config import DataConfig
 
-__all__ = ["ByteText", "Windows", "example_of", "open_text", "unigram_loss"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from meshwright.timeline import LANES, Event, Timeline
 
-__all__ = ["read_chrome_trace", "trace_events", "write_chrome_trace"]
-
 _ROWS = 1000
 """Thread ids kept for the rows of one lane."""
 

@@ -18,8 +18,6 @@ from types import MappingProxyType
 from meshwright.schedule.measured import Comparison, compare
 from meshwright.timeline import LANES, Event, Timeline
 
-__all__ = ["draw_timeline", "write_page"]
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #202124; background: #fff; margin: 2rem auto;
   max-width: 76rem; padding: 0 1rem; }

@@ -22,29 +22,6 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-__all__ = [
-    "BACKWARD",
-    "COMPUTE",
-    "PER_MICROBATCH",
-    "RECV_B",
-    "RECV_F",
-    "REDUCE_GRAD",
-    "RESHARD",
-    "SEND_B",
-    "SEND_F",
-    "UNSHARD",
-    "Action",
-    "B",
-    "F",
-    "I",
-    "Operation",
-    "Schedule",
-    "W",
-    "chain",
-    "dependencies",
-    "overlap",
-]
-
 
 class Operation(Enum):
     """The kind of an action. The value is its text; torch's long names are aliases."""

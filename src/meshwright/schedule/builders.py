@@ -25,21 +25,6 @@ from typing import Protocol
 
 from meshwright.schedule.actions import Action, B, F, I, Schedule, W, overlap
 
-__all__ = [
-    "BUILDERS",
-    "Builder",
-    "build",
-    "dualpipev",
-    "forward_only",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "one_f_one_b",
-    "stage_ranks",
-    "zb1p",
-    "zbv",
-]
-
 Edges = Iterable[tuple[int, int]] | None
 
 

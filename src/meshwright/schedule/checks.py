@@ -34,8 +34,6 @@ from meshwright.schedule.actions import (
 from meshwright.schedule.drawing import draw
 from meshwright.schedule.messages import Message, parts_of, received, sent
 
-__all__ = ["check", "check_lowered", "check_memory", "peak_activations"]
-
 
 def check(schedule: Schedule, *, ranks: int | None = None, forward_only: bool = False) -> None:
     """Raise `ScheduleError` unless each stage does all its work, on its rank, in a legal order.

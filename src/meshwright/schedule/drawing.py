@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from meshwright.schedule.actions import Schedule
 
-__all__ = ["MARK", "draw"]
-
 MARK = "<-- ERROR HERE"
 """Stands behind a cell that is wrong."""
 

@@ -27,8 +27,6 @@ from meshwright.schedule.actions import (
 )
 from meshwright.schedule.messages import Message, parts_of, produced, read, sent, wanted
 
-__all__ = ["forward_part", "lower", "merge_halves"]
-
 MALFORMED = "Malformed compute schedule, can't schedule sends/recvs"
 
 

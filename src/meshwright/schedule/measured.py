@@ -27,15 +27,6 @@ from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, Simulation, simulate
 from meshwright.timeline import Event, Timeline
 
-__all__ = [
-    "Comparison",
-    "bubble",
-    "compare",
-    "costs_of",
-    "last_step",
-    "schedule_of",
-]
-
 _COMPUTE = ("F", "B", "I", "W")
 
 Edges = Iterable[tuple[int, int]]

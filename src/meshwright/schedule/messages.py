@@ -22,8 +22,6 @@ from meshwright.schedule.actions import (
     W,
 )
 
-__all__ = ["Message", "parts_of", "produced", "read", "received", "sent", "wanted"]
-
 
 class Message(NamedTuple):
     """One payload between two ranks."""

@@ -34,8 +34,6 @@ from meshwright.schedule.drawing import draw
 from meshwright.schedule.messages import parts_of
 from meshwright.timeline import Event, Timeline
 
-__all__ = ["Costs", "Simulation", "simulate"]
-
 PerStage = float | Sequence[float]
 """One value for all stages, or one for each."""
 

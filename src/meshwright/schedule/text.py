@@ -22,8 +22,6 @@ from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, Schedule
 from meshwright.schedule.messages import parts_of
 
-__all__ = ["dump_csv", "load_csv", "parse_csv", "to_csv"]
-
 VERSION = 1
 _HEADER = re.compile(
     r"# meshwright schedule (\d+): name=(\S+) microbatches=(\d+) stage_ranks=([\d,]+)"

@@ -20,8 +20,6 @@ from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.styles import ParallelStyle
 from meshwright.torch_internals.modules import forward_pre_hooks_of
 
-__all__ = ["apply_plan", "matches", "parallelize_module"]
-
 _THEIRS = "_meshwright_styled_by_user"
 
 

@@ -41,20 +41,6 @@ from meshwright.comm.graphs.functional import (
 )
 from meshwright.layout import chunk
 
-__all__ = [
-    "Labels",
-    "copy_to",
-    "exchange",
-    "gather_from",
-    "gathered",
-    "own_part",
-    "reduce_from",
-    "reduce_scatter_to",
-    "scatter_to",
-    "start_sum",
-    "start_sum_part",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Labels:

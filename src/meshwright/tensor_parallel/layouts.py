@@ -30,8 +30,6 @@ from meshwright.tensor_parallel.functions import (
 )
 from meshwright.torch_internals.tracing import not_traced
 
-__all__ = ["Arrival", "Site", "check_mesh", "normal", "untraced"]
-
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")

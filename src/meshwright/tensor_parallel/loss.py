@@ -35,8 +35,6 @@ from meshwright.layout import Partial, Placement, Replicate, Shard, chunk
 from meshwright.tensor_parallel.functions import Labels, reduce_from, start_sum
 from meshwright.torch_internals.tensors import assert_soon
 
-__all__ = ["cross_entropy_of_parts", "loss_parallel"]
-
 REDUCTIONS = ("none", "sum", "mean", "sum and count")
 _TOTAL = Labels("the loss", "loss and count", "loss and count")
 

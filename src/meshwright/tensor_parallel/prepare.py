@@ -17,8 +17,6 @@ from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.layouts import Site, untraced
 from meshwright.tensor_parallel.styles import ParallelStyle, shown
 
-__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
-
 Layouts = AnyPlacement | tuple[AnyPlacement | None, ...]
 
 

@@ -34,15 +34,6 @@ from meshwright.tensor_parallel.layers.sequence import Sequence, SequencePart
 from meshwright.tensor_parallel.layouts import Site, check_mesh
 from meshwright.tensor_parallel.weights import distribute, guard_loading
 
-__all__ = [
-    "ColwiseParallel",
-    "FusedColwiseParallel",
-    "ParallelStyle",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "shown",
-]
-
 
 class ParallelStyle(ABC):
     """The way in which one module runs over the ranks of an axis. Derive from it for your own.

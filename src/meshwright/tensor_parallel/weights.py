@@ -22,8 +22,6 @@ from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site
 from meshwright.torch_internals.autograd import backward_hooks_of
 
-__all__ = ["distribute", "guard_loading"]
-
 
 @torch.no_grad()
 def distribute(

@@ -21,8 +21,6 @@ from meshwright.testing.meeting import Call, FakeWork, World
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed
 from meshwright.timeline import Collective
 
-__all__ = ["FakeCommunicator", "run_fake"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -17,8 +17,6 @@ from typing import Literal, cast, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Fault", "FaultKind", "FaultPlace", "InjectedError", "arm"]
-
 FaultPlace = Literal["forward", "backward", "optimizer", "save"]
 FaultKind = Literal["raise", "kill", "stop", "exit", "sleep"]
 

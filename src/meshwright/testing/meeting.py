@@ -23,8 +23,6 @@ from meshwright.errors import (
 )
 from meshwright.timeline import Collective
 
-__all__ = ["Call", "FakeWork", "World"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

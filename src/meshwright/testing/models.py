@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MODELS", "Sample", "TinyTransformer"]
-
 FEATURES = 7
 """Width of the inputs: a prime, so that nothing divides by accident."""
 

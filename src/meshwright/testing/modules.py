@@ -18,8 +18,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 
-__all__ = ["install", "preloadable", "rewritten"]
-
 _REWRITER = "_pytest.assertion.rewrite"
 _HOOK = "AssertionRewritingHook"
 

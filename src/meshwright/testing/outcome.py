@@ -9,8 +9,6 @@ from enum import StrEnum
 
 from meshwright.errors import MeshwrightError
 
-__all__ = ["Ending", "Outcome", "RanksFailed"]
-
 
 class Ending(StrEnum):
     """The ways in which a rank ends."""

@@ -9,14 +9,6 @@ import pytest
 
 from meshwright.testing.pool import Ranks, shared_pool
 
-__all__ = [
-    "pytest_addoption",
-    "pytest_configure",
-    "pytest_generate_tests",
-    "pytest_unconfigure",
-    "ranks",
-]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the backend that the ranks connect with where a test does not say."""

@@ -22,8 +22,6 @@ from meshwright.errors import InternalError
 from meshwright.testing import modules, wire
 from meshwright.testing.outcome import Ending, Outcome, RanksFailed
 
-__all__ = ["Pool", "Ranks", "ranks", "shared_pool"]
-
 T = TypeVar("T")
 
 _MARGIN = 30.0

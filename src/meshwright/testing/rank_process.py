@@ -29,8 +29,6 @@ from meshwright.environment import LOCAL_NETWORK, torchrun_variables
 from meshwright.errors import RankFailedError
 from meshwright.testing import modules, wire
 
-__all__ = ["DUMP_SIGNAL", "Post", "die_with_parent", "run"]
-
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its stacks; a real-time signal, so that bodies keep SIGUSR1 and SIGUSR2."""
 

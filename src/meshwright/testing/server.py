@@ -21,8 +21,6 @@ from typing import cast
 from meshwright.testing import supervisor, wire
 from meshwright.torch_internals.tracing import COMPILER_MODULES
 
-__all__ = ["CONTROL_BYTES", "main"]
-
 CONTROL_BYTES = 1 << 16
 """Bound on the list of modules that comes with a call."""
 

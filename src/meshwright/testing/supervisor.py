@@ -18,8 +18,6 @@ from meshwright.comm.failures.processes import is_stopped, status_of
 from meshwright.testing import rank_process, wire
 from meshwright.testing.outcome import Ending, Outcome
 
-__all__ = ["Step", "supervise"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _OUTPUT_SHOWN = 32 * 1024
 _DUMP_SECONDS = 1.0

@@ -29,17 +29,6 @@ from meshwright.testing.models import Sample
 from meshwright.testing.pool import Ranks, shared_pool
 from meshwright.torch_internals.trees import tree_map, tree_map_only
 
-__all__ = [
-    "LaidOut",
-    "Layout",
-    "Training",
-    "assert_same_training",
-    "masked_microbatches",
-    "momentum",
-    "unmasked",
-    "wrapped",
-]
-
 Batch = tuple[object, object]
 
 

@@ -18,19 +18,6 @@ try:
 except ImportError:  # functions of importable modules travel without it
     cloudpickle = None
 
-__all__ = [
-    "Inbox",
-    "Message",
-    "Request",
-    "WarningFilter",
-    "exception_bytes",
-    "exception_from",
-    "pack",
-    "receive",
-    "send",
-    "unpack",
-]
-
 _LENGTH = struct.Struct("!Q")
 
 WarningFilter = tuple[str, str, type[Warning], str, int]

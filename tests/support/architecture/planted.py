@@ -69,6 +69,7 @@ module_names      comm/_gloo_helpers.py         x = 1
 module_names      manager/__init__.py           x = 1
 public_names      plan.py                       __all__ = []
 public_names      plan.py                       'A plan.'
+public_names      layout.py                     'A.' | __all__ = ['f'] | def f() -> None: pass
 public_names      plan.py                       'A plan.' | __all__ = ['Plan']
 public_names      plan.py                       'A plan.' | __all__ = [] | class Plan: pass
 public_names      comm/__init__.py              'A.' | from meshwright.comm.x import y | __all__ = []
@@ -202,7 +203,7 @@ SOUND: Files = {
                 found.append(NAMES["a"])
                 return json.dumps(found)
         ''',
-    "axes.py": '"""Axes."""\n__all__ = ["Axes"]\nclass Axes:\n    """Axes."""\n',
+    "axes.py": '"""Axes."""\nclass Axes:\n    """Axes."""\n',
     "comm/__init__.py": '''
         """Communication.
 
@@ -225,7 +226,6 @@ SOUND: Files = {
     "comm/groups/registry.py": '''
         """Groups."""
         import torch.distributed as dist
-        __all__ = ["connect"]
         _registry = {}
         def connect() -> None:
             """Connect."""
@@ -241,7 +241,6 @@ SOUND: Files = {
         import torch
         from meshwright import __version__
         from meshwright.comm import connect
-        __all__ = ["replicate"]
         def replicate(module: torch.nn.Module) -> str:
             """Replicate."""
             distributed = module.distributed
@@ -251,7 +250,6 @@ SOUND: Files = {
     "cli.py": '''
         """Commands."""
         import tyro
-        __all__ = ["main"]
         def main() -> None:
             """Run."""
             import rich

@@ -337,13 +337,20 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
 
 
 def public_names(tree: Tree) -> Found:
-    """Every module has a docstring and an ``__all__`` that lists exactly what is public."""
+    """Every module has a docstring; what is public is listed once, in ``__all__`` of its folder.
+
+    Names of a module that other files may use have no underscore, which says it all; only modules
+    that users import by their own path list them, and those that pass torch's names on.
+    """
     for source in tree.sources:
         if ast.get_docstring(source.tree) is None:
             yield source.path, 1, "no docstring: say in one sentence what the module holds"
         names = _all_of(source)
+        path = source.path.rpartition(f"{PACKAGE}/")[2]
+        lists = source.is_package or path in table.PUBLIC_FILES or source.room == table.PRIVATE_ROOM
+        if lists != (names is not None):
+            yield source.path, 1, "no literal __all__" if lists else "__all__ says what names say"
         if names is None:
-            yield source.path, 1, "no literal __all__"
             continue
         bound = _bound(source)
         for name in names:

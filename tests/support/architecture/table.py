@@ -25,10 +25,25 @@ __all__ = [
     "PRIVATE_DOORS",
     "PRIVATE_PREFIXES",
     "PRIVATE_ROOM",
+    "PUBLIC_FILES",
     "STATE_FILES",
     "TORCH_FREE",
     "WAYS_ROUND",
 ]
+
+# Modules that users import by their own path.
+PUBLIC_FILES = frozenset(
+    {
+        "comm/process_groups.py",
+        "errors.py",
+        "fsdp/wrap.py",
+        "mesh.py",
+        "pipelining/microbatch.py",
+        "pipelining/schedules.py",
+        "pipelining/stage.py",
+        "plan.py",
+    }
+)
 
 FILE_LINES = 600
 FUNCTION_LINES = 60

@@ -31,8 +31,6 @@ from meshwright.comm.c10d import lookup
 if TYPE_CHECKING:
     from meshwright.comm.pending import Work
 
-__all__ = ["MOVED", "all_gather", "as_bytes", "reduce_scatter"]
-
 BROADCASTS_FROM = 64 * 1024
 """Bytes of the gathered tensor from which concurrent broadcasts beat the ring."""
 

@@ -26,19 +26,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwright.torch_internals.distributed import all_gather_single_of, reduce_scatter_single_of
 
-__all__ = [
-    "REDUCTIONS",
-    "SPELLINGS",
-    "Transfer",
-    "all_gather",
-    "checks_in_detail",
-    "current",
-    "reduce_scatter",
-    "reduction",
-    "replacement",
-    "transfer",
-]
-
 SPELLINGS = MappingProxyType(
     {
         "all_reduce": ("all_reduce",),

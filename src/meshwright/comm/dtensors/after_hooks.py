@@ -17,15 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.torch_internals.autograd import after_hooks_of, set_after_hooks
 
-__all__ = [
-    "carry_after_hooks",
-    "has_after_hooks",
-    "is_stepped",
-    "run_after_hooks",
-    "step_in_backward",
-    "take_over_steps",
-]
-
 _OPTIMIZERS = "_in_backward_optimizers"
 """The attribute of a parameter in which torch keeps them."""
 _CARRIED = "_meshwright_in_backward"

@@ -45,32 +45,6 @@ from meshwright.torch_internals.tensors import (
     set_local_tensor,
 )
 
-__all__ = [
-    "AnyPlacement",
-    "AtRest",
-    "at_rest",
-    "concatenated_mesh",
-    "current_mesh",
-    "cut_once_more",
-    "dtensor_around",
-    "dtensor_at_rest",
-    "dtensor_like",
-    "flattened_mesh",
-    "is_dtensor",
-    "is_replicated",
-    "known_at_rest",
-    "layout_of",
-    "local_box",
-    "local_gradient",
-    "local_of",
-    "mesh_communicators",
-    "mesh_over",
-    "our_placement",
-    "put_on_mesh",
-    "savable",
-    "torch_placements",
-]
-
 
 def _number_of(op: object, args: tuple[DTensor], kwargs: object) -> object:
     """Find the one number of a DTensor, of the whole tensor: all its ranks ask."""

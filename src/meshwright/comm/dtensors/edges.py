@@ -17,8 +17,6 @@ from meshwright.comm.dtensors.dtensor import AnyPlacement, our_placement, torch_
 from meshwright.layout import Partial, Placement, Replicate
 from meshwright.torch_internals.tensors import local_tensor_of
 
-__all__ = ["Convert", "entered", "left", "placement_on", "wrapped"]
-
 Convert = Callable[[torch.Tensor, Placement, Placement, Sequence[int], bool], torch.Tensor]
 """``convert(local, found, wanted, shape, is_backward)``: a local tensor of a whole of ``shape``,
 placed as wanted on a mesh of one dim."""

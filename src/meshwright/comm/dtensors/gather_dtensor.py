@@ -29,17 +29,6 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Box, chunk
 from meshwright.torch_internals.distributed import StridedShard, asks_for_size_alone
 
-__all__ = [
-    "Holding",
-    "held",
-    "held_boxes",
-    "is_side_by_side",
-    "part",
-    "part_like",
-    "side_by_side",
-    "whole",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Holding:

@@ -16,15 +16,6 @@ import torch.nn.functional as F
 
 from meshwright.torch_internals.tensors import make_subclass, without_function
 
-__all__ = [
-    "GradientPart",
-    "gradient_part",
-    "plain",
-    "plain_gradient",
-    "refuse_waiting",
-    "waiting_gradient",
-]
-
 _NAMES = """
     argmax argmin argsort amax amin aminmax corrcoef count_nonzero cov cummax cummin cumprod cumsum
     diff dist dot histc inner kthvalue logcumsumexp logsumexp matmul max mean median min mm mode

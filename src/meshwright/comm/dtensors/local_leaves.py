@@ -26,18 +26,6 @@ from meshwright.torch_internals.autograd import (
 from meshwright.torch_internals.tensors import local_tensor_of
 from meshwright.torch_internals.tracing import not_traced
 
-__all__ = [
-    "PartialGradient",
-    "add_to_gradient",
-    "deliver",
-    "forget_unsummed",
-    "give_up",
-    "hand_over",
-    "local_leaf",
-    "sum_partial",
-    "take_over",
-]
-
 _HELD = "_meshwright_local_leaf"
 
 

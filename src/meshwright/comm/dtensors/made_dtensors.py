@@ -12,8 +12,6 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AnyPlacement
 
-__all__ = ["Became", "became", "check_ties", "note_became", "what_became"]
-
 _BECAME = "_meshwright_became"
 
 

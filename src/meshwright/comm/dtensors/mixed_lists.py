@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from meshwright.torch_internals.distributed import dtensor_handlers
 from meshwright.torch_internals.tensors import operator_names
 
-__all__ = ["are_lists_taken_apart", "take_lists_apart"]
-
 _Operator = Callable[..., Any]
 
 

@@ -30,8 +30,6 @@ from meshwright.torch_internals.tensors import (
     without_function,
 )
 
-__all__ = ["ShardView"]
-
 aten = torch.ops.aten
 
 

@@ -24,19 +24,6 @@ from meshwright.comm.process_groups import communicator
 from meshwright.errors import LayoutError
 from meshwright.torch_internals.distributed import root_mesh
 
-__all__ = [
-    "ManyInOne",
-    "check_meshes",
-    "is_distributed",
-    "is_line",
-    "is_marked_spread",
-    "local_part",
-    "refuse_spread",
-    "singles_of",
-    "spread_of",
-    "spread_over",
-]
-
 _MARKER = "_meshwright_spread"
 
 

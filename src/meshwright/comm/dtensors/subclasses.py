@@ -10,8 +10,6 @@ import torch
 
 from meshwright.torch_internals.distributed import AsyncCollectiveTensor
 
-__all__ = ["PROTOCOL", "dispatches", "has_calls", "has_protocol", "holder_of", "values_of"]
-
 PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 

@@ -18,8 +18,6 @@ from meshwright.torch_internals.autograd import STATE_OF_TENSORS
 from meshwright.torch_internals.tensors import without_function
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["FACTS", "SETTINGS", "Unreadable", "make_unreadable", "name_of"]
-
 _WHY = "_meshwright_why"
 _FACTS = """
     __hash__ __len__ device dim dtype element_size get_device grad grad_fn is_complex is_cpu is_cuda

@@ -21,8 +21,6 @@ from meshwright.comm.failures.board import Board
 from meshwright.comm.failures.processes import Look, Process
 from meshwright.comm.failures.whereabouts import answer_of, object_of, own_state
 
-__all__ = ["PATIENCE", "Answers", "Attendance", "Describer", "Waiting"]
-
 PATIENCE = 2.0
 """Seconds in which a rank that can answer a roll call has done so, on a machine with room."""
 

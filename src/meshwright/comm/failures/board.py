@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from meshwright.errors import RankFailedError
 
-__all__ = ["STORE", "Board", "hosts"]
-
 T = TypeVar("T")
 
 STORE = -1

@@ -28,8 +28,6 @@ from meshwright.comm.failures.waiting import Awaited, Watch
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["Coming", "Comparison", "Event", "EventCheck", "register", "wait_for_all"]
-
 FIRST_ROLL_CALL, NEXT_ROLL_CALL = 0.1, 1.0
 """Seconds until, and between, the questions to ranks that have not come."""
 

@@ -46,8 +46,6 @@ from meshwright.comm.failures.whereabouts import (
 )
 from meshwright.errors import CommunicationError, RankFailedError
 
-__all__ = ["Failure", "FailureMonitor"]
-
 _log = logging.getLogger("meshwright")
 
 SHARED_FOR = 0.5

@@ -25,8 +25,6 @@ from meshwright.comm.groups.launch import record_failure
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import CommunicationError, RankFailedError
 
-__all__ = ["ExceptionHook", "end_process", "enter", "leave", "resign"]
-
 _log = logging.getLogger("meshwright")
 
 LEAVE_TIMEOUT = 10.0

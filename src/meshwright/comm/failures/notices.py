@@ -13,8 +13,6 @@ from meshwright.comm.failures.board import STORE, Board
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.torch_internals.distributed import default_store
 
-__all__ = ["Notices"]
-
 
 class Notices:
     """The notices of the ranks of one communicator under one topic.

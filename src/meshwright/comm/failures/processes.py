@@ -13,17 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "Look",
-    "Process",
-    "Stillness",
-    "is_alive",
-    "is_stopped",
-    "place",
-    "process_start",
-    "status_of",
-]
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _SERVERS = ("pt_tcpstore", "pt_gloo", "gloo_tcp")

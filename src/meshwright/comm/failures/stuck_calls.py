@@ -30,8 +30,6 @@ import torch.distributed as dist
 
 from meshwright.comm.failures.whereabouts import line_of
 
-__all__ = ["CallWatch", "StuckCall"]
-
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _C10D = os.path.dirname(os.path.abspath(dist.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

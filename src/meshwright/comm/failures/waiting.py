@@ -37,8 +37,6 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = ["AllOthers", "Awaited", "OutsideCall", "Watch", "blame", "explain", "watched"]
-
 MISMATCH_AFTER = 3.0
 """Seconds after which a wait looks whether the other ranks do something else or have left."""
 

@@ -23,8 +23,6 @@ from meshwright.comm.failures.stuck_calls import CallWatch, StuckCall
 from meshwright.comm.failures.waiting import STILL, UNSEEN, OutsideCall, Watch
 from meshwright.errors import CommunicationError, RankFailedError
 
-__all__ = ["Watcher"]
-
 _log = logging.getLogger("meshwright")
 
 EVERY = 0.25

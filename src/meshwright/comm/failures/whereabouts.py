@@ -18,18 +18,6 @@ import torch.distributed as dist
 import meshwright
 from meshwright.comm.groups.registry import PROCESS
 
-__all__ = [
-    "LIBRARIES",
-    "answer_of",
-    "last_operation",
-    "line_of",
-    "object_of",
-    "one_line",
-    "own_state",
-    "phase_text",
-    "source_line",
-]
-
 LIBRARIES = (
     os.path.dirname(os.path.abspath(meshwright.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),

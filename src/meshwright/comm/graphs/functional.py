@@ -29,19 +29,6 @@ from meshwright.comm.collectives import Communicator
 from meshwright.torch_internals.distributed import graph_operators
 from meshwright.torch_internals.tensors import FakeTensor
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast_traced",
-    "is_traced",
-    "reduce_scatter",
-    "traced_all_gather",
-    "traced_all_reduce",
-    "traced_all_to_all",
-    "traced_reduce_scatter",
-]
-
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Check for a graph that is traced through ``tensor``: then no collective may run."""

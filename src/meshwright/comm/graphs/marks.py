@@ -24,21 +24,6 @@ from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import InternalError
 from meshwright.torch_internals.distributed import graph_operators
 
-__all__ = [
-    "AGREE",
-    "ALL_REDUCE",
-    "ALL_REDUCE_COALESCED",
-    "ALL_REDUCE_IN_PLACE",
-    "DIVIDED",
-    "GRAD_REDUCE",
-    "WAIT",
-    "MarkedModel",
-    "announce",
-    "deliver",
-    "grad_reduce",
-    "with_kept",
-]
-
 
 class MarkedModel(Protocol):
     """A model whose gradients are marked in graphs."""

@@ -12,8 +12,6 @@ from meshwright.torch_internals.tracing import (
     not_traced,
 )
 
-__all__ = ["apart", "constant", "inlined", "untraced"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -23,8 +23,6 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from meshwright.environment import LOCAL_NETWORK
 from meshwright.errors import LaunchError, RankFailedError
 
-__all__ = ["first_failure", "is_launched", "launch", "record_failure"]
-
 FOLLOWS_BY = 60
 """Seconds by which a rank that ended because of another is dated later than it ended."""
 

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from meshwright.comm.failures.watching import Watcher
     from meshwright.comm.graphs.marks import MarkedModel
 
-__all__ = [
-    "PROCESS",
-    "PhaseRecord",
-    "ProcessState",
-    "go_on",
-    "hears_actions",
-    "observe",
-    "phase",
-    "tell_ran",
-]
-
 _log = logging.getLogger("meshwright")
 
 

@@ -26,8 +26,6 @@ from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
 from meshwright.comm.failures.whereabouts import one_line
 from meshwright.errors import CommunicationError
 
-__all__ = ["choose_backend", "open_store", "sign_in"]
-
 _log = logging.getLogger("meshwright")
 
 

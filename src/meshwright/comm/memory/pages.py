@@ -24,8 +24,6 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["PagePool", "Window"]
-
 BLOCK = 2 << 20
 """Bytes that one table of pages describes: what is moved in one piece."""
 KEPT_SECONDS = 60.0

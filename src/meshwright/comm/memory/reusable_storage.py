@@ -15,8 +15,6 @@ import torch
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.memory.pages import PagePool
 
-__all__ = ["LARGE", "Line", "line_of"]
-
 LARGE = 1 << 20
 """Bytes from which a line on the CPU has pages of its own."""
 

@@ -15,8 +15,6 @@ from typing import Protocol, runtime_checkable
 from meshwright.comm.streams import Clock, Mark
 from meshwright.timeline import Collective, Event, Lane, Timeline
 
-__all__ = ["ActionObserver", "Observer", "Recorder", "SpanObserver", "Timer"]
-
 
 class Observer(Protocol):
     """Hears of collectives, in the order in which this rank issues them."""

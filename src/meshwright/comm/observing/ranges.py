@@ -19,8 +19,6 @@ from torch.profiler import record_function
 
 from meshwright.comm.pending import Launched, TransferWaiter, Work
 
-__all__ = ["in_ranges"]
-
 
 class _InRange:
     """A work whose waits are a range."""

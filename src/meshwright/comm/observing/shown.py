@@ -38,8 +38,6 @@ from meshwright.torch_internals.tensors import (
 if TYPE_CHECKING:
     from meshwright.comm.pending import Launched
 
-__all__ = ["in_place_of", "is_counted", "unseen"]
-
 _NAME = "meshwright shown"
 _OF_C10D: MappingProxyType[str, Callable[[Any, torch.Tensor, torch.Tensor], object]] = (
     MappingProxyType(

@@ -6,8 +6,6 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.observing.observers import Timer
 from meshwright.timeline import Timeline
 
-__all__ = ["gather_timeline"]
-
 
 def gather_timeline(timer: Timer, communicator: Communicator) -> Timeline:
     """Gather what ``timer`` has measured on all ranks of ``communicator``, who call it together.

@@ -26,8 +26,6 @@ import torch
 
 from meshwright.errors import CommunicationError
 
-__all__ = ["ArenaLayout", "Location", "Segment", "SharedTensors", "host_identity", "unsupported"]
-
 PAGE = 4096
 MAGIC = 0x6D657368_77726967
 POOL_BYTES = 256 << 20

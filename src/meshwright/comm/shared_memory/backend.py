@@ -21,8 +21,6 @@ from meshwright.comm.shared_memory.group import BACKEND, GroupOptions, SharedMem
 from meshwright.comm.shared_memory.joining import ApartError, join
 from meshwright.torch_internals.distributed import add_backend, known_backends, number_operations
 
-__all__ = ["allocate", "register"]
-
 _log = logging.getLogger("meshwright")
 
 

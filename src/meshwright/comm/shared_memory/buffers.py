@@ -9,18 +9,6 @@ import torch
 
 from meshwright.comm.shared_memory.waits import Steps
 
-__all__ = [
-    "bytes_of",
-    "contiguous",
-    "copied_back",
-    "cut",
-    "flat",
-    "name_of",
-    "on_cpu",
-    "over",
-    "writable",
-]
-
 
 def over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Make a tensor over ``numel`` elements at ``address``, outside autograd."""

@@ -19,17 +19,6 @@ from meshwright.comm.shared_memory.fingerprints import digest
 from meshwright.comm.shared_memory.queue import SharedWork
 from meshwright.comm.shared_memory.waits import Meeting
 
-__all__ = [
-    "CHANNEL_BYTES",
-    "EAGER_BYTES",
-    "Channel",
-    "Inbox",
-    "Message",
-    "Outbox",
-    "Transfer",
-    "dtype_digest",
-]
-
 ENTRIES = 32
 EAGER_BYTES = 16 << 10
 """Messages up to this size lie in their entry."""

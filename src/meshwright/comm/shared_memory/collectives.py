@@ -27,8 +27,6 @@ from meshwright.comm.shared_memory.fingerprints import Call, Records
 from meshwright.comm.shared_memory.reductions import accumulate
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 
-__all__ = ["SLOT_BYTES", "Exchange"]
-
 Part = tuple[int, int]
 """Address and number of bytes."""
 

@@ -19,8 +19,6 @@ from meshwright.comm.shared_memory.arena import Location
 from meshwright.comm.shared_memory.waits import Meeting
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["Call", "Records", "digest"]
-
 DIGEST, LABEL, SOURCE, TARGET, TEXT, NOTES = 0, 1, 2, 6, 10, 64
 """Words of a record: two digests, two locations, length and bytes of the text, a note per rank."""
 TEXT_BYTES = 8 * (NOTES - TEXT - 1)

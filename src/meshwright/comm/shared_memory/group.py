@@ -34,8 +34,6 @@ from meshwright.errors import CommunicationError
 from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.distributed import living_groups
 
-__all__ = ["BACKEND", "GroupOptions", "SharedMemoryGroup"]
-
 BACKEND = "meshwright"
 CALLS = 2048
 """Calls whose fingerprint is remembered."""

@@ -20,8 +20,6 @@ from meshwright.comm.shared_memory.collectives import SLOT_BYTES
 from meshwright.comm.shared_memory.waits import PID, STARTED, Meeting, Patience, Peers
 from meshwright.errors import CollectiveTimeoutError, CommunicationError, RankFailedError
 
-__all__ = ["ApartError", "join"]
-
 ARENA, REFUSED = "meshwright/arena", "meshwright/refused"
 """Keys of the store: where the arena is, and why a rank cannot take part."""
 LOOK_EVERY = 0.05

@@ -25,8 +25,6 @@ from meshwright.comm.shared_memory.waits import Meeting, Steps, unusable
 from meshwright.errors import CollectiveTimeoutError
 from meshwright.torch_internals.distributed import Work
 
-__all__ = ["Background", "JoinedWork", "OperationQueue", "SharedWork"]
-
 SLICE = 0.5
 """Seconds of a wait without a bound before the other ranks' failures are looked at, as in ours."""
 TICK = 0.0005

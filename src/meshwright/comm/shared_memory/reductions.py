@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["REDUCTIONS", "accumulate", "check_reduction"]
-
 Combine = Callable[..., torch.Tensor]
 
 REDUCTIONS = MappingProxyType(

@@ -9,8 +9,6 @@ import torch
 
 from meshwright.torch_internals.distributed import Work
 
-__all__ = ["Gathering", "sum_sparse"]
-
 
 class Gathering(Protocol):
     """The operations of a group that the sum is made of."""

@@ -36,8 +36,6 @@ from meshwright.errors import (
     CommunicationError,
 )
 
-__all__ = ["ANY_SOURCE", "Transfers"]
-
 ANY_SOURCE = -1
 CHECK_EVERY = 0.1
 """Seconds between two looks of the background thread at the peers' lives."""

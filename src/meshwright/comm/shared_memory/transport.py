@@ -7,8 +7,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["CpuTransport"]
-
 
 class CpuTransport:
     """The part of c10d's ``Backend`` that is asked for by name, with nothing that is optional.

@@ -24,18 +24,6 @@ from meshwright.errors import (
     RankFailedError,
 )
 
-__all__ = [
-    "FAILED",
-    "LEFT",
-    "MISMATCHED",
-    "Futex",
-    "Meeting",
-    "Patience",
-    "Peers",
-    "Steps",
-    "unusable",
-]
-
 Steps = Generator[None, None, None]
 """A collective under way: it yields where it waits for other ranks."""
 

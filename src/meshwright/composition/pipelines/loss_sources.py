@@ -25,8 +25,6 @@ from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.errors import LayoutError, PlanError
 from meshwright.gradients import leaves_of
 
-__all__ = ["LossSources", "check_own_parameters"]
-
 _ADVICE = "Or compute the term in the model's forward, and return it with the output"
 
 

@@ -22,8 +22,6 @@ from meshwright.comm.dtensors.unreadable import SETTINGS, make_unreadable
 from meshwright.errors import LayoutError
 from meshwright.pipelining.stepping.ties import copy_parameter
 
-__all__ = ["is_elsewhere", "let_go", "share", "show"]
-
 _ELSEWHERE = "_meshwright_elsewhere"
 
 _REMEDY = (

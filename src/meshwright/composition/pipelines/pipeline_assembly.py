@@ -43,8 +43,6 @@ from meshwright.plan import Plan
 from meshwright.randomness import Draws
 from meshwright.schedule.builders import stage_ranks
 
-__all__ = ["pipelined"]
-
 
 def pipelined(
     model: nn.Module,

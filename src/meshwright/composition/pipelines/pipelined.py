@@ -54,8 +54,6 @@ from meshwright.pipelining import (
 from meshwright.plan import PipelinePlan, Plan
 from meshwright.schedule.actions import Action, F, Schedule
 
-__all__ = ["PipelinedTrainable", "schedule_of"]
-
 _NAMES = MappingProxyType({"zb1p": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"})
 """Torch's names of schedules that a plan calls otherwise."""
 

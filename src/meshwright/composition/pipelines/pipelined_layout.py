@@ -23,8 +23,6 @@ from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Value
 from meshwright.plan import Plan
 from meshwright.torch_internals.tensors import foreach_mul_, version_of
 
-__all__ = ["PipelinedLayout", "StageModules", "of_one", "output_of", "union"]
-
 
 class StageModules(nn.Module):
     """The stages of one rank, under the names of the model that they were cut from."""

@@ -22,8 +22,6 @@ from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 from meshwright.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["CutModel", "chunks_of", "cut_model"]
-
 TWO_A_RANK = ("interleaved1f1b", "loopedbfs", "zbv", "dualpipev")
 """Schedules that are made for several stages a rank; two unless ``split`` says."""
 

@@ -27,8 +27,6 @@ from meshwright.torch_internals.autograd import (
     set_backward_hooks,
 )
 
-__all__ = ["Rested", "StepHooks", "resting"]
-
 Hooks = dict[int, Callable[..., Any]]
 
 

@@ -18,8 +18,6 @@ from torch import nn
 from meshwright.composition.pipelines.stages import CutModel
 from meshwright.errors import LayoutError
 
-__all__ = ["LossScope", "guard"]
-
 _ABOUT = "_meshwright_about"
 
 

@@ -24,8 +24,6 @@ from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.errors import LayoutError
 from meshwright.pipelining import Tie
 
-__all__ = ["TiedValues"]
-
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """By dtype, how far copies may drift apart that are stepped alike; half precision has `_COARSE`."""
 _COARSE = 5e-2

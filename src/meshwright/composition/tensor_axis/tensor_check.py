@@ -36,8 +36,6 @@ from meshwright.tensor_parallel.checks.equality import beyond_rounding, rounding
 from meshwright.timeline import Collective
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["TensorTraffic", "WholeRun", "add_traffic"]
-
 _PARTIAL = "partial gradients"
 """The label of sums that belong to no single module."""
 

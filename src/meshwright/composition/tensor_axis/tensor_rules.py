@@ -33,8 +33,6 @@ from meshwright.tensor_parallel import (
     SequenceParallel,
 )
 
-__all__ = ["RULES", "STYLES", "WIDTHS", "ModelCut", "rule_problems"]
-
 
 class _Replicated(SequenceParallel):
     """Parameters that every rank has, on local activations of which any dim is cut.

@@ -22,8 +22,6 @@ from meshwright.composition.tensor_axis.tensor_rules import ModelCut
 from meshwright.errors import PlanError
 from meshwright.tensor_parallel.layers.linear import is_conv1d
 
-__all__ = ["restore", "twin_of"]
-
 _OUTPUTS_CUT = frozenset({"colwise", "colwise_2", "colwise_3"})
 _INPUTS_CUT = frozenset({"rowwise"})
 _SAME_SIZE = frozenset({"colwise_gathered", "rowwise_scattered", "embedding"})

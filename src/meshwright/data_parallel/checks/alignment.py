@@ -35,8 +35,6 @@ from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.tensors import version_of
 
-__all__ = ["NOTES", "Alignment"]
-
 NOTES = 6
 """Numbers that travel behind the gradients."""
 

@@ -10,8 +10,6 @@ from torch import nn
 from meshwright.comm import Communicator
 from meshwright.torch_internals.tensors import version_of
 
-__all__ = ["ForwardWrites", "refuse_frequencies", "refuse_lookups", "refuse_max_norm"]
-
 
 def refuse_max_norm(module: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse embeddings that scale the rows that their batch looks up, in each forward pass.

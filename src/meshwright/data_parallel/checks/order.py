@@ -48,8 +48,6 @@ from meshwright.data_parallel.checks.order_record import (
 )
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["OrderCheck", "OrderOptions", "OrderRecord", "OrderedUnit"]
-
 _log = logging.getLogger("meshwright")
 
 CONFIRMATIONS = 3

@@ -8,19 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-__all__ = [
-    "ACCUMULATES",
-    "END",
-    "INTERRUPTED",
-    "STEPPED",
-    "UNKNOWN",
-    "Forward",
-    "OrderRecord",
-    "OrderedUnit",
-    "UnitNames",
-    "same_weights",
-]
-
 END = -1
 """Stands for "the forward ends here" where a unit could come."""
 

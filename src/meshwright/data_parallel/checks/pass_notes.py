@@ -25,8 +25,6 @@ from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import NonFiniteError
 from meshwright.gradients import NonFiniteValues, agree_on_non_finite, non_finite_error
 
-__all__ = ["NonFinite", "PassNotes", "sum_notes"]
-
 STOPPED = "stop_on_non_finite: gradients of this backward pass are not finite"
 """What all ranks have seen that were to stop at such gradients."""
 

@@ -25,20 +25,6 @@ from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import foreach_copy_
 
-__all__ = [
-    "Start",
-    "StartingBuffer",
-    "broadcast_tensors",
-    "compare_digests",
-    "compare_parameters",
-    "compare_rows",
-    "digest_of",
-    "has_values_of",
-    "is_of_one_rank",
-    "starting_buffers",
-    "synchronise",
-]
-
 SLAB_BYTES = 64 * 2**20
 """At most so many bytes are copied together for one broadcast; a larger tensor goes alone."""
 

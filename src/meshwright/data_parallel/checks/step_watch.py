@@ -17,8 +17,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["StepWatch", "Steps"]
-
 
 class Steps(Enum):
     """The steps of optimizers since the last question."""

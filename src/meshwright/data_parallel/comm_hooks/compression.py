@@ -13,17 +13,6 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
     tensor_of,
 )
 
-__all__ = [
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "noop_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
-]
-
 Future = torch.futures.Future[torch.Tensor]
 
 LEVELS = 255

@@ -19,13 +19,6 @@ from meshwright.data_parallel.replicas.gradient_bucket import (
     tensor_of,
 )
 
-__all__ = [
-    "OptimizerInBackward",
-    "PostLocalSGDState",
-    "optimizer_in_backward_hook",
-    "post_localSGD_hook",
-]
-
 Future = torch.futures.Future[torch.Tensor]
 
 

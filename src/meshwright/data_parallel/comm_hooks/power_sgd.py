@@ -20,8 +20,6 @@ import torch
 from meshwright.comm import Communicator, Pending
 from meshwright.data_parallel.replicas.gradient_bucket import Deferred, GradBucket, reduction_axis
 
-__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
-
 _log = logging.getLogger("meshwright")
 
 Future = torch.futures.Future[torch.Tensor]

@@ -30,8 +30,6 @@ from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
 
-__all__ = ["register_bucket_hook"]
-
 
 def register_bucket_hook(units: Sequence[Unit], state: object, hook: object) -> None:
     """Have ``hook`` reduce the gradients of ``units``, which are in the order of their forward.

@@ -44,8 +44,6 @@ from meshwright.data_parallel.replicas.in_place import is_dense
 from meshwright.gradients import look_at_optimizers
 from meshwright.torch_internals.tensors import foreach_copy_, set_local_tensor
 
-__all__ = ["FlatParameter", "flat_parameters"]
-
 _PLACE = "_meshwright_flat"
 
 PIECE_BYTES = 4 * 2**20

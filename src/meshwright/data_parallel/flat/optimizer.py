@@ -14,8 +14,6 @@ from meshwright.data_parallel.flat.flat_parameters import FlatParameter, flat_pa
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
 
-__all__ = ["flat_groups", "follow_gradients", "parts_of_flat"]
-
 
 def flat_groups(model: nn.Module) -> list[nn.Parameter]:
     """This rank's parts of the parameters of ``model`` that train now, as few 1-D parameters.

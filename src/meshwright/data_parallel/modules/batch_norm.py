@@ -22,14 +22,6 @@ from meshwright.torch_internals.modules import (
     check_input_dim,
 )
 
-__all__ = [
-    "LocalStatistics",
-    "batch_norms",
-    "keep_batch_norm_local",
-    "running_instance_norms",
-    "synchronise_batch_norm",
-]
-
 IS_KNOWN = "_meshwright_local_statistics"
 """The attribute of a BatchNorm of which its user has said, or was told, that the statistics are of
 each rank: replicas may be made anew, and lie inside of each other."""

@@ -23,16 +23,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "Inside",
-    "StepOver",
-    "SteppedOver",
-    "asked_in",
-    "place_of",
-    "rename",
-    "without_compiled",
-]
-
 COMPILED = "_orig_mod"
 """The place of a module in what `torch.compile` has made of it."""
 

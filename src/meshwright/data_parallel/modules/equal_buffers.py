@@ -11,8 +11,6 @@ from meshwright.comm import Communicator
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
 from meshwright.data_parallel.modules.module_tensors import ModuleBuffers
 
-__all__ = ["EqualBuffers"]
-
 
 class EqualBuffers:
     """Gives the ranks of ``communicator`` the buffers that one of them has.

@@ -19,8 +19,6 @@ from torch import nn
 
 from meshwright.torch_internals.tensors import lending_code
 
-__all__ = ["ModuleBuffers", "ModuleParameters", "lent_now"]
-
 _END = object()
 
 

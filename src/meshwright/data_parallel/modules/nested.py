@@ -12,8 +12,6 @@ import torch
 
 from meshwright.torch_internals.trees import tree_leaves, tree_map
 
-__all__ = ["map_tensors", "tensors_in"]
-
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """List the tensors in nested sequences, sets, mappings, dataclasses and registered

@@ -6,8 +6,6 @@ from typing import Any, NoReturn, Self
 
 from torch import nn
 
-__all__ = ["OfThisProcess"]
-
 
 class OfThisProcess(nn.Module):
     """A module that no file can hold: `pickle` and `torch.save` refuse it."""

@@ -36,8 +36,6 @@ from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 from meshwright.torch_internals.tensors import foreach_copy_, foreach_mul_
 
-__all__ = ["Bucket", "slot_of"]
-
 BATCHED_NUMEL = 16384
 """Gradients up to this size are copied together; larger ones are scaled while they are copied."""
 

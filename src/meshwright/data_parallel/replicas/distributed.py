@@ -23,8 +23,6 @@ from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
 
-__all__ = ["DistributedDataParallel", "one_device"]
-
 
 class DistributedDataParallel(SteppedOver):
     """Keeps ``module`` equal on all ranks of one axis while they train on different batches.

@@ -19,18 +19,6 @@ from meshwright.comm import Communicator, communicator
 from meshwright.data_parallel.replicas.buckets import Bucket
 from meshwright.torch_internals.tensors import Future
 
-__all__ = [
-    "BucketPart",
-    "CommunicationHook",
-    "Deferred",
-    "GradBucket",
-    "RegisteredHook",
-    "check_hook",
-    "compressed_dtype",
-    "reduction_axis",
-    "tensor_of",
-]
-
 T = TypeVar("T")
 
 

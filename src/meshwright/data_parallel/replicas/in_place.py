@@ -24,8 +24,6 @@ from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 from meshwright.torch_internals.tensors import storage_id, storage_users
 
-__all__ = ["InPlaceGradient", "KeptMemory", "is_dense"]
-
 
 class KeptMemory:
     """Memory in which tensors of ``numel`` elements lie, one after the other."""

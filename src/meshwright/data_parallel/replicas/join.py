@@ -19,8 +19,6 @@ from meshwright.comm import Communicator
 from meshwright.data_parallel.replicas.replica import Replica
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["Attendance", "Notice", "UnevenInputs"]
-
 
 class Notice(IntEnum):
     """The next action of a rank, as it announces it."""

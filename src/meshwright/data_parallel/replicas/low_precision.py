@@ -22,8 +22,6 @@ from meshwright.data_parallel.distributed_parameters import (
 from meshwright.data_parallel.modules.module_tensors import ModuleBuffers, ModuleParameters
 from meshwright.data_parallel.modules.nested import map_tensors
 
-__all__ = ["LowPrecision", "MixedPrecision", "compute_in"]
-
 
 class LowPrecision(Protocol):
     """The dtypes of a ``mixed_precision`` argument."""

@@ -19,15 +19,6 @@ from torch import nn
 from meshwright.data_parallel.replicas.low_precision import LowPrecision
 from meshwright.mesh import DeviceMesh
 
-__all__ = [
-    "AXIS",
-    "IGNORED_NAMES",
-    "ReductionSettings",
-    "ReplicateKeywords",
-    "ReplicateOptions",
-    "resolved",
-]
-
 AXIS = "replicate"
 """What the axis is called when no mesh names it."""
 

@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from meshwright.data_parallel.replicas.traced import Marking
 
 
-__all__ = ["GradientReducer", "Reduction", "ReductionPhase", "build_reductions", "gradients_in"]
-
-
 def build_reductions(
     layouts: Sequence[BucketLayout],
     parameters: Sequence[torch.nn.Parameter],

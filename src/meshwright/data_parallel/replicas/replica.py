@@ -35,8 +35,6 @@ from meshwright.gradients import mark_mean
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 from meshwright.torch_internals.trees import tree_map
 
-__all__ = ["Replica", "move_inputs"]
-
 ALIKE = (
     "The first forward pass with it was one of torch.func.functional_call, whose tensors are made "
     "before rank 0's values can be sent. Start all ranks alike, or run the module itself first"

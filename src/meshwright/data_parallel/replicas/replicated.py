@@ -33,14 +33,6 @@ from meshwright.data_parallel.replicas.traced import Route, TracedForward
 from meshwright.data_parallel.residency import ReplicaResidency
 from meshwright.gradients import look_at_optimizers
 
-__all__ = [
-    "Replicate",
-    "ReplicateState",
-    "ReplicatedModule",
-    "check_names",
-    "replicate",
-]
-
 STATES = "_meshwright_states"
 """The attribute of a module that holds the state of each composable function applied to it."""
 

@@ -19,19 +19,6 @@ from meshwright.gradients import NonFiniteValues
 from meshwright.layout import FlatLayout
 from meshwright.torch_internals.autograd import after_hooks_of
 
-__all__ = [
-    "ARRIVED",
-    "CAME_EMPTY",
-    "BucketLayout",
-    "GradientSlot",
-    "Hooked",
-    "Reduction",
-    "came_empty",
-    "lost_gradient",
-    "plan_buckets",
-    "sparse_gradient",
-]
-
 ARRIVED, CAME_EMPTY = 1, 2
 """A gradient in this backward pass; one that a function of the graph has left undefined."""
 

@@ -24,8 +24,6 @@ from meshwright.data_parallel.replicas.slots import BucketLayout, Hooked, Reduct
 from meshwright.errors import InternalError
 from meshwright.gradients import NonFiniteValues
 
-__all__ = ["SparseGradient"]
-
 
 class _Instead(IntEnum):
     """The words that a rank sends in place of a number of rows."""

@@ -9,8 +9,6 @@ from typing import Protocol
 from meshwright.comm import Communicator
 from meshwright.data_parallel.replicas.slots import BucketLayout
 
-__all__ = ["CountedBucket", "StaticGraph", "late_gradient", "unexpected_gradient"]
-
 
 class CountedBucket(Protocol):
     """A reduction that counts which of its gradients have arrived."""

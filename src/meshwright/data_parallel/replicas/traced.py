@@ -41,8 +41,6 @@ from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
 
-__all__ = ["GradientMarking", "Marking", "Route", "TracedForward"]
-
 _log = logging.getLogger("meshwright")
 
 Route = str

@@ -21,13 +21,12 @@ from meshwright.data_parallel.checks.starting_state import (
     compare_rows,
     digest_of,
 )
-from meshwright.data_parallel.shards.unit import Unit, UnitSettings
+from meshwright.data_parallel.shards.parameter_group import UnitSettings
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import CollectiveMismatchError
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
-
-__all__ = ["UnitStates", "compare_units", "compare_values"]
 
 REMEMBERED = 16
 """States of a root whose digests are kept: accumulation changes to and from one, for instance."""

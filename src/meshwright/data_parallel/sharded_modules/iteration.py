@@ -31,15 +31,13 @@ from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
-from meshwright.data_parallel.shards.parameter_group import sum_parts
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup, sum_parts
 from meshwright.data_parallel.shards.parameter_hooks import accumulator_of
-from meshwright.data_parallel.shards.unit import ParameterGroup, Phase, Unit
+from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.torch_internals.autograd import at_end_of_backward, is_executed, keeps_graph
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.sharded_modules.module_hooks import Driver
-
-__all__ = ["Iteration"]
 
 IN_FLIGHT = 1
 """Reductions that may be under way for each sum of a unit; then the oldest is waited for, before

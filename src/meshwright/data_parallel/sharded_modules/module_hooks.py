@@ -33,8 +33,6 @@ from meshwright.data_parallel.shards.unit import Phase, Unit
 from meshwright.torch_internals.autograd import function_transforms, running_backward
 from meshwright.torch_internals.tracing import is_backward_compiled
 
-__all__ = ["CastSettings", "Driver", "attach", "driver_of", "tensors_in"]
-
 ATTRIBUTE = "_meshwright_driver"
 
 NOBODY: Sequence[Driver] = ()

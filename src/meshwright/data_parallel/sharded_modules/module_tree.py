@@ -14,8 +14,6 @@ from torch import nn
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
 from meshwright.data_parallel.shards.unit import Unit
 
-__all__ = ["STATES", "ModuleTree", "PlacesIn", "places_in"]
-
 STATES = "_meshwright_states"
 """The attribute of a module that says which composable functions were applied to it."""
 

@@ -44,13 +44,6 @@ from meshwright.data_parallel.shards.unit import Unit
 from meshwright.gradients import look_at_optimizers
 from meshwright.mesh import DeviceMesh, init_device_mesh
 
-__all__ = [
-    "FullyShard",
-    "ShardedState",
-    "fully_shard",
-    "register_fsdp_forward_method",
-]
-
 NAME = "fully_shard"
 
 

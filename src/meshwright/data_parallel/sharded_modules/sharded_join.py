@@ -32,8 +32,6 @@ from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.torch_internals.modules import step_hooks_of_all
 
-__all__ = ["JoinsUnevenInputs", "join_sharded", "joins"]
-
 
 @contextlib.contextmanager
 def join_sharded(

@@ -17,8 +17,6 @@ from meshwright.data_parallel.sharded_modules.sharded_join import JoinsUnevenInp
 from meshwright.data_parallel.shards.buffer import CustomCollective
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 
-__all__ = ["FSDPModule", "UnshardHandle", "rebuild", "share_comm_ctx"]
-
 
 class UnshardHandle:
     """A gather on its way. ``wait`` makes the whole parameters visible."""

@@ -30,8 +30,6 @@ from meshwright.data_parallel.shards.gradient_lines import GradientLine
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
-__all__ = ["ALONE", "BufferTypes", "CustomCollective", "DataAxes", "FlatBuffer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAxes:

@@ -26,6 +26,7 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.gradient_part import gradient_part, plain
 from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import mark_spread
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import (
     carry_hooks,
     change_by_hooks,
@@ -39,8 +40,9 @@ from meshwright.data_parallel.shards.replaced_parameters import (
     is_given_for_call,
     replaced,
 )
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import contiguous_strides
-from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Slot, Unit
+from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.gradients import mark_mean
 from meshwright.torch_internals.tensors import (
@@ -49,8 +51,6 @@ from meshwright.torch_internals.tensors import (
     set_local_tensor,
     version_of,
 )
-
-__all__ = ["HOME", "ExposedTensors"]
 
 HOME = "_meshwright_home"
 """The attribute of a parameter that was taken over: its driver and its slot."""

@@ -25,8 +25,6 @@ from meshwright.torch_internals.tensors import (
     storage_users,
 )
 
-__all__ = ["GradientLine", "KeptLine"]
-
 OURS = 3
 """Python references, seen from a function, to what only an attribute or a container holds."""
 

@@ -35,8 +35,6 @@ from meshwright.gradients import NonFiniteValues
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
 
-__all__ = ["ParameterGroup", "ReduceHook", "Summand", "UnitSettings", "sum_parts", "summands_of"]
-
 Summand = tuple[PartialSum, torch.Tensor]
 """A gradient, or a part of one, and over what it is to be summed."""
 

@@ -22,15 +22,6 @@ from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.errors import InternalError
 from meshwright.torch_internals.autograd import backward_hooks_of, set_backward_hooks
 
-__all__ = [
-    "accumulator_of",
-    "carry_hooks",
-    "change_by_hooks",
-    "has_hooks",
-    "refuse_past_hooks",
-    "run_hooks_of_flat",
-]
-
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Check that anything waits for the gradient of ``parameter``."""

@@ -37,16 +37,6 @@ from meshwright.data_parallel.shards.policies import DataParallelMeshDims
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
 
-__all__ = [
-    "Place",
-    "PlacementChoice",
-    "ShardPlacementResult",
-    "Target",
-    "even_dim",
-    "place",
-    "target_of",
-]
-
 PlacementChoice = Callable[[torch.nn.Parameter], Any]
 """Gives for a parameter None (dim 0), a placement with a ``dim``, or a `ShardPlacementResult`."""
 

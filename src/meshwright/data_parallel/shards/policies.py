@@ -9,8 +9,6 @@ import torch
 
 from meshwright.data_parallel.shards.buffer import BufferTypes
 
-__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
-
 
 @dataclass(frozen=True, kw_only=False)
 class MixedPrecisionPolicy:

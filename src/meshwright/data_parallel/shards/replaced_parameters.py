@@ -27,18 +27,6 @@ from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.unreadable import make_unreadable
 from meshwright.data_parallel.shards.slot import Slot
 
-__all__ = [
-    "check_given",
-    "data_assigned",
-    "is_given_for_call",
-    "rank_in",
-    "refuse_views",
-    "replaced",
-    "retire",
-    "stand_in",
-    "written",
-]
-
 BEFORE = (
     "Change modules before they are sharded (weight_norm, parametrizations, pruning, adapters and "
     "ties too). To change values, write to the sharded parameter or load a state dict; to compute "

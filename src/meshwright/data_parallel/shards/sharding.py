@@ -22,6 +22,7 @@ from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
 from meshwright.data_parallel.shards.buffer import ALONE, DataAxes
 from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.placement import Place, PlacementChoice, Target, place
 from meshwright.data_parallel.shards.policies import (
     CPUOffloadPolicy,
@@ -30,19 +31,11 @@ from meshwright.data_parallel.shards.policies import (
 )
 from meshwright.data_parallel.shards.replaced_parameters import refuse_views
 from meshwright.data_parallel.shards.shared_parameters import settle
+from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
 from meshwright.data_parallel.shards.tensor_extensions import Extension, extension_of
-from meshwright.data_parallel.shards.unit import (
-    ParameterGroup,
-    Slot,
-    Unit,
-    UnitSettings,
-    collect_slots,
-    group_slots,
-)
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.layout import FlatLayout, Replicate
 from meshwright.mesh import DeviceMesh
-
-__all__ = ["ShardOptions", "build_unit", "is_taken", "on_one_mesh", "own_modules"]
 
 MUCH_PADDING = 0.10
 """Elements of padding for each element, from which a unit's shape is worth a warning."""

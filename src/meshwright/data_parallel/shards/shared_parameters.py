@@ -16,14 +16,14 @@ from torch import nn
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.data_parallel.sharded_modules.module_hooks import Driver, driver_of
 from meshwright.data_parallel.shards.dtensor_exposure import HOME
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import carry_hooks
 from meshwright.data_parallel.shards.replaced_parameters import retire
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.tensor_extensions import whole_parameter
-from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import InternalError
 from meshwright.layout import FlatLayout
-
-__all__ = ["check_settled", "remember", "settle"]
 
 
 def remember(driver: Driver) -> None:

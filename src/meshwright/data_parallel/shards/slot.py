@@ -15,8 +15,6 @@ from meshwright.data_parallel.distributed_parameters import LocalParameter
 from meshwright.data_parallel.shards.placement import Place
 from meshwright.data_parallel.shards.tensor_extensions import Extension
 
-__all__ = ["Slot", "collect_slots", "group_slots"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Slot:

@@ -37,15 +37,6 @@ from meshwright.torch_internals.tensors import (
     version_of,
 )
 
-__all__ = [
-    "ExtendedBuffer",
-    "Extension",
-    "check_class",
-    "contiguous_strides",
-    "extension_of",
-    "whole_parameter",
-]
-
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 

@@ -26,24 +26,11 @@ import torch
 from torch import nn
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.shards.parameter_group import ParameterGroup, ReduceHook, UnitSettings
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.replaced_parameters import written
-from meshwright.data_parallel.shards.slot import Slot, collect_slots, group_slots
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.errors import InternalError
 from meshwright.torch_internals.tensors import has_storage
-
-__all__ = [
-    "Exposure",
-    "ParameterGroup",
-    "Phase",
-    "ReduceHook",
-    "Slot",
-    "Unit",
-    "UnitSettings",
-    "collect_slots",
-    "group_slots",
-    "zero_kept",
-]
 
 
 class Phase(StrEnum):

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.replaced_parameters import (
     check_given,
     rank_in,
     replaced,
 )
-from meshwright.data_parallel.shards.unit import Exposure, ParameterGroup, Unit
+from meshwright.data_parallel.shards.unit import Exposure, Unit
 from meshwright.errors import InternalError
 from meshwright.fsdp.exposures.pieces import (
     change_piece_by_hooks,
@@ -31,14 +32,6 @@ from meshwright.fsdp.exposures.pieces import (
 )
 from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
 from meshwright.torch_internals.tensors import version_of
-
-__all__ = [
-    "FLAT",
-    "Exposed",
-    "FlatExposure",
-    "FlatParameter",
-    "exposed_of",
-]
 
 FLAT = "_flat_param"
 """The name under which a unit's flat parameter is registered."""

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.after_hooks import run_after_hooks
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
-from meshwright.data_parallel.shards.unit import ParameterGroup, Slot, Unit
+from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import Exposed
 from meshwright.fsdp.exposures.pieces import (
     change_piece_by_hooks,
@@ -24,8 +26,6 @@ from meshwright.fsdp.exposures.pieces import (
 )
 from meshwright.fsdp.exposures.waiting_gradients import Refusals, WaitingGradients
 from meshwright.torch_internals.tensors import version_of
-
-__all__ = ["TAKEN", "OriginalExposure"]
 
 TAKEN = "_meshwright_unit_name"
 """An attribute of parameters that a unit has taken over."""

@@ -14,23 +14,12 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.gradient_part import gradient_part
 from meshwright.comm.dtensors.sharded_axes import is_marked_spread
 from meshwright.data_parallel.distributed_parameters import cut_axes, mark_spread
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.parameter_hooks import change_by_hooks
-from meshwright.data_parallel.shards.unit import ParameterGroup, Slot
+from meshwright.data_parallel.shards.slot import Slot
 from meshwright.gradients import mark_mean
 from meshwright.layout import FlatLayout, Piece
 from meshwright.torch_internals.autograd import backward_hooks_of
-
-__all__ = [
-    "change_piece_by_hooks",
-    "cuts_of",
-    "flat_layout",
-    "give_gradient",
-    "mark_pieces",
-    "own_pieces",
-    "part_of",
-    "places_in_shards",
-    "write_back",
-]
 
 
 def flat_layout(group: ParameterGroup) -> FlatLayout:

@@ -29,23 +29,13 @@ from meshwright.comm.dtensors.dtensor import (
 from meshwright.comm.dtensors.gather_dtensor import is_side_by_side, part, whole
 from meshwright.comm.dtensors.gradient_part import plain_gradient
 from meshwright.data_parallel.distributed_parameters import LocalParameter, check_axes
-from meshwright.data_parallel.shards.unit import Slot, Unit
+from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import LayoutError
 from meshwright.fsdp.exposures.pieces import cuts_of, own_pieces
 from meshwright.fsdp.groups import Groups
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh
-
-__all__ = [
-    "as_parameter",
-    "gradients_by_axes",
-    "on_all_axes",
-    "part_of",
-    "take_part",
-    "tensor_mesh",
-    "whole_of",
-    "whole_shape",
-]
 
 
 def take_part(slot: Slot, groups: Groups, local: Mapping[int, LocalParameter]) -> None:

@@ -17,13 +17,9 @@ from torch import nn
 
 from meshwright.comm.dtensors.gradient_part import plain, waiting_gradient
 from meshwright.data_parallel.shards.replaced_parameters import rank_in
-from meshwright.data_parallel.shards.unit import Slot, Unit
+from meshwright.data_parallel.shards.slot import Slot
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.torch_internals.tensors import version_of
-
-__all__ = [
-    "Refusals",
-    "WaitingGradients",
-]
 
 
 @dataclass(slots=True, kw_only=True)

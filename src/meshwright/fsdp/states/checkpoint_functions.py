@@ -33,8 +33,6 @@ from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper
 from meshwright.torch_internals.modules import forget_step_hooks
 
-__all__ = ["CheckpointNames", "prepare_optimizers"]
-
 _HOOKS = "_meshwright_checkpoint_hooks"
 
 _UNABLE = "torch.distributed.checkpoint.state_dict can neither read nor load the optimizer of a "

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import dtensor_like, local_of
-from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import (
     FLAT,
     exposed_of,
@@ -27,14 +28,6 @@ from meshwright.fsdp.options import TrainingState
 
 if TYPE_CHECKING:
     from meshwright.fsdp.unit_wrapper import UnitWrapper
-
-__all__ = [
-    "SummonOptions",
-    "cut_line",
-    "gather_line",
-    "summon_all",
-    "summon_own",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,6 @@ from meshwright.fsdp.options import (
 from meshwright.fsdp.states.optimizer_exchange import from_first_rank
 from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
 
-__all__ = ["LegacyOptimizerState", "parameter_groups"]
-
 Input = Iterable[Any] | None
 
 

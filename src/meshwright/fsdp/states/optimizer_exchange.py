@@ -13,27 +13,11 @@ from torch import nn
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import exposed_of
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
-
-__all__ = [
-    "MADE",
-    "OWN",
-    "Held",
-    "Managed",
-    "exchange",
-    "from_first_rank",
-    "has_state",
-    "is_scalar",
-    "managed_parameters",
-    "names_by_parameter",
-    "packed",
-    "unpacked",
-    "with_gathered",
-]
-
 
 Held = tuple[int, dict[str, str], dict[str, Any]]
 """A rank's share of one parameter: any state, the dtypes of what is spread, and the rest."""

@@ -12,8 +12,6 @@ from torch import nn
 from meshwright.fsdp.options import OptimStateKeyType
 from meshwright.fsdp.traversal import clean_name
 
-__all__ = ["by_current_names", "rekey"]
-
 
 def by_current_names(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]

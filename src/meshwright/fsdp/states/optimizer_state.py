@@ -48,12 +48,6 @@ from meshwright.fsdp.states.state_dicts import as_dtensor, copy_of, sharded_valu
 from meshwright.fsdp.traversal import clean_name
 from meshwright.fsdp.unit_wrapper import wrappers_in
 
-__all__ = [
-    "optimizer_state",
-    "spread_state",
-    "state_to_load",
-]
-
 State = dict[str, Any]
 """The state of one parameter."""
 

@@ -22,8 +22,6 @@ from meshwright.fsdp.options import (
 )
 from meshwright.fsdp.unit_wrapper import UnitWrapper, wrappers_in
 
-__all__ = ["get_settings", "set_settings", "settings_for_a_while"]
-
 
 def set_settings(
     module: nn.Module,

@@ -21,7 +21,8 @@ from torch import nn
 
 from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_at_rest, is_dtensor
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.data_parallel.shards.unit import ParameterGroup, Unit
+from meshwright.data_parallel.shards.parameter_group import ParameterGroup
+from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import FLAT, exposed_of
 from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
@@ -30,19 +31,6 @@ from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, Stat
 from meshwright.fsdp.states.full_parameters import cut_line, gather_line
 from meshwright.fsdp.traversal import WRAPPED, clean_name
 from meshwright.layout import Placement, Replicate, Shard, chunk
-
-__all__ = [
-    "as_dtensor",
-    "clean_reported_names",
-    "copy_of",
-    "load_entries",
-    "names_in_state",
-    "put_entries",
-    "rename_for_load",
-    "sharded_value",
-    "shown_names",
-    "unit_entries",
-]
 
 
 def names_in_state(

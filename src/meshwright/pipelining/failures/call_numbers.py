@@ -11,8 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Call"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -23,8 +23,6 @@ from meshwright.comm.groups.registry import PROCESS
 from meshwright.errors import PipelinePeerError, PipeliningShapeError
 from meshwright.pipelining.failures.call_numbers import Call
 
-__all__ = ["Failures"]
-
 _FAILED, _REFUSED = "failed", "refused"
 
 _SHAPE: Mapping[str, type] = {

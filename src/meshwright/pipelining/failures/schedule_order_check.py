@@ -20,8 +20,6 @@ from meshwright.comm.failures.notices import Notices
 from meshwright.comm.failures.whereabouts import object_of
 from meshwright.errors import CollectiveMismatchError
 
-__all__ = ["Turns"]
-
 WORD_AFTER = 2.0
 """Seconds in a step after which a rank that waits leaves word."""
 _PREFIX = "steps ended of schedule "

@@ -19,8 +19,6 @@ from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.stepping.custom import PipelineContext
 from meshwright.schedule.actions import Action, Schedule
 
-__all__ = ["Identities", "Known", "Microbatches", "check_cut", "check_declared"]
-
 Known = dict[object, tuple[int, ...]]
 """By what a stage is given, its ids."""
 Incoming = Callable[..., tuple[int, ...] | None]

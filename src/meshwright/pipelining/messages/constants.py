@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["CONSTANTS", "named", "packed", "refusal", "room_for", "unpacked"]
-
 CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
 """The very types that travel: a subclass would arrive as something else."""
 

@@ -9,8 +9,6 @@ import torch
 
 from meshwright.pipelining.messages.metadata import Values
 
-__all__ = ["Inbox"]
-
 Gradients = list[torch.Tensor | None]
 """The gradient of each leaf of a stage's outputs."""
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from meshwright.pipelining.messages.metadata import Signature, digest
 
-__all__ = ["Agreed"]
-
 KEPT = 256
 """How many ids, and how many lists of them, are kept of each stage."""
 

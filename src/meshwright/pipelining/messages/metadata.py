@@ -28,21 +28,6 @@ from meshwright.torch_internals.trees import (
     treespec_loads,
 )
 
-__all__ = [
-    "Signature",
-    "TensorMeta",
-    "Values",
-    "as_outputs",
-    "declared",
-    "detached",
-    "differences",
-    "digest",
-    "shapes",
-    "signature_of",
-    "tensors_in",
-    "trained",
-]
-
 
 def as_outputs(value: object) -> tuple[Any, ...]:
     """Return the outputs of a module as a tuple: each element is an argument of the next stage."""

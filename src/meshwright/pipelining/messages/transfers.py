@@ -32,8 +32,6 @@ from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Value
 from meshwright.pipelining.stepping.program import PAYLOAD, Leg, tag_of
 from meshwright.schedule.actions import SEND_F, Schedule
 
-__all__ = ["Ids", "Transfers", "first_tag"]
-
 _HEADER, _IDS, _LENGTH, _SIGNATURE, _MASK, _CONSTANTS, _REST = range(PAYLOAD)
 _NAMES = (
     "header",

@@ -18,8 +18,6 @@ from meshwright.pipelining.messages.transfers import Transfers, _Receive
 from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.stepping.program import Leg
 
-__all__ = ["UnansweredTransfers"]
-
 
 class UnansweredTransfers(Transfers):
     """Transfers of which none is answered."""

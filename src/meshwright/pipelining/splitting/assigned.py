@@ -17,8 +17,6 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from meshwright.pipelining.splitting.module_hooks import key_in_trace
 
-__all__ = ["assignments", "refuse_remembered"]
-
 
 @contextlib.contextmanager
 def assignments(model: nn.Module) -> Iterator[set[str]]:

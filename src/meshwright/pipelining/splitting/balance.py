@@ -34,8 +34,6 @@ from meshwright.pipelining.splitting.placement import Placement
 from meshwright.pipelining.splitting.split_points import put_marker
 from meshwright.pipelining.splitting.tracing import SplitPolicy
 
-__all__ = ["SLACK", "balanced", "best_cuts"]
-
 SLACK = 1.05
 """How much larger than the least possible the largest stage may be, to save traffic."""
 _PRECISION = 1e-4

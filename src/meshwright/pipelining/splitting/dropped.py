@@ -26,8 +26,6 @@ from meshwright.torch_internals.autograd import function_class, saved_tensor_hoo
 from meshwright.torch_internals.tracing import GRAPH_OPERATORS
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["HOOKING", "refuse_subclasses", "saved_tensor_hooks", "watched_forward"]
-
 HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Methods that leave something on a tensor for its backward."""
 _TORCH = str(Path(torch.__file__).parent)

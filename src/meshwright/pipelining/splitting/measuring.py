@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.pipelining.splitting.placement import Placement, assigns, attribute
 from meshwright.torch_internals.trees import tree_flatten, tree_map_only, tree_unflatten
 
-__all__ = ["Costs", "cuttable", "flops", "measured", "memory", "parameters", "traffic"]
-
 _ROUNDS = 3
 _COPIES = 4
 """Of a parameter, in training: its value, its gradient, two states of an optimizer."""

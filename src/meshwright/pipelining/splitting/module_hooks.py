@@ -13,16 +13,6 @@ from torch.nn.modules import module as of_all_modules
 
 from meshwright.torch_internals.modules import HOOKS, STATE_HOOKS
 
-__all__ = [
-    "CALLED",
-    "OF_STATE",
-    "drop_hooks",
-    "hooks_of",
-    "hooks_of_all",
-    "key_in_trace",
-    "refuse_hooks",
-]
-
 CALLED: Mapping[str, str] = HOOKS
 """What runs when a module is called, by the attribute that holds it."""
 OF_STATE: Mapping[str, str] = STATE_HOOKS

@@ -25,8 +25,6 @@ from meshwright.pipelining.splitting.tracing import SplitPolicy, export, traced
 from meshwright.pipelining.stage import PipelineStage, build_stage
 from meshwright.pipelining.stepping.ties import Tie
 
-__all__ = ["MultiUseParameterConfig", "Pipe", "PipeInfo", "pipeline"]
-
 _PREFIX = "submod_"
 
 

@@ -19,8 +19,6 @@ from meshwright.pipelining.splitting.split_points import is_marker
 from meshwright.torch_internals.tensors import OpOverload, schema_of
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["Placement", "assigns", "attribute", "source_of"]
-
 _REGIONS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 """Operators that run a graph under other settings and add nothing of their own."""
 

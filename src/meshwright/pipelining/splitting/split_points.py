@@ -15,8 +15,6 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["SplitPoint", "annotate_split_points", "is_marker", "marked", "pipe_split", "put_marker"]
-
 _TORCHS_MARKER = "pippy._pipe_split.default"
 
 

@@ -19,8 +19,6 @@ from meshwright.torch_internals.autograd import after_hooks_of, backward_hooks_o
 from meshwright.torch_internals.tensors import any_schema_of
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves
 
-__all__ = ["Argument", "Cut", "Expected", "Traced", "cut", "expected"]
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:

@@ -16,8 +16,6 @@ from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import OpOverload, schema_of
 from meshwright.torch_internals.trees import TreeSpec, tree_unflatten
 
-__all__ = ["Nesting", "StageModule", "follow_mode", "nested"]
-
 _MODE_ARGUMENTS: Mapping[str, str] = {
     "aten::dropout": "train",
     "aten::dropout_": "train",

@@ -16,8 +16,6 @@ from meshwright.pipelining.stage import PipelineStage
 from meshwright.pipelining.stepping.ties import Tie
 from meshwright.torch_internals.trees import tree_flatten
 
-__all__ = ["TracedStage", "mismatches"]
-
 
 class TracedStage(PipelineStage):
     """A stage of a `Pipe`.

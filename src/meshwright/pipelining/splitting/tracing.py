@@ -18,8 +18,6 @@ from meshwright.pipelining.splitting.module_hooks import CALLED, key_in_trace, r
 from meshwright.pipelining.splitting.splitting import Argument, Traced, expected
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves, tree_unflatten
 
-__all__ = ["SplitPolicy", "export", "traced"]
-
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 """Puts markers into a traced graph."""
 _NAMES_SHOWN = 40

@@ -10,8 +10,6 @@ from torch import nn
 from meshwright.pipelining.splitting.module_hooks import CALLED, refuse_hooks
 from meshwright.pipelining.splitting.split_points import pipe_split
 
-__all__ = ["LossWrapper", "PipeSequential", "TrivialLossWrapper", "stages_by_name"]
-
 
 class PipeSequential(nn.Sequential):
     """An ``nn.Sequential`` that is cut between all of its modules."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from meshwright.torch_internals.modules import compiled_call_of, forward_pre_hooks_of
 
-__all__ = ["CallCheck"]
-
 
 class CallCheck:
     """The ways in which the module of a stage has been called, which it takes."""

@@ -24,14 +24,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.pipelining.stepping.weight_rules import reads_hooked, set_needs, weight_gradients
 from meshwright.torch_internals.autograd import run_engine
 
-__all__ = [
-    "Junction",
-    "run_backward",
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
-]
-
 _SOON = 1 << 18
 """Bytes of gradients from which they do not wait for others."""
 Node = Any  # torch has no public type with the attributes of a node

@@ -14,8 +14,6 @@ from typing import Any
 from meshwright.pipelining.stepping.program import Entry
 from meshwright.schedule.actions import COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD, Action, Operation
 
-__all__ = ["CUSTOM", "PipelineContext", "call", "check_custom"]
-
 CUSTOM = COMPUTE | {UNSHARD, RESHARD, REDUCE_GRAD}
 """Operations that a function may stand for."""
 

@@ -17,8 +17,6 @@ from meshwright.pipelining.stepping.program import Entry
 from meshwright.schedule.actions import COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD
 from meshwright.torch_internals.autograd import is_profiled
 
-__all__ = ["Listener"]
-
 
 class Listener:
     """Tells of the actions of one step on one rank."""

@@ -14,8 +14,6 @@ import torch
 
 from meshwright.pipelining.microbatch import check_loss
 
-__all__ = ["Losses", "Start"]
-
 _KEPT = 256
 """How many kinds of losses are kept in mind."""
 

@@ -30,8 +30,6 @@ from meshwright.schedule.actions import (
 )
 from meshwright.schedule.messages import Message, parts_of, read, received, sent
 
-__all__ = ["PAYLOAD", "CustomFunction", "Entry", "Leg", "program", "tag_of"]
-
 PAYLOAD = 7
 """The kind of message that carries tensors; kinds below it go ahead."""
 

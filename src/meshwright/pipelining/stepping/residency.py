@@ -14,8 +14,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-__all__ = ["Residency", "Several", "find_residency"]
-
 FOREIGN = {
     "DistributedDataParallel": "meshwright.replicate or meshwright.DistributedDataParallel",
     "FullyShardedDataParallel": "meshwright.FullyShardedDataParallel or meshwright.fully_shard",

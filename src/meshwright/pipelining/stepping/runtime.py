@@ -43,8 +43,6 @@ from meshwright.schedule.actions import (
     W,
 )
 
-__all__ = ["Runtime"]
-
 
 class Runtime:
     """Runs one lowered schedule on the stages of this rank, again and again."""

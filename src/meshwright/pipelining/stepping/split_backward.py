@@ -14,8 +14,6 @@ from meshwright.pipelining.stepping.backward import (
     stage_backward_weight,
 )
 
-__all__ = ["DwBuilder", "Halves"]
-
 DwRunner = Callable[[], object]
 """Computes the gradients of weights, for the user."""
 DwBuilder = Callable[[], DwRunner]

@@ -34,8 +34,6 @@ from meshwright.schedule.checks import check, check_lowered
 from meshwright.schedule.lowering import forward_part, lower
 from meshwright.torch_internals.modules import compiled_call_of, is_forward_compiled
 
-__all__ = ["PipelineSchedule", "check_arguments", "is_compiled"]
-
 
 def check_arguments(stages: object, microbatches: object, loss_fn: object) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what no schedule can be built with."""

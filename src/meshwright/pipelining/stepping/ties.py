@@ -24,8 +24,6 @@ from meshwright.pipelining.messages.metadata import digest
 from meshwright.pipelining.stepping.residency import Several
 from meshwright.torch_internals.tensors import is_traceable_wrapper_subclass
 
-__all__ = ["Tie", "TiedParameters", "Wire", "copy_parameter", "counted", "own_copies"]
-
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Names that wrappers put into the name of a parameter."""
 _FROZEN = -1

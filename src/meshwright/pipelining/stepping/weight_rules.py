@@ -16,8 +16,6 @@ import torch
 
 from meshwright.torch_internals.autograd import input_metadata_of, saved
 
-__all__ = ["reads_hooked", "set_needs", "weight_gradients"]
-
 Gradients = Sequence[torch.Tensor | None]
 Node = Any  # torch has no public type with the attributes of a node
 Found = Sequence[torch.Tensor | None] | None

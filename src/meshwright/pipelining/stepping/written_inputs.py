@@ -15,8 +15,6 @@ from torch import fx, nn
 from meshwright.torch_internals.tensors import any_schema_of, is_view
 from meshwright.torch_internals.trees import tree_map_only
 
-__all__ = ["advice", "copies", "writes_in_place"]
-
 
 def writes_in_place(module: nn.Module) -> bool:
     """Check that a part of ``module`` says that it writes in place, or its graph does."""

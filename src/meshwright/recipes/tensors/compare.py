@@ -20,8 +20,6 @@ from meshwright.recipes.run_folder import json_leaves
 from meshwright.recipes.tensors.digest import SKETCH, Sums
 from meshwright.recipes.tensors.rows import KINDS, RunTrace, Step, TensorRow
 
-__all__ = ["TOLERANCES", "Finding", "RunComparison", "compare_runs"]
-
 TOLERANCES: Mapping[str, float] = MappingProxyType(
     {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2, "bfloat16": 3e-2}
 )

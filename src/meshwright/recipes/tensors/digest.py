@@ -12,8 +12,6 @@ from torch import Tensor
 from meshwright.comm.dtensors.gather_dtensor import Holding
 from meshwright.layout import Box
 
-__all__ = ["SKETCH", "Sums", "digest"]
-
 SKETCH = 8
 """Signed sums of each tensor."""
 

@@ -23,8 +23,6 @@ from typing import Any
 
 from meshwright.recipes.tensors.digest import SKETCH, Sums
 
-__all__ = ["KINDS", "Header", "RunTrace", "Step", "TensorRow", "trace_file"]
-
 FORMAT = 1
 KINDS = ("input", "activation", "loss", "gradient", "parameter")
 """What is traced, in the order in which a step makes it."""

@@ -28,8 +28,6 @@ from meshwright.recipes.tensors.rows import Header, TensorRow, trace_file
 from meshwright.torch_internals.autograd import running_backward
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["TensorTrace", "open_trace", "traced_modules"]
-
 Write = Callable[[Mapping[str, object]], None]
 
 

@@ -26,22 +26,6 @@ from meshwright.comm.dtensors.dtensor import (
 )
 from meshwright.errors import LayoutError
 
-__all__ = [
-    "Difference",
-    "Exchange",
-    "are_equal",
-    "beyond_rounding",
-    "digest_of",
-    "digest_of_all",
-    "first_difference",
-    "held_whole",
-    "is_due",
-    "rounding_floor",
-    "verify_gradients",
-    "verify_plain",
-    "verify_replicated",
-]
-
 Exchange = Callable[[str], list[str]]
 """Gives what each rank of an axis says, in rank order."""
 

@@ -30,8 +30,6 @@ from meshwright.torch_internals.modules import forward_hooks_of, forward_pre_hoo
 from meshwright.torch_internals.tensors import function_depth, function_modes
 from meshwright.torch_internals.trees import tree_leaves
 
-__all__ = ["check_mark", "follow_first_forward", "mark"]
-
 _MARK = "_meshwright_layout"
 _PASSING = frozenset(
     {

@@ -46,8 +46,6 @@ from meshwright.tensor_parallel.checks.equality import (
 from meshwright.torch_internals.modules import forward_pre_hooks_of
 from meshwright.torch_internals.trees import tree_flatten
 
-__all__ = ["Passes"]
-
 _KEPT = "passes of models"
 
 

@@ -18,8 +18,6 @@ from meshwright.tensor_parallel.layers.linear import Settings
 from meshwright.tensor_parallel.layouts import Arrival, Site, untraced
 from meshwright.torch_internals.tensors import assert_soon
 
-__all__ = ["ColumnEmbedding", "RowEmbedding", "check_embedding"]
-
 
 def check_embedding(module: nn.Embedding, name: str, *, is_by_rows: bool) -> None:
     """Raise ValueError for what a table that is cut cannot honour."""

@@ -54,8 +54,6 @@ from meshwright.tensor_parallel.functions import (
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 from meshwright.torch_internals.tensors import version_of
 
-__all__ = ["ColumnConv1D", "ColumnLinear", "RowConv1D", "RowLinear", "Settings", "is_conv1d"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

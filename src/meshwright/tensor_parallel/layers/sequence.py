@@ -19,8 +19,6 @@ from meshwright.comm.dtensors.local_leaves import PartialGradient, forget_unsumm
 from meshwright.layout import Shard
 from meshwright.tensor_parallel.layouts import Arrival, Site, normal, untraced
 
-__all__ = ["Sequence", "SequencePart"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
