@@ -100,7 +100,7 @@ def hook_of(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any
 def fail_alone(
     run: Callable[[torch.Tensor], object], module: nn.Module, x: torch.Tensor, rounds: int
 ) -> None:
-    """What rank 0 finds by itself, again and again, each time from a clean state."""
+    """Rank 0 refuses steps by itself, each from a clean state; then the schedule has ended."""
     if communicator().rank == 0:
         for _ in range(rounds):
             with pytest.raises(PipeliningShapeError, match="shape mismatch"):
@@ -136,6 +136,7 @@ def body_traced() -> None:
         schedule = ScheduleGPipe(stage, CHUNKS)
         run = lambda given: schedule.step(given, **more)  # noqa: B023, E731
         fail_alone(run, stage.submod, x, 1)
+        schedule = ScheduleGPipe(stage, CHUNKS)
         out = run(x) if world.rank == 0 else schedule.step()
         if world.rank == world.size - 1:
             torch.testing.assert_close(out, model(x, **more), atol=1e-3, rtol=5e-2)
@@ -150,7 +151,8 @@ def body_refused() -> None:
     x = torch.randn(BATCH, HIDDEN)
     part = x.chunk(CHUNKS)[0]
     pipe = pipeline(WithKeyword(world.size), (part,), {"y": part})
-    schedule = ScheduleGPipe(pipe.build_stage(world.rank, CPU), CHUNKS)
+    stage = pipe.build_stage(world.rank, CPU)
+    schedule = ScheduleGPipe(stage, CHUNKS)
     if world.rank == 0:
         fixed = "microbatch 3, has a shape mismatch.*must be a multiple of it, or .*dynamic_shapes"
         with pytest.raises(PipeliningShapeError, match=fixed):
@@ -164,6 +166,7 @@ def body_refused() -> None:
         with pytest.raises(ValueError, match="expects 1 positional arguments.* got 2"):
             schedule.step(x, x, y=x)
     world.barrier()
+    schedule = ScheduleGPipe(stage, CHUNKS)
     placed = pipeline(Places(), (part,), split_policy=balanced(2))
     elsewhere = placed.build_stage(world.rank, torch.device("meta")).submod
     given = [torch.empty(BATCH // CHUNKS, HIDDEN, device="meta")]

@@ -98,63 +98,64 @@ def body_behind() -> None:
             schedule.eval()
 
 
-def body_again() -> None:
-    """The last rank refuses a step that the first has begun, and tries it again in vain."""
-    world = communicator()
-    schedule = ScheduleGPipe(
-        PipelineStage(nn.Linear(4, 4), world.rank, 2, CPU), 2, loss_fn=nn.MSELoss()
-    )
-    x = torch.ones(4, 4)
-    theirs = r"rank 1 stage 1 failed in step\(\): RuntimeError: .*needs a target"
-    if world.rank == 0:
-        with pytest.raises(PipelinePeerError, match=theirs):
-            schedule.step(x)
-        say("raised")
-        return
-    with pytest.raises(RuntimeError, match="needs a target"):
-        schedule.step()
-    hear("raised")
-    with pytest.raises(PipelinePeerError, match=f"rank 0 cannot run a step again.*{theirs}"):
-        schedule.step(target=x)
-
-
-def body_at_once(culprit: int) -> None:
-    """A rank refuses a step that the other waits in, and is called again before that has looked."""
+def two_stages() -> tuple[nn.Module, ScheduleGPipe, torch.Tensor]:
     world = communicator()
     layer = nn.Linear(4, 4)
-    schedule = ScheduleGPipe(PipelineStage(layer, world.rank, 2, CPU), 2, loss_fn=nn.MSELoss())
-    x = torch.ones(4, 4)
+    stage = PipelineStage(layer, world.rank, world.size, CPU)
+    return layer, ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss()), torch.ones(4, 4)
+
+
+def body_alike() -> None:
+    """All ranks refuse a step, some sooner than others: the schedule goes on."""
+    world = communicator()
+    layer, schedule, x = two_stages()
+    for step in range(3):
+        time.sleep(0.2 * ((world.rank + step) % 2))
+        if world.rank == 0:
+            with pytest.raises(ValueError, match="has 1 rows"):
+                schedule.step(x[:1])
+        else:
+            with pytest.raises(RuntimeError, match="needs a target"):
+                schedule.step()
+        layer.zero_grad()
+        schedule.step(*((x,) if world.rank == 0 else ()), **({"target": x} if world.rank else {}))
+        assert layer.weight.grad is not None
+    assert schedule.eval(*((x,) if world.rank == 0 else ())) is None or world.rank == 1
+
+
+def body_begun(culprit: int, has_raised: bool) -> None:
+    """One rank refuses a step that the other has begun, and is called again: all are told."""
+    world = communicator()
+    _, schedule, x = two_stages()
     good, bad = ((x,), {}), ((x[:1],), {})
     if world.rank == 1:
         good, bad = ((), {"target": x}), ((), {"target": x[:1]})
     theirs = rf"rank {culprit} stage {culprit} failed in step\(\): ValueError: .* has 1 rows"
     if world.rank == culprit:
         hear("waits")
-        time.sleep(0.1)
         with pytest.raises(ValueError, match="has 1 rows"):
             schedule.step(*bad[0], **bad[1])
-        if culprit == 1:  # what it is sent belongs to the batch that it has refused
-            with pytest.raises(
-                PipelinePeerError, match="rank 0 is in a step .* 1 could not begin .*1 rows"
-            ):
-                schedule.step(*good[0], **good[1])
-            return
+        if has_raised:
+            hear("raised")
+        begun = rf"rank {1 - culprit} had begun a step that this rank refused: {theirs}"
+        with pytest.raises(PipelinePeerError, match=begun):
+            schedule.step(*good[0], **good[1])
     else:
         say("waits")
-        with pytest.raises(PipelinePeerError, match=theirs if culprit == 0 else "rank 1 stage 1"):
+        with pytest.raises(PipelinePeerError, match=f"^{theirs}"):
             schedule.step(*good[0], **good[1])
-        if culprit == 1:
-            return
-    for _ in range(2):
-        layer.zero_grad()
+        say("raised")
+    with pytest.raises(PipelinePeerError, match=f"unusable since an earlier step .*{theirs}"):
         schedule.step(*good[0], **good[1])
-        assert layer.weight.grad is not None
 
 
 @pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_who_refuses_a_step_and_is_called_again_at_once(ranks: Ranks, culprit: int) -> None:
-    ranks(2, body_at_once, culprit, timeout=30)
+@pytest.mark.parametrize("has_raised", [False, True])
+def test_a_step_that_one_rank_refuses_and_another_has_begun_ends_the_schedule(
+    ranks: Ranks, culprit: int, has_raised: bool
+) -> None:
+    ranks(2, body_begun, culprit, has_raised, timeout=30)
 
 
 def body_consumed() -> None:
@@ -232,49 +233,31 @@ def test_ranks_may_be_in_different_schedules_for_a_while() -> None:
         train.look(3)
 
 
-class Board:
-    """Notices of ranks in one process."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def post(self, key: str, text: str) -> bool:
-        return self.texts.setdefault(key, text) == text
-
-    def replace(self, key: str, text: str) -> None:
-        self.texts[key] = text
-
-    def read(self, key: str) -> str | None:
-        return self.texts.get(key)
-
-    def withdraw(self, key: str) -> None:
-        del self.texts[key]
-
-
-def test_who_has_given_a_step_up_too_waits_for_the_others() -> None:
-    board: Any = Board()
+def test_a_refused_step_is_told_to_those_who_come_to_it_alone() -> None:
+    texts: dict[str, str] = {}
+    board: Any = SimpleNamespace(
+        post=lambda key, text: texts.setdefault(key, text) == text, read=texts.get
+    )
     first, second, third = (
         Failures(cast("Any", SimpleNamespace(ranks=[5, 6, 7], rank=n)), board, has_replicas=False)
         for n in range(3)
     )
     first.tell(4, ValueError("planted"), 0, "step()", for_good=False)
     second.tell(4, ValueError("late"), 1, "step()", for_good=False)
-    second.begin(4)  # it has refused the step as often
+    first.look(5)
+    second.look(5)
     third.look(3)
-    for step in (4, 5):
-        with pytest.raises(ValueError, match=r"rank 5 stage 0 failed in step\(\): .*planted"):
-            third.look(step)
-    first.begin(4)
-    third.begin(5)
-    third.look(5)
-    first.tell(4, ValueError("again"), 0, "step()", for_good=False)
-    for rank in (second, third):
-        with pytest.raises(PipelinePeerError, match="rank 5 .*: again"):
-            rank.look(4)
+    with pytest.raises(ValueError, match=r"rank 5 stage 0 failed in step\(\): .*planted") as told:
+        third.look(4)
+    third.tell(4, told.value, 2, "2F0", for_good=True)
+    with pytest.raises(PipelinePeerError, match=r"^rank 7 had begun .*: rank 5 stage 0 .*planted"):
+        first.look(5)
+    with pytest.raises(PipelinePeerError, match="^rank 5 stage 0 .*planted"):
+        second.look(5)
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("body", [body_ahead, body_behind, body_again, body_consumed])
+@pytest.mark.parametrize("body", [body_ahead, body_behind, body_alike, body_consumed])
 def test_who_fails_is_named_in_other_steps(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body, timeout=30)
 

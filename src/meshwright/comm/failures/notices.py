@@ -1,7 +1,7 @@
 """Short texts that ranks leave for each other in the store, beside the board of failures.
 
-A failure on the board ends the run of every rank. A notice concerns one operation of one group, and
-may be taken back: what it means is up to who reads it.
+A failure on the board ends the run of every rank. A notice concerns one operation of one group:
+what it means is up to who reads it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class Notices:
     def read(self, key: str) -> str | None:
         """Return the text under ``key``; None when there is none."""
         return self._board.get(f"{self._prefix}/{key}") or None
-
-    def withdraw(self, key: str) -> None:
-        """Take back the text under ``key``."""
-        # Not deleted: a rank that has just seen that it is there would wait for it to come back.
-        self._board.set(f"{self._prefix}/{key}", "")
 
 
 def _board(communicator: Communicator) -> Board:

@@ -1,9 +1,9 @@
 """The messages between stages of different ranks in one step.
 
 In front of the first payload between a stage and a rank that reads it goes one header: what the
-sender takes the schedule to be, the step's number and which call of it this is, and an id of each
-microbatch's signature, which follows from the inputs before anything is computed (as one digest of
-the list, which follows where it is new). Where an id is known the receive is posted at once. The
+sender takes the schedule to be, the step's number, and an id of each microbatch's signature, which
+follows from the inputs before anything is computed (as one digest of the list, which follows where
+it is new). Where an id is known the receive is posted at once. The
 first microbatch of an unknown one carries its signature in front of its payload. Gradients have the
 signature of the outputs they belong to; which of them are none is told once for each id. Constants
 are known only when they have been computed: where there are any, each microbatch has a small
@@ -24,8 +24,6 @@ import torch
 
 from meshwright.comm import Communicator, Pending, start_together
 from meshwright.errors import CollectiveMismatchError, PipeliningShapeError
-from meshwright.pipelining.failures.call_numbers import Call
-from meshwright.pipelining.failures.failures import Failures
 from meshwright.pipelining.messages.constants import packed, unpacked
 from meshwright.pipelining.messages.known_signatures import Agreed
 from meshwright.pipelining.messages.metadata import Signature, TensorMeta, Values, differences
@@ -42,7 +40,7 @@ _NAMES = (
     "constants",
     "more constants",
 )
-_HEADER_SIZE = 7
+_HEADER_SIZE = 4
 _TIED = PAYLOAD + 1
 _TIED_MESSAGES = 4096
 """More than one stage has for another of tied parameters in one step."""
@@ -87,32 +85,28 @@ class Transfers:
         schedule: Schedule,
         step: int,
         agreed: Agreed,
-        headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]],
         ids: Ids,
         watch: Callable[[], None],
         plan: int,
         disagreement: Callable[[int], str],
         first_tag: int,
-        failures: Failures,
     ) -> None:
-        """``headers`` keeps posted receives of headers, by step and stage, from one try of a step
-        to the next; ``watch`` is called while this rank waits, and raises when a peer failed;
-        ``plan`` is twice a digest of what all ranks must agree on, plus one in training;
-        ``disagreement`` tells how a rank's differs; tags begin at ``first_tag``; ``failures`` know
-        which call of the step this is."""
+        """``watch`` is called while this rank waits, and raises when a peer failed; ``plan`` is
+        twice a digest of what all ranks must agree on, plus one in training; ``disagreement`` tells
+        how a rank's differs; tags begin at ``first_tag``."""
         self.has_begun = False
         """Whether anything of this step has left this rank, or was to be received by it."""
         self._communicator = communicator
         self._schedule = schedule
         self._step = step
         self._agreed = agreed
-        self._headers = headers
+        self._headers: dict[int, tuple[Pending, torch.Tensor]] = {}
+        """By stage, receives of headers that are posted."""
         self._ids = ids
         self._watch = watch
         self._plan = plan
         self._disagreement = disagreement
         self._first_tag = first_tag + step % 2
-        self._failures = failures
         self._can_look = communicator.backend != "gloo"
         """Whether it costs nothing to see that a message has left."""
         self._sent: deque[tuple[Pending, torch.Tensor]] = deque()
@@ -133,16 +127,16 @@ class Transfers:
         found = self.came.get(stage)
         if found is not None:
             return found
-        key = (self._step, stage)
-        posted = self._headers.get(key)
+        posted = self._headers.get(stage)
         if posted is None:
+            self.has_begun = True
             buffer = torch.empty(_HEADER_SIZE, dtype=torch.int64)
-            posted = self._headers[key] = (self._hear(buffer, stage, _HEADER, stage, 0), buffer)
+            posted = self._headers[stage] = (self._hear(buffer, stage, _HEADER, stage, 0), buffer)
         pending, buffer = posted
         if not wait and not pending.is_completed():
             return None
         pending.wait(watch=self._watch)
-        plan, step, combined, count, *numbers = buffer.tolist()
+        plan, step, combined, count = buffer.tolist()
         if plan // 2 != self._plan // 2:
             raise CollectiveMismatchError(self._disagreement(self._schedule.stage_ranks[stage]))
         if plan != self._plan:
@@ -155,28 +149,18 @@ class Transfers:
                 f"stage {stage} on rank {self._schedule.stage_ranks[stage]} is in step {step} of "
                 f"this schedule, and rank {self._communicator.rank} in step {self._step}: {_ALIKE}"
             )
-        self._compare(stage, Call.of(numbers))
         known = self._agreed[stage]
         ids = known.lists.get(combined)
         if ids is None:
             if not wait:
                 return None
-            self.has_begun = True
             rest = torch.empty(count, dtype=torch.int64)
             self._hear(rest, stage, _IDS, stage, 0).wait(watch=self._watch)
             ids = tuple(rest.tolist())
             known.digest_of(ids)
-        self.has_begun = True
-        del self._headers[key]
+        del self._headers[stage]
         self.came[stage] = ids
         return ids
-
-    def _compare(self, stage: int, theirs: Call) -> None:
-        """Raise when the header of ``stage`` is of another call of this step than this rank's."""
-        # Nobody will take what a call has sent that was given up here.
-        self.has_begun |= theirs.ended_below(self._failures.call)
-        ranks = self._communicator.ranks
-        self._failures.compare(ranks[self._schedule.stage_ranks[stage]], theirs)
 
     def _announce(self, stage: int, rank: int) -> tuple[int, ...]:
         """Send the header of ``stage`` to ``rank`` unless it has been sent; its ids."""
@@ -186,8 +170,7 @@ class Transfers:
         if (stage, rank) not in self._announced:
             self._announced.add((stage, rank))
             combined = self._agreed[stage].digest_of(ids)
-            call = self._failures.call.numbers()
-            header = [self._plan, self._step, combined, len(ids), *call]
+            header = [self._plan, self._step, combined, len(ids)]
             self._tell(torch.tensor(header), rank, _HEADER, stage, stage, 0)
             listed = self._agreed[stage].listed.setdefault(combined, set())
             if rank not in listed:
@@ -470,8 +453,8 @@ class Transfers:
         """Wait for message ``number`` about tied parameters from ``stage`` of another rank."""
         rank, tag = self._schedule.stage_ranks[stage], self._tied_tag(stage, target, number)
         label = f"stage {stage} tied {number}"
-        self._communicator.recv(tensor, rank, tag=tag, label=label).wait(watch=self._watch)
         self.has_begun = True
+        self._communicator.recv(tensor, rank, tag=tag, label=label).wait(watch=self._watch)
 
     def _tied_tag(self, stage: int, target: int, number: int) -> int:
         start = tag_of(self._schedule, _TIED, 0, 0, 0, backward=False)

@@ -7,9 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from meshwright.comm import Communicator, Pending
+from meshwright.comm import Communicator
 from meshwright.comm.failures.notices import Notices
 from meshwright.comm.failures.whereabouts import object_of
 from meshwright.errors import PipelinePeerError
@@ -61,7 +59,7 @@ class Runtime:
         self.schedules = {True: training, False: evaluation}
         self.stages = stages
         self.steps = 0
-        """Steps that have come as far as their first message."""
+        """Steps that have ended on this rank, or that it has refused."""
         self.broken: BaseException | None = None
         self._communicator = communicator
         self._losses = None if loss_fn is None else Losses(loss_fn)
@@ -72,7 +70,6 @@ class Runtime:
         self._agreed = Agreed()
         self._first_tag = first_tag(training, number)
         self._ids: Known = {}
-        self._headers: dict[tuple[int, int], tuple[Pending, torch.Tensor]] = {}
         self._notices = Notices(communicator, f"schedule {number}")
         has_replicas = any(residencies.values())
         self._failures = Failures(communicator, self._notices, has_replicas=has_replicas)
@@ -108,7 +105,6 @@ class Runtime:
             raise PipelinePeerError(
                 f"this schedule is unusable since an earlier step failed: {self.broken}"
             ) from self.broken
-        self._failures.begin(self.steps)
         self._turns.begin()
         step = _Step(self, batch, training=training)
         what = f"{'a step' if training else 'an evaluation'} of {self._what}"
@@ -135,8 +131,7 @@ class Runtime:
                 stage.end_step()
         self._agreed.keep(step.transfers.came)
         self._agreed.keep(step.ids.made)
-        self._turns.end(self.steps)
-        self.steps += 1
+        self._end()
 
     def disagreement(self, rank: int) -> str:
         """Describe the difference of the schedule of ``rank`` from that of this rank."""
@@ -150,20 +145,28 @@ class Runtime:
         return "the ranks of the pipeline disagree: " + "; ".join(parts)
 
     def _failed(self, step: _Step, error: BaseException) -> None:
-        has_begun = step.transfers.has_begun
-        if has_begun:
-            self.broken = error
-        else:
-            self._agreed.drop()
-        self._turns.end(self.steps, error if has_begun else None)
         entry = step.entry
-        self._failures.tell(self.steps, error, entry.index, entry.where, for_good=has_begun)
+        if not step.transfers.has_begun:
+            self._agreed.drop()
+            self._refuse(error, entry.index, entry.where)
+            return
+        self.broken = error
+        self._failures.tell(self.steps, error, entry.index, entry.where, for_good=True)
+        self._end(error)
 
     def refused(self, error: Exception) -> None:
-        """A step could not begin on this rank: tell those that wait for it, until it can."""
+        """Tell the ranks that are in this step that it could not begin here."""
         if self.broken is None:
-            self._turns.end(self.steps)
-            self._failures.tell(self.steps, error, min(self.stages), "step()", for_good=False)
+            self._refuse(error, min(self.stages), "step()")
+
+    def _refuse(self, error: BaseException, stage: int, action: str) -> None:
+        self._failures.tell(self.steps, error, stage, action, for_good=False)
+        self._end()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """Count a step that has ended, or could not begin; an ``error`` has ended the schedule."""
+        self._turns.end(self.steps, error)
+        self.steps += 1
 
     def look(self) -> None:
         """Raise when another rank has failed in this step or an earlier one."""
@@ -208,13 +211,11 @@ class _Step:
             self.schedule,
             runtime.steps,
             runtime._agreed,
-            runtime._headers,
             self.ids,
             runtime.look,
             2 * runtime.plan + training,
             runtime.disagreement,
             runtime._first_tag,
-            runtime._failures,
         )
         count = self.schedule.microbatches
         told = StepOfStage(training, batch.is_scaled, self.reduce_stage, count)

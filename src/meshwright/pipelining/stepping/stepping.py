@@ -204,9 +204,9 @@ class PipelineSchedule:
         The first stage's rank gives ``args``, the last stage's ``target``; any rank may give
         keyword arguments. Gradients are added to ``.grad``. ``losses`` is filled by microbatch.
 
-        A rank that refuses what it was given raises at once and may call again; so do the ranks
-        that are in the step. Ranks that call only afterwards take part in the new call: a loop that
-        leaves a batch out has to do so on all ranks.
+        A step that all ranks refuse for what they were given, before anything was sent, leaves the
+        schedule usable: a loop may leave such a batch out, on all ranks. One that some rank has
+        begun ends the schedule, and all ranks raise, naming the first that failed.
         """
         training = self._loss_fn is not None
         return self._run(training, args, kwargs, target, losses, return_outputs, loss_kwargs)
