@@ -58,7 +58,6 @@ class _Command(Protocol):
 
     def run(self, words: list[str]) -> int:
         """Run it, given as ``words``; returns the exit status."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,12 +69,10 @@ class Result(Protocol):
     @property
     def loss(self) -> torch.Tensor:
         """Global mean of the step."""
-        ...
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """2-norm of all gradients before clipping, where it was taken."""
-        ...
 
 
 class Trainee(Protocol):
@@ -82,19 +80,15 @@ class Trainee(Protocol):
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """List parameters and buffers, whole, by original name."""
-        ...
 
     def forward_backward(self, batch: object, target: object = None) -> None:
         """Leave the reduced gradients of this rank's share of a batch."""
-        ...
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """List them by original name."""
-        ...
 
     def optimizer_step(self) -> Result:
         """Clip, update, zero."""
-        ...
 
 
 Batches = Iterable[tuple[object, object]]

@@ -34,11 +34,9 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta = ...) -> object:
         """Wait at most ``timeout``; raises RuntimeError when it has failed or not ended."""
-        ...
 
     def is_completed(self) -> bool:
         """Check that it has ended, well or not."""
-        ...
 
 
 class _WaiterThread(threading.Thread):

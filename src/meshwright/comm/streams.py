@@ -18,7 +18,6 @@ class Mark(Protocol):
 
     def seconds(self) -> float:
         """Seconds of `time.monotonic`. On CUDA it waits until the device has passed it."""
-        ...
 
 
 class Stream(Protocol):
@@ -26,11 +25,9 @@ class Stream(Protocol):
 
     def use(self) -> contextlib.AbstractContextManager[object]:
         """Work issued inside runs on this stream."""
-        ...
 
     def wait_for(self, other: Stream) -> None:
         """Later work of this stream starts after the work that ``other`` has queued by now."""
-        ...
 
 
 class _HostStream:

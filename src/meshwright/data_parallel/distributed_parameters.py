@@ -51,11 +51,9 @@ class PartialSum(Protocol):
     @property
     def communicator(self) -> Communicator:
         """The ranks of that axis."""
-        ...
 
     def __call__(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add the sum to ``parameter.grad``, at the latest at the end of this backward pass."""
-        ...
 
 
 class LocalComputation(Protocol):
@@ -67,7 +65,6 @@ class LocalComputation(Protocol):
     @property
     def partial(self) -> Sequence[tuple[str, str, PartialSum]]:
         """Parameters whose gradients are parts of a sum over another axis: path, name, the sum."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -482,7 +482,6 @@ class StageBuilder(Protocol):
         self, stage_module: nn.Module, stage_index: int, device: torch.device, group: object
     ) -> PipelineStage:
         """Find the stage ``stage_index``."""
-        ...
 
 
 def build_stage(

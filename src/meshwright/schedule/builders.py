@@ -35,7 +35,6 @@ class Builder(Protocol):
         self, ranks: int, microbatches: int, chunks: int = ..., edges: Edges = ...
     ) -> Schedule:
         """Build the schedule of ``chunks`` stages a rank; without ``edges`` a chain of stages."""
-        ...
 
 
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:

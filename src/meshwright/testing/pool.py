@@ -55,7 +55,6 @@ class Ranks(Protocol):
         **kwargs: object,
     ) -> list[T]:
         """Run ``body`` on ``n`` ranks."""
-        ...
 
 
 class Pool:

@@ -29,7 +29,6 @@ class Step(Protocol):
 
     def __call__(self) -> Step | int:
         """Do it."""
-        ...
 
 
 @dataclass(slots=True)

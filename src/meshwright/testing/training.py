@@ -38,12 +38,10 @@ class LaidOut(Trainee, Protocol):
     @property
     def data_rank(self) -> int:
         """The share that this rank reads."""
-        ...
 
     @property
     def data_size(self) -> int:
         """The number of shares that a batch is cut into."""
-        ...
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -38,7 +38,6 @@ class Describer(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Return values that JSON can hold."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,15 +75,12 @@ class Awaited(Protocol):
 
     def describe(self) -> str:
         """Name it in one phrase."""
-        ...
 
     def topic(self, answers: Answers) -> str:
         """Name it for reports, the same on every rank that waits for it."""
-        ...
 
     def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
         """Tell whether ``rank``, which says ``answer``, has done its part."""
-        ...
 
     def differences(self, answers: Answers) -> list[str]:
         """Say what other ranks do in its place, where the two can never fit."""

@@ -30,26 +30,21 @@ class MarkedModel(Protocol):
 
     def take_kept(self, index: int) -> torch.Tensor | None:
         """Take what passes without a reduction have left in ``.grad`` of parameter ``index``."""
-        ...
 
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
         """Add this rank's part of a gradient to ``.grad`` of parameter ``index``, a DTensor."""
-        ...
 
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
         """Divide ``gradient``, of parameter ``index``, by ``ranks``, in new contiguous memory."""
-        ...
 
     def agree(self, indices: Sequence[int], plan: str) -> None:
         """Agree to reduce the gradients of ``indices``, all of a graph, as ``plan`` says.
 
         Raises on every rank when another one is about to do something else.
         """
-        ...
 
     def unfused(self) -> None:
         """Count a mark that runs as it is: no pass has put it into a bucket."""
-        ...
 
 
 def announce(name: str, model: MarkedModel) -> None:

@@ -21,11 +21,9 @@ class Observer(Protocol):
 
     def issued(self, collective: Collective) -> None:
         """``collective`` is about to run."""
-        ...
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """``collective`` was waited for; it was issued at ``start`` and had ended at ``end``."""
-        ...
 
 
 @runtime_checkable
@@ -34,7 +32,6 @@ class SpanObserver(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Call ``name`` what runs in the block."""
-        ...
 
 
 @runtime_checkable
@@ -43,7 +40,6 @@ class ActionObserver(Protocol):
 
     def ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
         """An action of kind ``category`` ran between two marks."""
-        ...
 
 
 class Recorder:

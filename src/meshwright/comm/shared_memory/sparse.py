@@ -15,15 +15,12 @@ class Gathering(Protocol):
 
     def size(self) -> int:
         """Count the ranks."""
-        ...
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Gather every rank's tensor into one, rank-major."""
-        ...
 
     def allgather(self, outputs: Sequence[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Work:
         """Gather every rank's tensor into a list, whose tensors may differ in size."""
-        ...
 
 
 @torch.no_grad()

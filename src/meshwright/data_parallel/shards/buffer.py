@@ -91,12 +91,10 @@ class CustomCollective(Protocol):
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Memory for what is sent and received."""
-        ...
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any) -> Any:  # noqa: ANN401
         """Communicate. A gather is given ``async_op`` and may return a work to wait for; a
         reduce-scatter is given ``op`` and returns when it has ended."""
-        ...
 
 
 ALONE = 2**20

@@ -62,7 +62,6 @@ class Ids(Protocol):
         ``incoming`` gives those of stages of other ranks. It is handed over with each call, so that
         nothing of a step waits for the garbage collector.
         """
-        ...
 
 
 @dataclass(slots=True)

@@ -31,46 +31,36 @@ class Residency(Protocol):
 
         ``what`` describes the step; data-parallel ranks must run the same.
         """
-        ...
 
     def unshard(self) -> None:
         """Start to gather the parameters; a forward or backward waits for them."""
-        ...
 
     def wait_unshard(self) -> None:
         """Wait for the parameters."""
-        ...
 
     def accumulate(self) -> None:
         """A microbatch has left its gradients."""
-        ...
 
     def reshard(self) -> None:
         """Give the gathered parameters back."""
-        ...
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """Find the tensor that computes as parameter ``name``, with this rank's own gradient.
 
         None where that is the parameter itself, or another residency's.
         """
-        ...
 
     def written(self, module: nn.Module, name: str) -> None:
         """The gathered parameter ``name`` of ``module`` has been written: that is its value now."""
-        ...
 
     def reduce(self) -> None:
         """Start to sum the gradients that have come since the last time."""
-        ...
 
     def finish(self) -> None:
         """Wait for the sums and set ``.grad``: the step has ended."""
-        ...
 
     def drop(self) -> None:
         """The step has failed on this rank: wait for nobody."""
-        ...
 
 
 class Several:

@@ -79,15 +79,12 @@ class Wire(Protocol):
 
     def send_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
         """Send message ``number`` of ``stage`` to stage ``target``."""
-        ...
 
     def recv_tied(self, tensor: torch.Tensor, stage: int, target: int, number: int) -> None:
         """Wait for message ``number`` of ``stage`` to ``target``, which is on this rank."""
-        ...
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
