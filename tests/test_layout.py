@@ -9,20 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.axes import Axes
 from meshwright.errors import LayoutError
 from meshwright.layout import (
     Box,
     Cut,
     FlatLayout,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    TensorLayout,
     boxes,
     chunk,
-    overlap,
 )
 from meshwright.precision import dtype_bytes
 
@@ -128,83 +121,6 @@ def test_chunks_follow_the_rule_of_torch(size: int, parts: int) -> None:
 
 def test_short_and_empty_last_chunks() -> None:
     assert [chunk(5, 4, index) for index in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
-
-
-def brute(layout: TensorLayout, rank: int) -> set[int]:
-    """The elements of a rank, by cutting lists of indices axis after axis."""
-    held = [list(range(n)) for n in layout.shape]
-    for axis, index in layout.axes.coordinate(rank).items():
-        placement = layout.placements.get(axis)
-        if isinstance(placement, Shard):
-            rows = -(-len(held[placement.dim]) // layout.axes.size(axis))
-            held[placement.dim] = held[placement.dim][index * rows : (index + 1) * rows]
-    strides = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
-    return {
-        sum(i * s for i, s in zip(place, strides, strict=True))
-        for place in itertools.product(*held)
-    }
-
-
-@st.composite
-def layouts(draw: st.DrawFn, shape: Shape) -> TensorLayout:
-    names = draw(st.lists(st.sampled_from(["replicate", "shard", "tensor"]), unique=True))
-    axes = Axes.of({name: draw(st.integers(1, 3)) for name in names})
-    choices: list[Placement] = [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
-    placements = {name: draw(st.sampled_from(choices)) for name in names if draw(st.booleans())}
-    return TensorLayout(name="w", shape=shape, dtype="float32", axes=axes, placements=placements)
-
-
-@quick
-@given(st.data(), awkward)
-def test_overlap_of_any_two_layouts(data: st.DataObject, shape: Shape) -> None:
-    a, b = data.draw(layouts(shape)), data.draw(layouts(shape))
-    for rank_a, rank_b in itertools.product(range(a.axes.world_size), range(b.axes.world_size)):
-        common = overlap(a, rank_a, b, rank_b)
-        expected = brute(a, rank_a) & brute(b, rank_b)
-        assert (set(elements(common, shape)) if common else set()) == expected
-
-
-@quick
-@given(st.data(), awkward)
-def test_first_holders_hold_every_element_once(data: st.DataObject, shape: Shape) -> None:
-    layout = data.draw(layouts(shape))
-    ranks = range(layout.axes.world_size)
-    assert all(layout.box(layout.first_holder(rank)) == layout.box(rank) for rank in ranks)
-    firsts = [rank for rank in ranks if layout.first_holder(rank) == rank]
-    held = [element for rank in firsts for element in elements(layout.box(rank), shape)]
-    assert sorted(held) == list(range(math.prod(shape)))
-
-
-def test_two_axes_cut_the_same_dim_in_order() -> None:
-    axes = Axes.of({"shard": 2, "tensor": 2})
-    layout = TensorLayout(
-        name="w",
-        shape=(5, 2),
-        dtype="float32",
-        axes=axes,
-        placements={"tensor": Shard(0), "shard": Shard(0)},
-    )
-    rows = [(layout.box(rank).offset[0], layout.box(rank).shape[0]) for rank in range(4)]
-    assert rows == [(0, 2), (2, 1), (3, 1), (4, 1)]
-
-
-def test_wrong_tensor_layouts() -> None:
-    axes = Axes.of({"shard": 2})
-    with pytest.raises(LayoutError, match="'w' is placed on axis 'tensor'"):
-        TensorLayout(
-            name="w", shape=(2,), dtype="float32", axes=axes, placements={"tensor": Shard(0)}
-        )
-    with pytest.raises(LayoutError, match="cannot be sharded along dim 1 on axis 'shard'"):
-        TensorLayout(
-            name="w", shape=(2,), dtype="float32", axes=axes, placements={"shard": Shard(1)}
-        )
-    with pytest.raises(LayoutError, match="unknown dtype 'flaot32'"):
-        TensorLayout(name="w", shape=(2,), dtype="flaot32", axes=axes)
-    one = TensorLayout(name="w", shape=(2,), dtype="float32", axes=axes)
-    other = TensorLayout(name="w", shape=(3,), dtype="float32", axes=axes)
-    with pytest.raises(LayoutError, match="differ in shape"):
-        overlap(one, 0, other, 0)
-    assert hash(one) == hash(TensorLayout(name="w", shape=(2,), dtype="float32", axes=axes))
 
 
 @quick

@@ -1,7 +1,7 @@
 """The elements that each rank holds: boxes of tensors, placements over axes, and flat packing.
 
-A ``TensorLayout`` says which box of one tensor each rank holds. A ``FlatLayout`` packs several
-tensors into one line of elements and cuts the line into equal parts::
+A ``FlatLayout`` packs several tensors into one line of elements and cuts the line into equal
+parts::
 
     tensors       a: (3, 2)        b: (5,)           FlatLayout.pack(..., parts=4)
     line      |a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 --|  numel 11, padded_size 12, shard_size 3
@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from meshwright.axes import Axes
 from meshwright.errors import LayoutError
 from meshwright.precision import dtype_bytes
 
@@ -146,76 +145,6 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     rows = -(-size // parts)
     start = min(index * rows, size)
     return start, min(rows, size - start)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLayout:
-    """The boxes of one tensor, one for each rank.
-
-    Shards are taken in the order of the axes, so two axes may shard the same dim: the second cuts
-    the chunk of the first. An axis without a placement replicates.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: str
-    axes: Axes
-    placements: Mapping[str, Placement] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        dtype_bytes(self.dtype)
-        for axis, placement in self.placements.items():
-            if axis not in self.axes.names:
-                raise LayoutError(
-                    f"{self.name!r} is placed on axis {axis!r}, but the axes are {self.axes}"
-                )
-            if isinstance(placement, Shard) and not 0 <= placement.dim < len(self.shape):
-                raise LayoutError(
-                    f"{self.name!r} of shape {self.shape} cannot be sharded along dim "
-                    f"{placement.dim} on axis {axis!r}; dims are counted from 0"
-                )
-
-    def placement(self, axis: str) -> Placement:
-        """Find the placement along one axis."""
-        return self.placements.get(axis, Replicate())
-
-    def box(self, rank: int) -> Box:
-        """Find the box that ``rank`` holds; empty where there are more parts than chunks."""
-        offset, shape = [0] * len(self.shape), list(self.shape)
-        for axis, index in self.axes.coordinate(rank).items():
-            placement = self.placement(axis)
-            if isinstance(placement, Shard):
-                dim = placement.dim
-                start, length = chunk(shape[dim], self.axes.size(axis), index)
-                offset[dim] += start
-                shape[dim] = length
-        return Box(tuple(offset), tuple(shape))
-
-    def first_holder(self, rank: int) -> int:
-        """Find the lowest rank that is at the same place on every sharded axis.
-
-        It holds the same box, so that each box is written once when only first holders write.
-        """
-        sharded = {
-            axis: index
-            for axis, index in self.axes.coordinate(rank).items()
-            if isinstance(self.placement(axis), Shard)
-        }
-        return self.axes.rank(sharded)
-
-
-def overlap(a: TensorLayout, rank_a: int, b: TensorLayout, rank_b: int) -> Box | None:
-    """Find the elements that ``rank_a`` holds under ``a`` and ``rank_b`` under ``b``; ``None`` if
-    none.
-
-    In coordinates of the whole tensor; ``Box.slices(within=layout.box(rank))`` makes them local.
-    """
-    if a.shape != b.shape:
-        raise LayoutError(
-            f"two layouts of one tensor differ in shape: {a.name!r} {a.shape}, {b.name!r} {b.shape}"
-        )
-    return a.box(rank_a).intersect(b.box(rank_b))
 
 
 @dataclass(frozen=True, slots=True)

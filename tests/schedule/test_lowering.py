@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from meshwright.errors import ScheduleError
 from meshwright.schedule.actions import Action, Operation, Schedule, dependencies
 from meshwright.schedule.builders import BUILDERS, build, stage_ranks
-from meshwright.schedule.checks import check, check_lowered, check_memory
-from meshwright.schedule.lowering import forward_part, lower, merge_halves
+from meshwright.schedule.checks import check, check_lowered
+from meshwright.schedule.lowering import forward_part, lower
 from meshwright.schedule.messages import received
 from meshwright.schedule.simulate import Costs, simulate
 
@@ -203,18 +203,3 @@ def test_the_number_of_ranks_is_checked() -> None:
     text = "Schedule has incorrect number of ranks - expected 3, actual 2"
     with pytest.raises(AssertionError, match=text):
         check(build("gpipe", 2, 2), ranks=3)
-
-
-def test_memory_bound() -> None:
-    schedule = build("1f1b", 4, 8)
-    check_memory(schedule, 4)
-    with pytest.raises(
-        ScheduleError, match="rank 0 holds the activations of 4 microbatches at 0F3"
-    ):
-        check_memory(schedule, 3)
-
-
-def test_halves_that_follow_each_other_are_merged() -> None:
-    merged = merge_halves(build("zb1p", 2, 2))
-    assert drawn(merged) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1"]
-    check(merged)

@@ -2,8 +2,7 @@
 
 ``check`` looks at compute actions: all there, each where its stage is, forwards before backwards.
 ``check_lowered`` runs the very rows that will run, with sends that complete only with their
-receive and receives that never block, and finds what would wait for ever. ``check_memory`` bounds
-the activations that a rank holds.
+receive and receives that never block, and finds what would wait for ever.
 """
 
 from __future__ import annotations
@@ -129,42 +128,6 @@ def _check_counts(
 def _parts(schedule: Schedule, rank: int) -> Iterator[Action]:
     for action in schedule.actions(rank):
         yield from parts_of(action)
-
-
-# ------------------------------------------------------------------------- memory
-
-
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank the most microbatches of a stage whose activations it holds at a time.
-
-    They are held from F until W or B.
-    """
-    peaks = []
-    for rank in range(schedule.ranks):
-        held = peak = 0
-        for part in _parts(schedule, rank):
-            if part.operation is F:
-                held += 1
-                peak = max(peak, held)
-            elif part.operation is W or part.operation is B:
-                held -= 1
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def check_memory(schedule: Schedule, limit: int) -> None:
-    """Raise `ScheduleError` where a rank holds activations of more than ``limit`` microbatches."""
-    for rank in range(schedule.ranks):
-        held = 0
-        for position, action in enumerate(schedule.rows[rank]):
-            for part in () if action is None else parts_of(action):
-                held += part.operation is F
-                held -= part.operation is W or part.operation is B
-                if held > limit:
-                    raise ScheduleError(
-                        f"rank {rank} holds the activations of {held} microbatches at {action}, "
-                        f"expected at most {limit}\n{draw(schedule, {rank: position})}"
-                    )
 
 
 # ------------------------------------------------------------------------- deadlock

@@ -19,11 +19,8 @@ from meshwright.schedule.actions import (
     RESHARD,
     UNSHARD,
     Action,
-    B,
     F,
-    I,
     Schedule,
-    W,
 )
 from meshwright.schedule.messages import Message, parts_of, produced, read, sent, wanted
 
@@ -74,20 +71,6 @@ def forward_part(schedule: Schedule) -> Schedule:
         for rank in range(schedule.ranks)
     )
     return replace(schedule, rows=rows)
-
-
-def merge_halves(schedule: Schedule) -> Schedule:
-    """``schedule`` with each I that its own W follows at once turned into one B."""
-    rows = []
-    for rank in range(schedule.ranks):
-        row: list[Action] = []
-        for action in schedule.actions(rank):
-            if action.operation is W and row and row[-1] == action._replace(operation=I):
-                row[-1] = action._replace(operation=B)
-            else:
-                row.append(action)
-        rows.append(tuple(row))
-    return replace(schedule, rows=tuple(rows))
 
 
 def _add_reductions(row: list[Action], after: list[list[Action]]) -> None:

@@ -26,7 +26,7 @@ from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.comm.process_groups import communicator, peers
 from meshwright.errors import CommunicationError, LayoutError
-from meshwright.layout import Box, Partial, Placement, Replicate, Shard, TensorLayout, chunk
+from meshwright.layout import Box, Partial, Placement, Replicate, Shard, chunk
 from meshwright.torch_internals.distributed import (
     DTensorSpec,
     StridedShard,
@@ -192,23 +192,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     Of a part that is a subclass with all-gather extensions the plain tensor with its values.
     """
     return values_of(local_tensor_of(tensor)) if isinstance(tensor, DTensor) else tensor
-
-
-def layout_of(tensor: DTensor, name: str) -> TensorLayout:
-    """Find the layout of ``tensor``. Raises `LayoutError` for placements that ours cannot say."""
-    mesh = tensor.device_mesh
-    sizes = tuple(mesh.mesh.shape)
-    names = mesh.mesh_dim_names or tuple(f"dim{index}" for index in range(len(sizes)))
-    return TensorLayout(
-        name=name,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        axes=Axes(tuple(names), sizes),
-        placements={
-            axis: our_placement(placement, name)
-            for axis, placement in zip(names, tensor.placements, strict=True)
-        },
-    )
 
 
 def local_box(
