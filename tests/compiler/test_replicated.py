@@ -238,6 +238,7 @@ def compress() -> None:
     eager(batch(1)).square().mean().backward()
     same_gradients(eager, inner)
     assert counters["unfused"] == 0
+    assert counters["ddp_buckets"] == 1, "both dtypes go together, as casts"
 
 
 @pytest.mark.slow

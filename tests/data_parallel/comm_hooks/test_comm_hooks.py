@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +25,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from meshwright.comm import Communicator, Recorder, communicator, observe, subgroup
 from meshwright.data_parallel import DistributedDataParallel, GradBucket, replicate
 from meshwright.data_parallel import comm_hooks as hooks
+from meshwright.data_parallel.replicas.gradient_bucket import (
+    CommunicationHook,
+    RegisteredHook,
+    compressed_dtype,
+)
 from meshwright.testing import Ranks
 
 SEVERAL = 4e-5
@@ -511,3 +516,16 @@ def body_axis() -> None:
 
 def test_the_axis_of_a_hook(ranks: Ranks) -> None:
     ranks(2, body_axis)
+
+
+def test_hooks_that_sum_in_one_dtype_are_known_to_compiled_graphs() -> None:
+    def sent(hook: CommunicationHook) -> torch.dtype | None:
+        registered = RegisteredHook(hook=hook, state=None)
+        return compressed_dtype(registered, cast("Communicator", None), torch.float64)
+
+    for home in (hooks, default_hooks):
+        assert sent(home.allreduce_hook) == torch.float64
+        assert sent(home.bf16_compress_hook) == torch.bfloat16
+        assert sent(home.fp16_compress_hook) == torch.float16
+    assert sent(hooks.noop_hook) is None
+    assert sent(hooks.powerSGD_hook) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.data_parallel.replicas.in_place import KeptMemory
+from meshwright.data_parallel.replicas.alone import KeptMemory
 
 CPU = torch.device("cpu")
 

@@ -16,34 +16,31 @@ were written for torch's protocol work beside them, unchanged.
 
 Bottom-up:
 
-    compression  sums, half precision and quantisation
+    sums         sums, half precision, quantisation, sums in subgroups and steps
     power_sgd    two thin matrices
-    local_steps  hooks beside which something else keeps ranks equal
     shard_hooks  hooks of sharded and hybrid units
 """
 
 from __future__ import annotations
 
-from meshwright.data_parallel.comm_hooks.compression import (
+from meshwright.data_parallel.comm_hooks.power_sgd import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
+from meshwright.data_parallel.comm_hooks.sums import (
+    OptimizerInBackward,
+    PostLocalSGDState,
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-)
-from meshwright.data_parallel.comm_hooks.local_steps import (
-    OptimizerInBackward,
-    PostLocalSGDState,
     optimizer_in_backward_hook,
     post_localSGD_hook,
-)
-from meshwright.data_parallel.comm_hooks.power_sgd import (
-    PowerSGDState,
-    batched_powerSGD_hook,
-    powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
 from meshwright.data_parallel.replicas.gradient_bucket import GradBucket
 

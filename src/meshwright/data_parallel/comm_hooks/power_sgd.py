@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 
-from meshwright.comm import Communicator, Pending
+from meshwright.comm import Communicator
+from meshwright.data_parallel.comm_hooks.sums import allreduce_hook
 from meshwright.data_parallel.replicas.gradient_bucket import Deferred, GradBucket, reduction_axis
 
 _log = logging.getLogger("meshwright")
@@ -25,6 +27,7 @@ _log = logging.getLogger("meshwright")
 Future = torch.futures.Future[torch.Tensor]
 
 
+@dataclass(eq=False, repr=False)
 class PowerSGDState:
     """Settings of PowerSGD and what it keeps from pass to pass, with torch's names.
 
@@ -38,41 +41,31 @@ class PowerSGDState:
     Raises ValueError for an early start with error feedback or warm start.
     """
 
-    def __init__(
-        self,
-        process_group: Any = None,  # noqa: ANN401 - c10d's type stays in comm
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0,
-        random_seed: int = 0,
-        compression_stats_logging_frequency: int = 10_000,
-        batch_tensors_with_same_shape: bool = False,
-    ) -> None:
-        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+    process_group: Any = None
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1000  # noqa: N815 - torch's name
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: InitVar[int] = 0
+    compression_stats_logging_frequency: int = 10_000
+    batch_tensors_with_same_shape: bool = False
+    iter: int = field(default=0, init=False)
+    """Backward passes so far."""
+    error_dict: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    """What compression has lost of each bucket, by its index."""
+    q_memory_dict: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)
+    """The last Q of each matrix of a bucket."""
+    total_numel_before_compression: int = field(default=0, init=False)
+    total_numel_after_compression: int = field(default=0, init=False)
+
+    def __post_init__(self, random_seed: int) -> None:
+        if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is "
-                f"enabled, because the first passes set both up. Found {start_powerSGD_iter}"
+                f"enabled, because the first passes set both up. Found {self.start_powerSGD_iter}"
             )
-        self.process_group = process_group
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.orthogonalization_epsilon = orthogonalization_epsilon
-        self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.iter = 0
-        """Backward passes so far."""
-        self.error_dict: dict[int, torch.Tensor] = {}
-        """What compression has lost of each bucket, by its index."""
-        self.q_memory_dict: dict[int, list[torch.Tensor]] = {}
-        """The last Q of each matrix of a bucket."""
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
         self._next_log = 0
         self._generator = torch.Generator().manual_seed(random_seed)
 
@@ -118,7 +111,7 @@ class PowerSGDState:
         return numbers.clone()
 
     def start_matrices(self, index: int, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Q of each matrix, orthonormal: the last one, or random numbers equal on all ranks."""
+        """Return Q of each matrix, orthonormal: the last, or random numbers equal on all ranks."""
         found = self.q_memory_dict.get(index) if self.warm_start else None
         if found is None:
             found = []
@@ -129,7 +122,7 @@ class PowerSGDState:
         return [self.orthonormal(q) for q in found]
 
     def orthonormal(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Columns of length 1 that span the same space; QR has no half precision."""
+        """Make columns of length 1 that span the same space; QR has no half precision."""
         wide = matrix if matrix.dtype.itemsize >= 4 else matrix.float()
         if self.orthogonalization_epsilon <= 0:
             return torch.linalg.qr(wide).Q.to(matrix.dtype)
@@ -144,9 +137,7 @@ class PowerSGDState:
     def products(
         self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """List each of ``left`` times that of ``right``; those of one shape together, on
-        request.
-        """
+        """Multiply ``left`` by ``right``, one by one; those of one shape together, if asked to."""
         if not self.batch_tensors_with_same_shape:
             return [a @ b for a, b in zip(left, right, strict=True)]
         places: dict[tuple[torch.Size, torch.Size], list[int]] = {}
@@ -161,10 +152,9 @@ class PowerSGDState:
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: N802
     """Compress each gradient that is worth it, and sum the others as they are."""
-    axis = reduction_axis(state.process_group, bucket)
-    buffer = bucket.buffer()
     if not state.starts(bucket):
-        return _mean(axis, bucket, buffer)
+        return allreduce_hook(state.process_group, bucket)
+    buffer = bucket.buffer()
     corrected = state.correct(bucket, buffer)
     matrices: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -174,27 +164,20 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: 
             matrices.append(matrix)
         else:
             others.append(gradient)
-    return _compressed(state, bucket, matrices, others=others, corrected=corrected)
+    return _compressed(state, bucket, buffer, matrices, others=others, corrected=corrected)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future:  # noqa: N802
     """Compress the whole bucket as one square matrix: faster, and less exact."""
-    axis = reduction_axis(state.process_group, bucket)
-    buffer = bucket.buffer()
     if not state.starts(bucket):
-        return _mean(axis, bucket, buffer)
+        return allreduce_hook(state.process_group, bucket)
+    buffer = bucket.buffer()
     side = math.ceil(math.sqrt(len(buffer)))
     square = torch.nn.functional.pad(buffer, (0, side * side - len(buffer)))
     corrected = state.correct(bucket, square)
-    inner = _compressed(
-        state, bucket, [square.view(side, side)], others=[], corrected=corrected, numbers=square
-    )
-
-    def finish() -> torch.Tensor:
-        inner.wait()
-        return buffer.copy_(square[: len(buffer)])
-
-    return Deferred(finish)
+    matrices = [square.view(side, side)]
+    inner = _compressed(state, bucket, square, matrices, others=[], corrected=corrected)
+    return inner.then(lambda _: buffer.copy_(square[: len(buffer)]))
 
 
 for _hook in (powerSGD_hook, batched_powerSGD_hook):
@@ -204,67 +187,50 @@ for _hook in (powerSGD_hook, batched_powerSGD_hook):
 def _compressed(
     state: PowerSGDState,
     bucket: GradBucket,
+    numbers: torch.Tensor,
     matrices: Sequence[torch.Tensor],
     *,
     others: Sequence[torch.Tensor],
     corrected: torch.Tensor | None,
-    numbers: torch.Tensor | None = None,
-) -> Future:
+) -> Deferred[torch.Tensor]:
     """Replace each matrix by P Q^T, each other by its mean; ``numbers`` is what they are views of.
 
     Steps 2. to 4. of the drawing above.
     """
-    axis, index = reduction_axis(state.process_group, bucket), bucket.index()
-    whole = bucket.buffer() if numbers is None else numbers
-    plain, waiting = _start(axis, others, f"{bucket.label}: not compressed")
+    axis, index = reduction_axis(state.process_group, bucket.communicator), bucket.index()
+    plain = _sums(axis, others, f"{bucket.label}: not compressed")
     starts = state.start_matrices(index, matrices)
-    products = state.products(matrices, starts)
-    thin, first = _start(axis, products, f"{bucket.label}: P")
+    thin = _sums(axis, state.products(matrices, starts), f"{bucket.label}: P")
 
     def finish() -> torch.Tensor:
-        for other, summed in zip(others, _split(plain, others, waiting), strict=True):
+        for other, summed in zip(others, plain.wait(), strict=True):
             other.copy_(summed / axis.size)
-        ps = [state.orthonormal(p) for p in _split(thin, products, first)]
+        ps = [state.orthonormal(p) for p in thin.wait()]
         products_t = state.products([matrix.t() for matrix in matrices], ps)
-        flat, second = _start(axis, products_t, f"{bucket.label}: Q")
-        qs = [q / axis.size for q in _split(flat, products_t, second)]
+        qs = [q / axis.size for q in _sums(axis, products_t, f"{bucket.label}: Q").wait()]
         found = state.products(ps, [q.t() for q in qs])
         for matrix, product in zip(matrices, found, strict=True):
             matrix.copy_(product)
         state.q_memory_dict[index] = qs
         if corrected is not None:
-            state.error_dict[index] = corrected.sub_(whole)
-        return whole
+            state.error_dict[index] = corrected.sub_(numbers)
+        return numbers
 
     return Deferred(finish)
 
 
-def _mean(axis: Communicator, bucket: GradBucket, buffer: torch.Tensor) -> Future:
-    pending = axis.all_reduce(buffer.div_(axis.size), label=bucket.label)
-
-    def finish() -> torch.Tensor:
-        pending.wait()
-        return buffer
-
-    return Deferred(finish)
-
-
-def _start(
+def _sums(
     axis: Communicator, tensors: Sequence[torch.Tensor], label: str
-) -> tuple[torch.Tensor, Pending | None]:
-    """Begin to sum ``tensors`` over the axis, all in one call."""
+) -> Deferred[list[torch.Tensor]]:
+    """Begin to sum ``tensors`` over the axis, all in one call; the value has their shapes."""
     if not tensors:
-        return torch.empty(0), None
+        return Deferred(list)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return flat, axis.all_reduce(flat, label=label)
+    pending = axis.all_reduce(flat, label=label)
 
+    def finish() -> list[torch.Tensor]:
+        pending.wait()
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-def _split(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor], pending: Pending | None
-) -> list[torch.Tensor]:
-    """Compute the sums, in the shapes of ``tensors``."""
-    if pending is None:
-        return []
-    pending.wait()
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return Deferred(finish)

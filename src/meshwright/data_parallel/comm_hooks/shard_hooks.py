@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -43,45 +43,46 @@ def register_bucket_hook(units: Sequence[Unit], state: object, hook: object) -> 
         )
     index = 0
     for unit in units:
-        unit.change(reduce_hook=_UnitHook(registered, unit, index))
+        # The unit holds this in its settings, so a strong reference back would be a cycle.
+        reduce_hook = partial(_reduce_unit, registered, weakref.ref(unit), index)
+        unit.change(reduce_hook=reduce_hook)
         index += len(unit.groups)
 
 
-class _UnitHook:
-    """The hook on one unit, in the engine's form: from a whole line to this rank's part of it."""
+def _reduce_unit(
+    registered: RegisteredHook,
+    reference: weakref.ref[Unit],
+    first: int,
+    whole: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Reduce the line ``whole`` of a unit's group by a hook; ``out`` gets this rank's part."""
+    unit = reference()
+    if unit is None:
+        raise InternalError("a hook was called for a unit that is gone")
+    number = next(n for n, g in enumerate(unit.groups) if g.in_hook is whole)
+    group, index = unit.groups[number], first + number
+    axes, label = group.axes, f"reduce {unit.name}"
+    if axes.shard is None or axes.replicate is None:
+        axis = axes.shard or axes.replicate
+        if axis is not None:
+            parts = [part for rank in range(axes.parts) for part in _parts(group, rank)]
+            _call(registered, GradBucket(whole, parts, axis, index=index, label=label))
+        if axes.shard is not None:
+            out.copy_(whole.view(axes.parts, -1)[axes.part])
+        return
+    axes.shard.reduce_scatter(out, whole, label=label).wait()
+    out.div_(axes.parts)
+    own = [p._replace(offset=p.offset - axes.part * len(out)) for p in _parts(group, axes.part)]
+    label = f"replicate {unit.name}"
+    _call(registered, GradBucket(out, own, axes.replicate, index=index, label=label))
 
-    def __init__(self, registered: RegisteredHook, unit: Unit, index: int) -> None:
-        self._registered = registered
-        # The unit holds this in its settings, so a strong reference back would be a cycle.
-        self._unit = weakref.ref(unit)
-        self._index = index
 
-    def __call__(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        unit = self._unit()
-        if unit is None:
-            raise InternalError("a hook was called for a unit that is gone")
-        number = next(n for n, g in enumerate(unit.groups) if g.in_hook is whole)
-        group, index = unit.groups[number], self._index + number
-        axes, label = group.axes, f"reduce {unit.name}"
-        if axes.shard is None or axes.replicate is None:
-            axis = axes.shard or axes.replicate
-            if axis is not None:
-                parts = [part for rank in range(axes.parts) for part in _parts(group, rank)]
-                self._reduce(GradBucket(whole, parts, axis, index=index, label=label))
-            if axes.shard is not None:
-                out.copy_(whole.view(axes.parts, -1)[axes.part])
-            return
-        axes.shard.reduce_scatter(out, whole, label=label).wait()
-        out.div_(axes.parts)
-        own = [replace(p, offset=p.offset - axes.part * len(out)) for p in _parts(group, axes.part)]
-        label = f"replicate {unit.name}"
-        self._reduce(GradBucket(out, own, axes.replicate, index=index, label=label))
-
-    def _reduce(self, bucket: GradBucket) -> None:
-        line = bucket.buffer()
-        found = tensor_of(self._registered.call(bucket)).view(-1)
-        if found.data_ptr() != line.data_ptr() or found.dtype != line.dtype:
-            line.copy_(found)
+def _call(registered: RegisteredHook, bucket: GradBucket) -> None:
+    line = bucket.buffer()
+    found = tensor_of(registered.call(bucket)).view(-1)
+    if found.data_ptr() != line.data_ptr() or found.dtype != line.dtype:
+        line.copy_(found)
 
 
 def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
@@ -90,9 +91,9 @@ def _parts(group: ParameterGroup, rank: int) -> list[BucketPart]:
     start = rank * layout.shard_size
     return [
         BucketPart(
-            parameter=slots[cut.index].leaf,
-            offset=start + cut.offset,
-            shape=cut.shape if layout.parts > 1 else layout.shapes[cut.index],
+            slots[cut.index].leaf,
+            start + cut.offset,
+            cut.shape if layout.parts > 1 else layout.shapes[cut.index],
         )
         for cut in layout.cuts(rank)
     ]

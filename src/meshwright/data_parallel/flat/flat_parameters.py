@@ -40,7 +40,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     spread_of,
     spread_over,
 )
-from meshwright.data_parallel.replicas.in_place import is_dense
+from meshwright.data_parallel.replicas.alone import is_dense
 from meshwright.gradients import look_at_optimizers
 from meshwright.torch_internals.tensors import foreach_copy_, set_local_tensor
 

@@ -3,11 +3,10 @@
 Bottom-up:
 
     options          the options of `replicate` and `DistributedDataParallel`
+    gradient_bucket  a bucket as a communication hook sees it
     slots            the gradients that are reduced together, and their order
     buckets          several gradients in one buffer, reduced in one call
-    gradient_bucket  a bucket as a communication hook sees it
-    in_place         a large gradient, reduced in its own memory
-    sparse_gradient  a sparse gradient, summed without becoming dense
+    alone            a large gradient in its own memory, a sparse one by its rows
     static_graph     the check that every pass uses what the first one used
     reducer          hooks that count gradients in, and the reductions
     traced           a replica under `torch.compile`

@@ -5,8 +5,8 @@ count for each: how many ranks had a gradient::
 
     | gradient of p7 | gradient of p6 | gradient of p5 | n7 n6 n5 |
 
-A large gradient is reduced alone, in its own memory (`in_place`), and its use count rides in the
-last bucket. With a communication hook the buffer is what the hook sees, and counts go beside it.
+A large gradient is reduced `alone`, in its own memory, and its use count rides in the last
+bucket. With a communication hook the buffer is what the hook sees, and counts go beside it.
 
 What a rank puts in is its ``.grad`` as it stands, so a backward pass after another one without
 zeroing gives what one backward pass on the sum would give: the part that was reduced before is
@@ -21,13 +21,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from meshwright.comm import Communicator, Pending
-from meshwright.data_parallel.replicas.in_place import InPlaceGradient, is_dense
+from meshwright.data_parallel.replicas.alone import InPlaceGradient, is_dense
+from meshwright.data_parallel.replicas.gradient_bucket import (
+    BucketPart,
+    GradBucket,
+    RegisteredHook,
+    tensor_of,
+)
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
     BucketLayout,
     GradientSlot,
-    Hooked,
     Reduction,
     lost_gradient,
     sparse_gradient,
@@ -67,7 +72,7 @@ def slot_of(
 
 
 def _turn(index: int, names: Sequence[str], settings: ReductionSettings) -> int:
-    """Delayed parameters come right after the bucket of the one they wait for."""
+    """Put delayed parameters right after the bucket of the one they wait for."""
     if not settings.delayed:
         return 0
     if names[index] in settings.delayed:
@@ -93,6 +98,8 @@ class Bucket(Reduction):
         is_gradient_view: bool,
         riders: Sequence[InPlaceGradient] = (),
         zeros_for_unused: bool = False,
+        hook: RegisteredHook | None = None,
+        is_last: bool = False,
     ) -> None:
         super().__init__(layout, parameters)
         self.buffer = buffer
@@ -115,7 +122,7 @@ class Bucket(Reduction):
             for offset, parameter in zip(layout.flat.offsets, self.parameters, strict=True)
         ]
         self._zeros_for_unused = zeros_for_unused
-        self._taken = bytearray(len(self.parameters))
+        self._hook, self._is_last = hook, is_last
         self._absent: list[int] = []
         self._pending: Pending | None = None
         self._future: torch.futures.Future[torch.Tensor] | None = None
@@ -125,18 +132,9 @@ class Bucket(Reduction):
             for p in self.parameters
         ]
 
-    def reset(self) -> None:
-        """Forget which gradients have arrived."""
-        self.arrived = bytearray(len(self.parameters))
-        self._taken = bytearray(len(self.parameters))
-
     def takes(self, slot: int) -> bool:
         """Check that `take` should copy this gradient: it is large, and frees its own memory."""
         return self.is_gradient_view and self._single[slot]
-
-    def is_taken(self, slot: int) -> bool:
-        """Check that the gradient was copied before the bucket was filled."""
-        return bool(self._taken[slot])
 
     def take(self, slot: int, scale: float) -> None:
         """Copy one gradient in as soon as it is there, times ``scale``, and free its own memory."""
@@ -149,7 +147,7 @@ class Bucket(Reduction):
         else:
             _scaled_copy(view, gradient, scale)
             parameter.grad = view
-        self._taken[slot] = 1
+        self.taken[slot] = 1
 
     def fill(self, scale: float) -> None:
         """Copy this rank's gradients in, times ``scale``; zeros for parameters without one.
@@ -177,35 +175,35 @@ class Bucket(Reduction):
                 if gradient is not None and gradient is not view:
                     parameter.grad = view
 
-    def fill_absent(self) -> None:
-        """Take part without a gradient: zeros, used by nobody here."""
-        self.buffer.zero_()
-        self._absent = list(range(len(self.parameters)))
-        self._count_riders()
-
-    def fill_void(self) -> None:
-        """Make the reduction visibly void: this rank gave up its backward pass."""
-        self.buffer.fill_(math.nan)
-        self._absent = []
+    def stand_in(self, *, is_void: bool) -> None:
+        """Take part with zeros, used by nobody here, or visibly void."""
+        self.buffer.fill_(math.nan if is_void else 0.0)
+        self._absent = [] if is_void else list(range(len(self.parameters)))
+        if not is_void:
+            self._count_riders()
 
     def launch(self, communicator: Communicator) -> None:
-        """Start the reduction; `finish` waits for it."""
-        self._pending = communicator.all_reduce(self.buffer, label=self.layout.label)
-
-    def launch_hooked(self, communicator: Communicator, hooked: Hooked) -> None:
-        """Have a communication hook reduce the gradients; counts are the caller's."""
-        if self.parameters:
-            self._future = hooked.run(self)
-
-    def finish_hooked(self, hooked_values: NonFiniteValues | None, *, is_local: bool) -> None:
-        """Wait for the hook, and look at what it has left."""
-        self.await_hook()
-        if hooked_values is not None:
-            self.look(hooked_values)
-
-    def deliver_hooked(self) -> None:
-        """Make what the hook has left the parameters' gradients."""
-        self.adopt()
+        """Start the reduction; with a hook of the gradients alone, as counts are the caller's."""
+        if self._hook is None:
+            self._pending = communicator.all_reduce(self.buffer, label=self.layout.label)
+            return
+        if not self.parameters:
+            return
+        layout = self.layout
+        parts = [
+            BucketPart(parameter, offset, tuple(parameter.shape))
+            for offset, parameter in zip(layout.flat.offsets, self.parameters, strict=True)
+        ]
+        self._future = self._hook.call(
+            GradBucket(
+                self.gradients,
+                parts,
+                communicator,
+                index=layout.index,
+                label=layout.label,
+                is_last=self._is_last,
+            )
+        )
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Give all its gradients in one tensor where ``.grad`` is a view of it."""
@@ -219,9 +217,7 @@ class Bucket(Reduction):
         if self._future is None or (unless is not None and isinstance(self._future, unless)):
             return
         future, self._future = self._future, None
-        found: object = future.wait()
-        # Works of c10d have lists for results.
-        result = found[0] if isinstance(found, list) else found
+        result: object = tensor_of(future)
         if not isinstance(result, torch.Tensor) or result.numel() != self.gradients.numel():
             raise TypeError(
                 f"{self.layout.label}: expected a communication hook whose future holds one tensor "
@@ -239,17 +235,20 @@ class Bucket(Reduction):
             pending.wait()
 
     def finish(self) -> None:
-        """Wait for the means and make them the parameters' gradients.
+        """Wait for the means and make them the parameters' gradients, but for those of a hook.
 
         A parameter that had a gradient on no rank keeps ``.grad`` None, or gets zeros on request.
         """
+        if self._hook is not None:
+            self.await_hook()
+            return
         pending, self._pending = self._pending, None
         if pending is None:
             raise InternalError(f"{self.layout.label} was not launched")
         pending.wait()
-        self.adopt()
+        self.deliver()
 
-    def adopt(self) -> None:
+    def deliver(self) -> None:
         """Make what the buffer holds the parameters' gradients."""
         if self._absent or any(rider.is_absent for rider in self.riders):
             self._adopt_absent()
@@ -257,7 +256,7 @@ class Bucket(Reduction):
             self._copy_out()
 
     def unused(self) -> tuple[int, ...]:
-        """Indices of the parameters, riders too, that no rank had a gradient of; once reduced."""
+        """List the parameters, riders too, that no rank had a gradient of; once reduced."""
         slots = [*self.layout.slots, *(rider.layout.slots[0] for rider in self.riders)]
         found = zip(slots, self._counts(), strict=True)
         return tuple(slot.index for slot, count in found if count == 0)
@@ -275,7 +274,7 @@ class Bucket(Reduction):
         batch_views: list[torch.Tensor] = []
         batch: list[torch.Tensor] = []
         scaled: list[torch.Tensor] = []
-        rows = zip(gradients, self.views, self._single, self._taken, strict=True)
+        rows = zip(gradients, self.views, self._single, self.taken, strict=True)
         for gradient, view, is_single, is_taken in rows:
             if gradient is None or is_taken:
                 continue
@@ -335,7 +334,7 @@ class Bucket(Reduction):
 
 
 def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
-    """One pass over the memory; a wider reduction also scales in the wider dtype."""
+    """Scale in one pass over the memory; a wider reduction scales in the wider dtype."""
     if gradient.dtype.itemsize < view.dtype.itemsize:
         view.copy_(gradient).mul_(scale)
     else:
@@ -345,7 +344,7 @@ def _scaled_copy(view: torch.Tensor, gradient: torch.Tensor, scale: float) -> No
 def _gradient_view(
     buffer: torch.Tensor, offset: int, parameter: torch.nn.Parameter
 ) -> torch.Tensor:
-    """Compute the parameter's place in ``buffer``, with its strides when they leave no holes."""
+    """Return the parameter's place in ``buffer``, with its strides when they leave no holes."""
     if not is_dense(parameter):
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
     return buffer.as_strided(parameter.shape, parameter.stride(), offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Unpack
 
 import torch
@@ -15,12 +16,11 @@ from meshwright.comm import communicator
 from meshwright.comm.graphs.untraced import constant, inlined, untraced
 from meshwright.data_parallel.modules.checkpoint_names import SteppedOver, place_of, rename
 from meshwright.data_parallel.replicas.gradient_bucket import check_hook
-from meshwright.data_parallel.replicas.join import UnevenInputs
-from meshwright.data_parallel.replicas.low_precision import LowPrecision, compute_in
+from meshwright.data_parallel.replicas.join import uneven_inputs
+from meshwright.data_parallel.replicas.low_precision import compute_in
 from meshwright.data_parallel.replicas.options import IGNORED_NAMES, ReplicateKeywords, resolved
 from meshwright.data_parallel.replicas.replica import Replica, move_inputs
 from meshwright.data_parallel.residency import ReplicaResidency
-from meshwright.mesh import DeviceMesh
 from meshwright.torch_internals.autograd import is_profiled
 
 
@@ -86,7 +86,7 @@ class DistributedDataParallel(SteppedOver):
         self.register_load_state_dict_post_hook(_clean_reported_names)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
-        """The module's forward pass; inputs are moved to ``device_ids``."""
+        """Run the module's forward pass; inputs are moved to ``device_ids``."""
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
         if is_profiled():
@@ -113,7 +113,7 @@ class DistributedDataParallel(SteppedOver):
         self._set_up()
 
     def _set_up(self) -> Replica:
-        """Find the running half; a collective where there is none yet."""
+        """Return the running half; a collective where there is none yet."""
         if self._replica is None:
             if self._lacks_hook:
                 raise RuntimeError(
@@ -153,20 +153,27 @@ class DistributedDataParallel(SteppedOver):
         """The group that gradients are reduced over."""
         return communicator(self.options.process_group, self.options.axis).group
 
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The mesh that was asked for."""
-        return self.options.mesh
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """True when buffers are broadcast in each forward pass."""
-        return self.options.broadcast_buffers
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """The newer name of `broadcast_buffers`."""
-        return self.options.broadcast_buffers
+    device_mesh = property(attrgetter("options.mesh"), doc="The mesh that was asked for.")
+    broadcast_buffers = property(
+        attrgetter("options.broadcast_buffers"),
+        doc="True when buffers are broadcast in each forward pass.",
+    )
+    forward_sync_buffers = broadcast_buffers
+    bucket_bytes_cap = property(
+        attrgetter("options.reduction.cap_bytes"), doc="Bytes that close a gradient bucket."
+    )
+    gradient_as_bucket_view = property(
+        attrgetter("options.reduction.is_gradient_view"),
+        doc="True when each ``.grad`` is a view of its bucket.",
+    )
+    static_graph = property(
+        attrgetter("options.reduction.is_static"),
+        doc="True when every iteration has to use the same parameters.",
+    )
+    mixed_precision = property(
+        attrgetter("options.mixed_precision"),
+        doc="The dtypes it computes in, if others than those of its parameters.",
+    )
 
     @property
     def device(self) -> torch.device:
@@ -174,29 +181,9 @@ class DistributedDataParallel(SteppedOver):
         return next(self.module.parameters()).device
 
     @property
-    def bucket_bytes_cap(self) -> int:
-        """Bytes that close a gradient bucket."""
-        return self.options.reduction.cap_bytes
-
-    @property
     def parameters_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that are left alone."""
         return set(self.options.ignored_names)
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """True when each ``.grad`` is a view of its bucket."""
-        return self.options.reduction.is_gradient_view
-
-    @property
-    def static_graph(self) -> bool:
-        """True when every iteration has to use the same parameters."""
-        return self.options.reduction.is_static
-
-    @property
-    def mixed_precision(self) -> LowPrecision | None:
-        """The dtypes it computes in, if others than those of its parameters."""
-        return self.options.mixed_precision
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -209,9 +196,12 @@ class DistributedDataParallel(SteppedOver):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes in the block leave their gradients on this rank, to be reduced later."""
-        with self._set_up().reducer.no_sync():
+        """Leave gradients of forward passes in the block on this rank, to be reduced later."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
             yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def join(
         self,
@@ -219,13 +209,13 @@ class DistributedDataParallel(SteppedOver):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Make a block in which ranks may have different numbers of batches, see `UnevenInputs`."""
+        """Make a block in which ranks may have different numbers of batches."""
         if not enable:
             return contextlib.nullcontext()
-        return UnevenInputs(
+        return uneven_inputs(
             self._set_up(),
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
+            divides_by_all=divide_by_initial_world_size,
+            throws_on_early_termination=throw_on_early_termination,
         )
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -243,7 +233,7 @@ class DistributedDataParallel(SteppedOver):
     def state_dict(  # pyrefly: ignore[bad-override] # torch overloads it by arguments
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """As of any module; for torch's checkpoint functions under the names before wrapping."""
+        """List tensors as any module; for torch's checkpoint functions by names before wrapping."""
         found = super().state_dict(*args, **kwargs)
         if self._is_asked():
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -319,7 +309,7 @@ def one_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None = None,
 ) -> list[int | torch.device] | None:
-    """``device_ids`` as a list of the device of this rank. Raises ValueError for any other."""
+    """Return ``device_ids`` as a list of this rank's device. Raises ValueError for any other."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element. "

@@ -10,13 +10,11 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
 from meshwright.comm import Communicator, communicator
-from meshwright.data_parallel.replicas.buckets import Bucket
 from meshwright.torch_internals.tensors import Future
 
 T = TypeVar("T")
@@ -35,8 +33,7 @@ class CommunicationHook(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPart:
+class BucketPart(NamedTuple):
     """One parameter's gradient, or this rank's piece of it, in a bucket's buffer."""
 
     parameter: torch.nn.Parameter
@@ -67,27 +64,8 @@ class GradBucket:
         # The backward pass of sharded units ends with the first of the forward.
         self._is_last = index == 0 if is_last is None else is_last
 
-    @classmethod
-    def of(cls, bucket: Bucket, communicator: Communicator, *, is_last: bool) -> GradBucket:
-        """Make the view of ``bucket`` that a hook is given."""
-        layout = bucket.layout
-        parts = [
-            BucketPart(parameter=parameter, offset=offset, shape=tuple(parameter.shape))
-            for offset, parameter in zip(layout.flat.offsets, bucket.parameters, strict=True)
-        ]
-        return cls(
-            bucket.gradients,
-            parts,
-            communicator,
-            index=layout.index,
-            label=layout.label,
-            is_last=is_last,
-        )
-
     def index(self) -> int:
-        """Find its position in the order of the launches; of a sharded unit, in that of the
-        forward.
-        """
+        """Return its position in the order of the launches; of a sharded unit, of the forward."""
         return self._index
 
     def is_last(self) -> bool:
@@ -95,7 +73,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Compute all gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
+        """Return all gradients, 1-D; the gradient itself of a parameter that has a sparse one."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -103,9 +81,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Compute the gradients one by one: contiguous views of the buffer in the parameters'
-        shapes.
-        """
+        """List the gradients: contiguous views of the buffer in the parameters' shapes."""
         if self._buffer.is_sparse:
             return [self._buffer]
         return [
@@ -131,16 +107,14 @@ class Deferred(torch.futures.Future[T]):
         self._made: list[T] = []
 
     def wait(self) -> T:
-        """The value, made now when it was not asked for before."""
+        """Return the value, made now when it was not asked for before."""
         if self._produce is not None:
             produce, self._produce = self._produce, None
             self._made.append(produce())
             self.set_result(self._made[0])
         return self._made[0]
 
-    def value(self) -> T:
-        """As `wait`."""
-        return self.wait()
+    value = wait
 
     def done(self) -> bool:
         """Check that the value has been made."""
@@ -156,24 +130,15 @@ class Deferred(torch.futures.Future[T]):
         return Deferred(chained)
 
 
-_COMPRESSED = MappingProxyType(
-    {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
-)
-
-
-def reduction_axis(state: object, bucket: GradBucket) -> Communicator:
-    """Find the axis that a hook's ``state`` names: a process group, a communicator, or the
-    bucket's.
-    """
+def reduction_axis(state: object, own: Communicator) -> Communicator:
+    """Find the axis that ``state`` names: a process group, a communicator, or None for ``own``."""
     if state is None:
-        return bucket.communicator
-    if isinstance(state, Communicator):
-        return state
-    return communicator(cast("Any", state))
+        return own
+    return state if isinstance(state, Communicator) else communicator(cast("Any", state))
 
 
 def tensor_of(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """Compute the tensor that a future holds; works of c10d have lists for results."""
+    """Wait for the tensor that a future holds; works of c10d have lists for results."""
     found: object = future.wait()
     return cast("torch.Tensor", found[0] if isinstance(found, list) else found)
 
@@ -185,11 +150,10 @@ class RegisteredHook:
     hook: CommunicationHook
     state: Any
 
-    def run(
-        self, bucket: Bucket, communicator: Communicator, *, is_last: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Call the hook. Raises TypeError when it returns anything but a future."""
-        return self.call(GradBucket.of(bucket, communicator, is_last=is_last))
+    @property
+    def is_local(self) -> bool:
+        """True when the hook leaves gradients on this rank."""
+        return bool(getattr(self.hook, "is_local", False))
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Call the hook. Raises TypeError when it returns anything but a future."""
@@ -212,19 +176,21 @@ def compressed_dtype(
     None where it does anything but a plain mean over that axis, in one dtype or another. Torch's
     hooks of the same names count too.
     """
-    hook, state = registered.hook, registered.state
+    hook = registered.hook
     name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", "")
-    if not home.endswith((".comm_hooks", ".ddp_comm_hooks.default_hooks")):
+    if not home.endswith((".comm_hooks.sums", ".ddp_comm_hooks.default_hooks")):
         return None
-    if state is not None:
-        over = state if isinstance(state, Communicator) else communicator(cast("Any", state))
-        if over != axis:
-            return None
-    return {"allreduce_hook": own, **_COMPRESSED}.get(name)
+    if reduction_axis(registered.state, axis) != axis:
+        return None
+    return {
+        "allreduce_hook": own,
+        "bf16_compress_hook": torch.bfloat16,
+        "fp16_compress_hook": torch.float16,
+    }.get(name)
 
 
 def check_hook(hook: object) -> CommunicationHook:
-    """``hook`` when it can be one.
+    """Return ``hook`` when it can be one.
 
     Raises TypeError when it cannot be called, ValueError when its annotations are of another
     protocol.

@@ -11,9 +11,9 @@ modules have notices of their own, see `sharded_join`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from types import TracebackType
 
 from meshwright.comm import Communicator
 from meshwright.data_parallel.replicas.replica import Replica
@@ -48,7 +48,7 @@ class Attendance:
         self._rank = communicators[0].ranks[communicators[0].rank]
 
     def give(self, own: Notice, detail: int = 0) -> tuple[Notice, int] | None:
-        """Exchange notices; what the ranks that train are about to do, None when none does.
+        """Exchange notices: returns what the ranks that train are about to do, None when none does.
 
         Raises RuntimeError when a rank wants all to stop, CollectiveMismatchError when those that
         train are about to do different things.
@@ -95,63 +95,49 @@ class Attendance:
         return kinds.pop()
 
     def leave(self) -> tuple[Notice, int] | None:
-        """`give` of a rank that has no more inputs."""
+        """Give the notice of a rank that has no more inputs."""
         return self.give(Notice.STOP if self._throws else Notice.DONE)
 
 
-class UnevenInputs:
-    """A block in which ranks may run different numbers of iterations.
+@contextlib.contextmanager
+def uneven_inputs(
+    replica: Replica, *, divides_by_all: bool, throws_on_early_termination: bool
+) -> Iterator[None]:
+    """Make a block in which ranks may run different numbers of iterations.
 
-    Gradients are divided by the number of all ranks (``divide_by_initial_world_size``), so that
-    late batches count as they would have, or by the number of those that still train. When the
-    last rank is done, all get its parameters and buffers. With ``throw_on_early_termination`` the
-    end of the first rank is an error on all of them instead. A rank that is done takes part with
-    zeros, so gradients that were reduced before must have been zeroed; ``no_sync`` accumulates.
+    Gradients are divided by the number of all ranks (``divides_by_all``), so that late batches
+    count as they would have, or by the number of those that still train. When the last rank is
+    done, all get its parameters and buffers. With ``throws_on_early_termination`` the end of the
+    first rank is an error on all of them instead. A rank that is done takes part with zeros, so
+    gradients that were reduced before must have been zeroed; ``no_sync`` accumulates.
     """
+    reducer = replica.reducer
+    attendance = Attendance([replica.communicator], throws=throws_on_early_termination)
 
-    def __init__(
-        self,
-        replica: Replica,
-        *,
-        divide_by_initial_world_size: bool,
-        throw_on_early_termination: bool,
-    ) -> None:
-        self._replica = replica
-        self._attendance = Attendance([replica.communicator], throws=throw_on_early_termination)
-        self._divides_by_all = divide_by_initial_world_size
-
-    def __enter__(self) -> None:
-        self._replica.reducer.ask_before_reductions(self._before_reduction)
-        self._replica.ask_for_buffers(self._before_buffers)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._replica.reducer.ask_before_reductions(None)
-        self._replica.ask_for_buffers(None)
-        if kind is not None:
-            return
-        attendance = self._attendance
-        while (found := attendance.leave()) is not None:
-            if found[0] is Notice.REDUCE:
-                self._replica.reducer.shadow()
-            else:
-                self._replica.buffers.synchronise(attendance.active[0])
-        if attendance.was_uneven:
-            self._replica.synchronise_all(attendance.active[0])
-        self._replica.reducer.start_over()
-
-    def _before_reduction(self) -> float | None:
+    def before_reduction() -> float | None:
         try:
-            self._attendance.give(Notice.REDUCE)
+            attendance.give(Notice.REDUCE)
         except RuntimeError:
-            self._replica.reducer.withdraw()
+            reducer.reset()
             raise
-        return None if self._divides_by_all else 1.0 / len(self._attendance.active)
+        return None if divides_by_all else 1.0 / len(attendance.active)
 
-    def _before_buffers(self) -> int:
-        self._attendance.give(Notice.BROADCAST_BUFFERS)
-        return self._attendance.active[0]
+    def before_buffers() -> int:
+        attendance.give(Notice.BROADCAST_BUFFERS)
+        return attendance.active[0]
+
+    reducer.ask_before_reductions(before_reduction)
+    replica.ask_for_buffers(before_buffers)
+    try:
+        yield
+    finally:
+        reducer.ask_before_reductions(None)
+        replica.ask_for_buffers(None)
+    while (found := attendance.leave()) is not None:
+        if found[0] is Notice.REDUCE:
+            reducer.shadow()
+        else:
+            replica.buffers.synchronise(attendance.active[0])
+    if attendance.was_uneven:
+        replica.synchronise_all(attendance.active[0])
+    reducer.alignment.start_over()

@@ -134,7 +134,7 @@ def resolved(
     device_ids: Sequence[int | torch.device] | None = None,
     wrong_mesh: Exception,
 ) -> ReplicateOptions:
-    """Find the options that ``keywords`` ask for ``module``.
+    """Check what ``keywords`` ask for ``module``, and make options of it.
 
     Raises TypeError for a keyword that there is none of, RuntimeError for a group and a mesh,
     ``wrong_mesh`` for a mesh with more than one dim, and ValueError for values out of range or that
@@ -210,7 +210,7 @@ def _axis_of(keywords: ReplicateKeywords, wrong_mesh: Exception) -> tuple[Any, s
 
 
 def _delayed(module: nn.Module, keywords: ReplicateKeywords) -> tuple[str | None, frozenset[str]]:
-    """Names of the parameter that is waited for, and of those that wait."""
+    """Name the parameter that is waited for, and those that wait."""
     asked = keywords.get("delay_all_reduce_named_params")
     trigger = keywords.get("param_to_hook_all_reduce")
     if (asked is None) != (trigger is None):

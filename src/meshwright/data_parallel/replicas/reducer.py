@@ -17,10 +17,8 @@ A backward pass, step by step:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -32,23 +30,21 @@ from meshwright.data_parallel.checks.alignment import NOTES
 from meshwright.data_parallel.checks.pass_notes import PassNotes, sum_notes
 from meshwright.data_parallel.checks.starting_state import compare_parameters
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
+from meshwright.data_parallel.replicas.alone import InPlaceGradient, SparseGradient
 from meshwright.data_parallel.replicas.buckets import Bucket, slot_of
 from meshwright.data_parallel.replicas.gradient_bucket import (
     CommunicationHook,
     Deferred,
     RegisteredHook,
 )
-from meshwright.data_parallel.replicas.in_place import InPlaceGradient
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.slots import (
     ARRIVED,
     BucketLayout,
-    Hooked,
     Reduction,
     came_empty,
     plan_buckets,
 )
-from meshwright.data_parallel.replicas.sparse_gradient import SparseGradient
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
 from meshwright.errors import NonFiniteError
 from meshwright.torch_internals.autograd import at_end_of_backward
@@ -57,20 +53,21 @@ if TYPE_CHECKING:
     from meshwright.data_parallel.replicas.traced import Marking
 
 
-def build_reductions(
+def _build(
     layouts: Sequence[BucketLayout],
     parameters: Sequence[torch.nn.Parameter],
     settings: ReductionSettings,
     communicator: Communicator,
+    hook: RegisteredHook | None,
 ) -> tuple[Reduction, ...]:
-    """One for each layout, whose slots count ``parameters``."""
+    """Build the reduction of each layout, whose slots count ``parameters``."""
     built: list[Reduction] = []
     alone: list[InPlaceGradient] = []
     zeros = settings.zeros_for_unused
     for layout in layouts:
         members = [parameters[slot.index] for slot in layout.slots]
         if layout.is_sparse:
-            built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros))
+            built.append(SparseGradient(layout, members[0], zeros_for_unused=zeros, hook=hook))
             continue
         if layout.is_alone:
             alone.append(InPlaceGradient(layout, members[0], communicator.empty_shared))
@@ -87,18 +84,11 @@ def build_reductions(
                 is_gradient_view=is_view,
                 riders=alone if layout is layouts[-1] else (),
                 zeros_for_unused=zeros,
+                hook=hook,
+                is_last=layout is layouts[-1],
             )
         )
     return tuple(built)
-
-
-def gradients_in(reductions: Sequence[Reduction]) -> Iterator[torch.Tensor]:
-    """List all gradients in as few tensors as hold them: whole buckets where ``.grad`` is a view.
-
-    Of a sparse gradient the values.
-    """
-    for reduction in reductions:
-        yield from reduction.tensors()
 
 
 class ReductionPhase(StrEnum):
@@ -139,10 +129,6 @@ class GradientReducer:
         """How gradients are marked while a backward pass is traced."""
         self._next = 0
         self._factor: float | None = None
-        self._trainable: list[bool] = []
-        self.buckets: tuple[Reduction, ...] = ()
-        self._alone: tuple[Reduction, ...] = ()
-        self._homes: list[tuple[Reduction, int] | None] = []
         self.leaves = ReducedLeaves((), {})
         self.take_up(named, settings, local)
 
@@ -175,10 +161,11 @@ class GradientReducer:
         return tuple(bucket.layout for bucket in self.buckets)
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """List all gradients, see `gradients_in`. Not for DTensors, which have theirs
-        themselves.
+        """List all gradients in as few tensors as hold them: buckets where ``.grad`` is a view.
+
+        Of a sparse gradient the values. Not for DTensors, which have theirs themselves.
         """
-        return tuple(gradients_in(self.buckets))
+        return tuple(tensor for bucket in self.buckets for tensor in bucket.tensors())
 
     @property
     def found_non_finite(self) -> list[str]:
@@ -233,19 +220,19 @@ class GradientReducer:
         if trainable != self._trainable:
             changes = zip(self.named, trainable, self._trainable, strict=True)
             name, trains = next((n, now) for (n, _), now, before in changes if now != before)
-            self._arrange_anew(f": {name} {'trains' if trains else 'is frozen'} now")
+            reason = f": {name} {'trains' if trains else 'is frozen'} now"
         elif self._kinds != self._kinds_now():
-            self._arrange_anew(": the module was converted")
+            reason = ": the module was converted"
+        else:
+            return
+        compare_parameters(self.communicator, self.named, self.settings.sparse, reason=reason)
+        self._arrange()
 
     def follow_leaves(self) -> None:
         """Find leaves of DTensors anew, and hook what trains now; not collective, as traces are."""
         if self.leaves.lent and self.leaves.follow():
             self._arrange()
         self.leaves.hook_trainable(self._arrived, self._arrived_at_leaf)
-
-    def _arrange_anew(self, reason: str) -> None:
-        compare_parameters(self.communicator, self.named, self.settings.sparse, reason=reason)
-        self._arrange()
 
     def _kinds_now(self) -> list[object]:
         """List the dtype of each parameter, and a device: modules move as a whole."""
@@ -306,32 +293,23 @@ class GradientReducer:
         is_void = self._next < len(self.buckets)
         with torch.no_grad():
             while self._next < len(self.buckets):
-                self.buckets[self._next].fill_void()
+                self.buckets[self._next].stand_in(is_void=True)
                 self._launch()
-            for bucket in self._by_end():
+            for bucket in self._by_end:
                 bucket.drop()
             self._share_notes()
-        last = self.buckets[-1] if self.buckets else None
-        said = None if last is None or self._is_local or not is_void else last.extra
+        said = None if self._is_local or not is_void else self._extra
         if said is not None and not self.alignment.agrees(said[:NOTES]):
             self.alignment.refuse(self.communicator, gave_up=True)
-        self._reset()
-
-    def start_over(self) -> None:
-        """All ranks have the same weights now, however many passes each has run."""
-        self.alignment.start_over()
-
-    def withdraw(self) -> None:
-        """Close a backward pass that all ranks give up before its first reduction."""
-        self._reset()
+        self.reset()
 
     @torch.no_grad()
     def shadow(self) -> None:
         """Take part in the reductions of a backward pass that this rank does not have."""
         for bucket in self.buckets:
-            bucket.fill_absent()
+            bucket.stand_in(is_void=False)
             self._launch()
-        for bucket in self._by_end():
+        for bucket in self._by_end:
             bucket.drop()
         self._share_notes()
         self._next = 0
@@ -339,15 +317,6 @@ class GradientReducer:
         self._skip_unused()
         if error is not None:
             raise error
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Forward passes in the block leave their gradients on this rank, to be reduced later."""
-        before, self.is_wanted = self.is_wanted, False
-        try:
-            yield
-        finally:
-            self.is_wanted = before
 
     def _arrange(self) -> None:
         """Give every parameter that requires grad now its place in a bucket."""
@@ -369,13 +338,20 @@ class GradientReducer:
             listed_bytes=settings.listed_bytes,
             extra_notes=self._notes.numel if slots else 0,
         )
-        self.buckets = build_reductions(layouts, self._parameters, settings, self.communicator)
+        hook = self.registered_hook
+        self.buckets = _build(layouts, self._parameters, settings, self.communicator, hook)
+        self._by_end: Sequence[Reduction] = self.buckets
+        """The buckets in the order in which they end: a hook gets sparse ones only then."""
+        if hook is not None:
+            self._by_end = sorted(self.buckets, key=lambda bucket: bucket.layout.is_sparse)
+        self._extra = self.buckets[-1].extra if self.buckets else None
+        """The numbers behind the gradients by which all ranks know of each other's passes."""
         self._sizes = [len(bucket.parameters) for bucket in self.buckets]
         self._missing = self._sizes.copy()
         """Of each bucket, the parameters without a gradient so far in this backward pass."""
-        self._alone = tuple(b for b in self.buckets if b.layout.is_alone)
+        self._alone = tuple(b for b in self.buckets if isinstance(b, InPlaceGradient))
         self._kinds = self._kinds_now()
-        self._homes = [None] * len(self._parameters)
+        self._homes: list[tuple[Reduction, int] | None] = [None] * len(self._parameters)
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.layout.slots):
                 self._homes[slot.index] = (bucket, place)
@@ -383,7 +359,7 @@ class GradientReducer:
 
     @apart
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        """One gradient is complete on this rank. Called for every parameter: keep it short."""
+        """Count a gradient in that is complete. Called for every parameter: keep it short."""
         if torch.compiler.is_compiling():
             if self.is_synchronising and self.marking is not None:
                 self.marking.accumulated(index, parameter)
@@ -396,7 +372,8 @@ class GradientReducer:
                 self.marking.stays()
             return
         if home is None:
-            self._refuse_skipped(index)
+            if self._unused is not None and index in self._unused:
+                raise unexpected_gradient(self.named[index][0], rank=self._rank)
             return
         if self.phase is not ReductionPhase.BACKWARD:
             self.begin_backward()
@@ -404,7 +381,7 @@ class GradientReducer:
         if self._static is not None and not self._static.arrived(index):
             return
         if bucket.arrived[place]:
-            if bucket.layout.index < self._next or bucket.is_taken(place):
+            if bucket.layout.index < self._next or bucket.taken[place]:
                 raise late_gradient(bucket, place, self.buckets, rank=self._rank)
             return
         if bucket.takes(place):
@@ -417,7 +394,7 @@ class GradientReducer:
 
     @apart
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
-        """As `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
+        """Do as `_arrived`, of a DTensor; where nothing is reduced it gets its gradient now."""
         if torch.compiler.is_compiling():
             if self.marking is not None:
                 self.marking.accumulated_at_leaf(index, leaf)
@@ -463,20 +440,12 @@ class GradientReducer:
     def _launch(self) -> None:
         """Start the next reduction, whose bucket has been filled."""
         bucket = self.buckets[self._next]
-        if self.registered_hook is None:
-            bucket.launch(self.communicator)
-        else:
-            self._launch_hooked(bucket, self.registered_hook)
-        self._next += 1
-
-    def _launch_hooked(self, bucket: Reduction, registered: RegisteredHook) -> None:
-        is_last = self._next == len(self.buckets) - 1
-        if self._next and bucket.is_buffer and self.communicator.device.type == "cpu":
+        is_hooked = self.registered_hook is not None and bucket.is_buffer
+        if is_hooked and self._next and self.communicator.device.type == "cpu":
             # Collectives of the hook before may go on in c10d's threads, in an order of their own.
             self.buckets[self._next - 1].await_hook(unless=Deferred)
-        run = partial(registered.run, communicator=self.communicator, is_last=is_last)
-        hooked = Hooked(run, registered.call, is_local=self._is_local)
-        bucket.launch_hooked(self.communicator, hooked)
+        bucket.launch(self.communicator)
+        self._next += 1
 
     def _launch_rest(self) -> None:
         while self._next < len(self.buckets):
@@ -487,32 +456,28 @@ class GradientReducer:
     def finish(self) -> None:
         """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
         self._launch_rest()
-        if self.registered_hook is None:
-            for bucket in self.buckets:
-                bucket.finish()
-        else:
-            for bucket in self._by_end():
-                bucket.finish_hooked(self._notes.reduced, is_local=self._is_local)
-            if self.buckets and (extra := self.buckets[-1].extra) is not None:
-                self._notes.add_reduced(extra)
+        for bucket in self._by_end:
+            bucket.finish()
+        if self.registered_hook is not None:
+            reduced = self._notes.reduced
+            if reduced is not None:
+                for bucket in self.buckets:
+                    if bucket.is_buffer:
+                        bucket.look(reduced)
+            if self._extra is not None:
+                self._notes.add_reduced(self._extra)
             self._share_notes()
             for bucket in self.buckets:
-                bucket.deliver_hooked()
+                bucket.deliver()
         error = self._judge(is_own=True)
         if self._static is not None:
             self._static.end()
         if self.leaves.lent:
             self.leaves.give_back()
-        self._reset()
+        self.reset()
         self._skip_unused()
         if error is not None:
             raise error
-
-    def _by_end(self) -> Sequence[Reduction]:
-        """In the order in which they end: sparse ones last where a hook gets them only then."""
-        if self.registered_hook is None:
-            return self.buckets
-        return sorted(self.buckets, key=lambda bucket: bucket.layout.is_sparse)
 
     def _skip_unused(self) -> None:
         """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
@@ -525,10 +490,6 @@ class GradientReducer:
         if found:
             self._arrange()
 
-    def _refuse_skipped(self, index: int) -> None:
-        if self._unused is not None and index in self._unused:
-            raise unexpected_gradient(self.named[index][0], rank=self._rank)
-
     def _share_notes(self) -> None:
         """Sum what lies behind the gradients where a communication hook has reduced without it."""
         if self.registered_hook is not None and not self._is_local:
@@ -538,8 +499,7 @@ class GradientReducer:
     @property
     def _is_local(self) -> bool:
         """True when the communication hook leaves gradients on this rank."""
-        registered = self.registered_hook
-        return registered is not None and bool(getattr(registered.hook, "is_local", False))
+        return self.registered_hook is not None and self.registered_hook.is_local
 
     def _judge(self, *, is_own: bool) -> NonFiniteError | None:
         """Raise on every rank where one has said that this pass is void.
@@ -547,18 +507,18 @@ class GradientReducer:
         Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
         says that all ranks have reduced a pass of their own.
         """
-        last = self.buckets[-1] if self.buckets else None
-        if last is None or last.extra is None:
+        notes, communicator, is_local = self._extra, self.communicator, self._is_local
+        if notes is None:
             return None
-        notes, communicator, is_local = last.extra, self.communicator, self._is_local
         is_own = is_own and not is_local
         error = self._notes.refuse(notes, communicator, is_own=is_own)
         if error is not None:
-            self._reset()
+            self.reset()
             raise error
         return self._notes.refuse_non_finite(notes, communicator, is_local=is_local)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Close a backward pass; also one that all ranks give up before its first reduction."""
         for bucket in self.buckets:
             bucket.reset()
         self._missing = self._sizes.copy()

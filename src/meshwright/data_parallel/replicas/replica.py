@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,6 +60,8 @@ class Replica:
         self.device_ids = None if options.device_ids is None else list(options.device_ids)
         """The device that inputs are moved to, as a list of one; None on the CPU."""
         self.broadcast_buffers = options.broadcast_buffers
+        self.is_driven = False
+        """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
         self.on_buffers: Callable[[], int] | None = None
         """Called before buffers are broadcast in a forward pass; gives the rank to take them of."""
         self._has_equal_buffers = False
@@ -77,21 +79,22 @@ class Replica:
         self._is_stepping = False
         """Tell whether the backward pass that runs ends with steps of optimizers."""
         parameters = self._held.named
-        self._stepped = take_over_steps([parameter for _, parameter in parameters])
+        tensors = [parameter for _, parameter in parameters]
+        self._stepped = take_over_steps(tensors)
         may_be_frozen = may_be_frozen or self._held.is_lent
-        _check(module, parameters, self.device_ids, may_be_frozen=may_be_frozen)
+        _check(module, parameters, communicator, self.device_ids, may_be_frozen=may_be_frozen)
         if communicator.size > 1:
             refuse_lookups(module, parameters)
-        self._check_axes(parameters)
-        mark_mean([parameter for _, parameter in parameters], [communicator])
+        mark_mean(tensors, [communicator])
         sparse = _sparse_names(module, parameters)
         starts_alike = options.init_sync and options.init_buffers
         sends_buffers = starts_alike or options.broadcast_buffers
         buffers = self.buffers.look() if sends_buffers else {}
         compare_parameters(communicator, parameters, sparse, buffers=buffers)
         if options.init_sync:
-            given = [parameter for _, parameter in parameters]
-            _send(communicator, [*given, *(buffers.values() if starts_alike else ())])
+            given = [*tensors, *(buffers.values() if starts_alike else ())]
+            # Not what is equal already: a penalty may have been computed from it.
+            broadcast_tensors(communicator, given, label="broadcast parameters", only_changed=True)
         lent = {id(tensor) for tensor in (lent_now() or {}).values()}
         self._unsent = [name for name, each in buffers.items() if id(each) in lent]
         """Buffers in whose place a call had lent others when rank 0's were sent."""
@@ -101,17 +104,8 @@ class Replica:
             replace(options.reduction, sparse=sparse),
             local_parameters(module),
         )
-        self.marking = Marking(
-            module,
-            self.reducer,
-            communicator,
-            swaps_parameters=options.mixed_precision is not None,
-        )
-
-    @property
-    def is_driven(self) -> bool:
-        """True when a pipeline schedule says when gradients are reduced and buffers broadcast."""
-        return self.marking.is_driven
+        swaps = options.mixed_precision is not None
+        self.marking = Marking(module, self.reducer, communicator, swaps_parameters=swaps)
 
     def be_driven(self, is_driven: bool) -> None:
         """Leave reductions and broadcasts to a pipeline's schedule, or do them again."""
@@ -120,7 +114,7 @@ class Replica:
                 "parameters have optimizers in the backward (_apply_optimizer_in_backward), which "
                 "would step in the middle of a pipeline's schedule: step after it"
             )
-        self.marking.be_driven(is_driven)
+        self.is_driven = is_driven
 
     def ask_for_buffers(self, ask: Callable[[], int] | None) -> None:
         """Call ``ask`` before buffers are sent; it returns the rank whose they are."""
@@ -139,14 +133,14 @@ class Replica:
 
     def route(self) -> Route:
         """Return where gradients of the pass that is traced are marked."""
-        if self._stepped or not (self.is_driven or self._follow_module()):
+        if self._stepped or self.is_driven or not self._follow_module():
             return "eager"
         return self.marking.route()
 
     def before_traced(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """As `before_forward`, of a pass that is traced and whose gradients are marked."""
+        """Get ready for a pass that is traced and whose gradients are marked."""
         if torch.is_grad_enabled():
             self.marking.begin()
             # What is compared stays so, or the graph does not run: it is for these objects alone.
@@ -197,8 +191,7 @@ class Replica:
         known = {id(parameter) for _, parameter in reducer.named}
         fresh = {name: parameter for name, parameter in found if id(parameter) not in known}
         module = self._held.module
-        _check(module, found, self.device_ids, may_be_frozen=True)
-        self._check_axes(fresh.items())
+        _check(module, found, self.communicator, self.device_ids, may_be_frozen=True)
         sparse = _sparse_names(module, found)
         reason = _difference(reducer.named, found, fresh)
         compare_parameters(self.communicator, found, sparse, fresh=fresh, reason=reason)
@@ -226,12 +219,6 @@ class Replica:
         rows = [(name, None if each is None else (each, each, each)) for name, each in digests]
         if difference := compare_digests(self.communicator, rows, "", ALIKE):
             raise CollectiveMismatchError(difference)
-
-    def _check_axes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in parameters:
-            known = known_at_rest(parameter)
-            if known is not None:
-                check_axes(name, known, self.communicator)
 
     @constant
     def _follow_module(self) -> bool:
@@ -300,7 +287,7 @@ def _difference(
     now: Sequence[tuple[str, nn.Parameter]],
     fresh: Collection[str],
 ) -> str:
-    """Return what a rank tells others that do something else when its parameters are other ones."""
+    """Name the change of parameters, for ranks that do something else."""
     for name in fresh:
         return f": parameter {name!r} was given anew"
     for name in sorted({name for name, _ in before} - {name for name, _ in now}):
@@ -311,6 +298,7 @@ def _difference(
 def _check(
     module: nn.Module,
     parameters: Sequence[tuple[str, nn.Parameter]],
+    communicator: Communicator,
     device_ids: Sequence[int | torch.device] | None,
     *,
     may_be_frozen: bool,
@@ -341,6 +329,10 @@ def _check(
             f"modules on one GPU, but the parameters are on the CPU and device_id is "
             f"{device_ids[0]}. Leave device_id out"
         )
+    for name, parameter in parameters:
+        known = known_at_rest(parameter)
+        if known is not None:
+            check_axes(name, known, communicator)
 
 
 def _sparse_names(
@@ -358,7 +350,7 @@ def _sparse_names(
 def move_inputs(
     device_ids: Sequence[int | torch.device] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` with their tensors on the one device, if any."""
+    """Move the tensors of ``args`` and ``kwargs`` to the one device, if any."""
     if not device_ids:
         return args, kwargs
     return tree_map(partial(_moved, device_ids[0]), (args, kwargs))
@@ -366,8 +358,3 @@ def move_inputs(
 
 def _moved(device: int | torch.device, value: object) -> object:
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _send(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
-    """Give all ranks the values of the first; a penalty may have been computed from equal ones."""
-    broadcast_tensors(communicator, tensors, label="broadcast parameters", only_changed=True)

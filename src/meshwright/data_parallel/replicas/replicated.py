@@ -25,7 +25,7 @@ from meshwright.comm.graphs.untraced import constant, inlined, untraced
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess
 from meshwright.data_parallel.replicas.distributed import one_device
 from meshwright.data_parallel.replicas.gradient_bucket import CommunicationHook, check_hook
-from meshwright.data_parallel.replicas.join import UnevenInputs
+from meshwright.data_parallel.replicas.join import uneven_inputs
 from meshwright.data_parallel.replicas.low_precision import compute_in
 from meshwright.data_parallel.replicas.options import ReplicateKeywords, ReplicateOptions, resolved
 from meshwright.data_parallel.replicas.replica import Replica
@@ -124,7 +124,7 @@ class ReplicateState:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """List the module's forward pre-hook."""
+        """Begin a forward pass: the module's forward pre-hook."""
         self._is_called = True
         if torch.compiler.is_compiling():
             if self._route() == "eager":
@@ -133,7 +133,7 @@ class ReplicateState:
         return self.replica.before_forward(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """The module's forward hook."""
+        """End a forward pass: the module's forward hook."""
         if not torch.compiler.is_compiling():
             self.replica.after_forward(output)
         elif self._route() == "eager":
@@ -147,27 +147,17 @@ class ReplicateState:
         module = self._module()
         if module is None:
             raise RuntimeError("the replicated module is gone")
-        if self._is_called:
+        is_called, self._is_called = self._is_called, False
+        if not is_called:  # the user has called `forward` itself, and so no hook of the module
+            args, kwargs = self.before_forward(module, args, kwargs) or (args, kwargs)
             self._is_called = False
-            return self._compute(run, module, args, kwargs)
-        # The user has called `forward` itself, and so no hook of the module.
-        args, kwargs = self.before_forward(module, args, kwargs) or (args, kwargs)
-        self._is_called = False
-        output = self._compute(run, module, args, kwargs)
-        self.after_forward(module, args, output)
-        return output
-
-    @inlined
-    def _compute(
-        self,
-        run: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:  # noqa: ANN401
         if not torch.compiler.is_compiling() or self._route() != "forward" or self._body is None:
-            return run(module, *args, **kwargs)
-        return self.replica.marking.call(self._body, (run, *args), kwargs)
+            output = run(module, *args, **kwargs)
+        else:
+            output = self.replica.marking.call(self._body, (run, *args), kwargs)
+        if not is_called:
+            self.after_forward(module, args, output)
+        return output
 
     def _route(self) -> Route:
         return self.replica.route() if self._is_traceable() else "eager"
@@ -199,7 +189,7 @@ class ReplicatedModule(OfThisProcess):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes inside the block do not lead to a reduction.
+        """Leave gradients of forward passes in the block on this rank, to be reduced later.
 
         >>> with model.no_sync():
         ...     loss(model(first)).backward()
@@ -219,16 +209,16 @@ class ReplicatedModule(OfThisProcess):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Make a block in which ranks may have different numbers of batches, see `UnevenInputs`.
+        """Make a block in which ranks may have different numbers of batches, see `uneven_inputs`.
 
         Collective when there was no forward pass yet.
         """
         if not enable:
             return contextlib.nullcontext()
-        return UnevenInputs(
+        return uneven_inputs(
             replicate.state(self).replica,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
+            divides_by_all=divide_by_initial_world_size,
+            throws_on_early_termination=throw_on_early_termination,
         )
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -364,7 +354,7 @@ def check_names(function: str, before: Sequence[str], after: Sequence[str]) -> N
 
 
 def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, as `ReplicateState.forward` runs it."""
+    """Make the ``forward`` that `ReplicateState.forward` runs ``forward`` in."""
 
     @functools.wraps(forward)
     def traceable(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -374,11 +364,8 @@ def _traceable(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names(module: nn.Module) -> list[str]:
-    return [
-        *(name for name, _ in module.named_parameters()),
-        *(name for name, _ in module.named_buffers()),
-        *(name for name, _ in module.named_modules()),
-    ]
+    held = (module.named_parameters(), module.named_buffers(), module.named_modules())
+    return [name for named in held for name, _ in named]
 
 
 def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.device, ...] | None:
@@ -397,6 +384,6 @@ def _device_ids(device_id: int | torch.device | None) -> tuple[int | torch.devic
 
 
 def _with_managed(module: nn.Module, ignored: Collection[nn.Module]) -> frozenset[nn.Module]:
-    """``ignored`` and the submodules that a composable function has been applied to before."""
+    """Add to ``ignored`` the submodules that a composable function has been applied to."""
     own = {m for m in module.modules() if m is not module and m.__dict__.get(STATES)}
     return frozenset(ignored) | own

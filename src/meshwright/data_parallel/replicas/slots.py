@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 
@@ -77,26 +76,13 @@ class BucketLayout:
         return self.numel * self.dtype.itemsize
 
 
-class Hooked(NamedTuple):
-    """The ways in which a communication hook takes part in one reduction."""
-
-    run: Callable[[Any], torch.futures.Future[torch.Tensor]]
-    """Begins it for a buffer; the future holds the buffer's elements."""
-    call: Callable[[Any], torch.futures.Future[torch.Tensor]]
-    """Calls the hook alone."""
-    is_local: bool
-    """True where the hook leaves gradients on this rank."""
-
-
 class Reduction(ABC):
     """One reduction of each backward pass: gradients of this rank become means over all.
 
-    ``take`` (large gradients) -> ``fill`` -> ``launch`` -> ``finish``, or ``launch_hooked`` ->
-    ``finish_hooked`` -> ``deliver_hooked`` where a communication hook reduces.
+    ``take`` (large gradients) -> ``fill`` -> ``launch`` -> ``finish``, and ``deliver`` where a
+    communication hook reduces.
     """
 
-    is_gradient_view = False
-    """True where ``.grad`` is a view of its buffer after the backward pass."""
     is_buffer = False
     """True where a communication hook sees it as a bucket."""
     notes: torch.Tensor | None = None
@@ -109,6 +95,8 @@ class Reduction(ABC):
         self.parameters = tuple(parameters)
         self.arrived = bytearray(len(self.parameters))
         """`ARRIVED`, `CAME_EMPTY`, or 0, for each parameter in this backward pass."""
+        self.taken = bytearray(len(self.parameters))
+        """1 for each parameter whose gradient `take` has had in this backward pass."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Give all its gradients in as few tensors as hold them; of a sparse one the values."""
@@ -117,37 +105,26 @@ class Reduction(ABC):
             if gradient is not None:
                 yield gradient.coalesce().values() if gradient.is_sparse else gradient
 
-    def begin(self) -> None:
-        """Begin a backward pass; called for a gradient that is reduced in its own memory."""
-        return
-
-    @abstractmethod
     def reset(self) -> None:
         """Forget the last backward pass."""
+        self.arrived = bytearray(len(self.parameters))
+        self.taken = bytearray(len(self.parameters))
 
-    @abstractmethod
     def takes(self, slot: int) -> bool:
         """Check that `take` should have this gradient as soon as it is there."""
+        return False
 
-    @abstractmethod
-    def is_taken(self, slot: int) -> bool:
-        """Check that `take` has had this gradient in the pass of now."""
-
-    @abstractmethod
     def take(self, slot: int, scale: float) -> None:
-        """Take one gradient, times ``scale``."""
+        """Take one gradient, times ``scale``, for which `takes` holds."""
+        return
 
     @abstractmethod
     def fill(self, scale: float) -> None:
         """Take this rank's gradients, times ``scale``."""
 
     @abstractmethod
-    def fill_absent(self) -> None:
-        """Take part without a gradient."""
-
-    @abstractmethod
-    def fill_void(self) -> None:
-        """Make the reduction visibly void: this rank gave up its backward pass."""
+    def stand_in(self, *, is_void: bool) -> None:
+        """Take part without a gradient, or visibly void: this rank gave up its backward pass."""
 
     @abstractmethod
     def launch(self, communicator: Communicator) -> None:
@@ -155,7 +132,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the means and make them the parameters' gradients."""
+        """Wait for the means and make them the parameters' gradients, but for those of a hook."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -165,21 +142,12 @@ class Reduction(ABC):
     def look(self, values: NonFiniteValues) -> None:
         """Have ``values`` note what is not finite of what it holds."""
 
-    def launch_hooked(self, communicator: Communicator, hooked: Hooked) -> None:
-        """Start the reduction beside a communication hook; this one does not pass it."""
-        self.launch(communicator)
-
     def await_hook(self, *, unless: type | None = None) -> None:
         """Wait for the communication hook, ``unless`` its future is of that type."""
         return
 
-    def finish_hooked(self, hooked_values: NonFiniteValues | None, *, is_local: bool) -> None:
-        """Wait for the means; ``hooked_values`` look at what a hook has made."""
-        if not is_local:
-            self.finish()
-
-    def deliver_hooked(self) -> None:
-        """Make what the hook has left the parameters' gradients."""
+    def deliver(self) -> None:
+        """Make what a communication hook has left the parameters' gradients."""
         return
 
     def unused(self) -> Sequence[int]:
@@ -261,7 +229,7 @@ def _layout(index: int, members: Sequence[GradientSlot]) -> BucketLayout:
 
 
 def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
-    """Find the refusal of a gradient that has no place in a buffer."""
+    """Make the refusal of a gradient that has no place in a buffer."""
     return RuntimeError(
         f"parameter {slot.name!r} has a sparse gradient ({gradient.layout}), and no module that "
         "announces one: replicate reduces sparse gradients of nn.Embedding and nn.EmbeddingBag "
@@ -270,7 +238,7 @@ def sparse_gradient(slot: GradientSlot, gradient: torch.Tensor) -> RuntimeError:
 
 
 def lost_gradient(slot: GradientSlot) -> RuntimeError:
-    """Find the refusal of a gradient that somebody has used up before it was the mean."""
+    """Make the refusal of a gradient that somebody has used up before it was the mean."""
     return RuntimeError(
         f"parameter {slot.name!r} got a gradient in this backward pass, and had none any more when "
         "it was to be summed over the ranks: a hook took it, which has seen the gradient of this "

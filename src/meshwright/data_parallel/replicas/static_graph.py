@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from meshwright.comm import Communicator
-from meshwright.data_parallel.replicas.slots import BucketLayout
-
-
-class CountedBucket(Protocol):
-    """A reduction that counts which of its gradients have arrived."""
-
-    layout: BucketLayout
-    arrived: bytearray
+from meshwright.data_parallel.replicas.slots import Reduction
 
 
 class StaticGraph:
@@ -35,7 +27,7 @@ class StaticGraph:
         self._is_skipped = True
 
     def arrived(self, index: int) -> bool:
-        """Count an arrival; whether the gradient is complete. In the first pass nobody knows."""
+        """Count an arrival, and check that it is the last; in the first pass nobody knows."""
         self._seen[index] += 1
         return self._expected is not None and self._seen[index] == self._expected[index]
 
@@ -46,7 +38,7 @@ class StaticGraph:
         return self._expected is not None and self._seen != self._expected
 
     def end(self) -> None:
-        """A pass has ended well: the first one is what the others are held against."""
+        """End a pass that was well: the first one is what the others are held against."""
         if self._expected is None and not self._is_skipped:
             self._expected = self._seen
         self.reset()
@@ -57,7 +49,7 @@ class StaticGraph:
         self._is_skipped = False
 
     def differences(self) -> dict[str, list[str]]:
-        """Names of parameters with a gradient in only one of the two passes."""
+        """List the parameters with a gradient in only one of the two passes."""
         expected = self._expected or self._seen
         rows = list(zip(self._names, expected, self._seen, strict=True))
         return {
@@ -82,11 +74,9 @@ class StaticGraph:
 
 
 def late_gradient(
-    bucket: CountedBucket, place: int, buckets: Iterable[CountedBucket], *, rank: int
+    bucket: Reduction, place: int, buckets: Iterable[Reduction], *, rank: int
 ) -> RuntimeError:
-    """Make the error for a second gradient of one parameter in a pass, after its bucket's
-    reduction.
-    """
+    """Make the error for a second gradient of a parameter, after its bucket's reduction."""
     name = bucket.layout.slots[place].name
     waiting = [
         slot.name
@@ -96,7 +86,7 @@ def late_gradient(
     ]
     return RuntimeError(
         f"Expected to mark a variable ready only once. Rank {rank}: parameter {name!r} "
-        f"(of {name.rpartition('.')[0] or 'the module itself'}) got another gradient after the "
+        f"(of {_module_of(name)}) got another gradient after the "
         f"first had gone into {bucket.layout.label!r}; no gradient yet: "
         f"{_named_with_modules(waiting) if waiting else 'none'}. A reentrant activation "
         "checkpoint around a module that is used twice does this: pass use_reentrant=False to "
@@ -105,18 +95,19 @@ def late_gradient(
 
 
 def unexpected_gradient(name: str, *, rank: int) -> RuntimeError:
-    """Make the error for a gradient of a parameter that is left out, as no rank used it at
-    first.
-    """
+    """Make the error for a gradient of a parameter that no rank used at first."""
     return RuntimeError(
         "skip_all_reduce_unused_params=True expects every iteration to leave unused what the "
         f"first one did, but on rank {rank} parameter {name!r} (of "
-        f"{name.rpartition('.')[0] or 'the module itself'}) got a gradient. Leave the option "
+        f"{_module_of(name)}) got a gradient. Leave the option "
         "out, or make forward take the same path each time"
     )
 
 
 def _named_with_modules(names: Sequence[str]) -> str:
-    """Find the parameters, and the modules that they belong to."""
-    modules = sorted({name.rpartition(".")[0] or "the module itself" for name in names})
+    modules = sorted({_module_of(name) for name in names})
     return f"parameters {', '.join(names)} (of {', '.join(modules)})"
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or "the module itself"

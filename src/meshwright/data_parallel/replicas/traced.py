@@ -35,8 +35,8 @@ from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.graphs.marks import announce, deliver, grad_reduce, with_kept
 from meshwright.comm.graphs.untraced import apart, constant
+from meshwright.data_parallel.replicas.alone import KeptMemory
 from meshwright.data_parallel.replicas.gradient_bucket import compressed_dtype
-from meshwright.data_parallel.replicas.in_place import KeptMemory
 from meshwright.data_parallel.replicas.reducer import GradientReducer
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.autograd import at_end_of_backward, running_backward
@@ -55,11 +55,11 @@ class GradientMarking(Protocol):
         ...
 
     def ran(self, plan: str) -> None:
-        """A graph with this plan begins its first reduction."""
+        """Take note that a graph with this plan begins its first reduction."""
         ...
 
     def is_unfused(self, model: str) -> None:
-        """A mark of ``model`` was reduced on its own: the backend has not run the pass."""
+        """Count a mark of ``model`` that was reduced alone: the backend has not run the pass."""
         ...
 
 
@@ -74,7 +74,7 @@ class Marking:
         *,
         swaps_parameters: bool = False,
     ) -> None:
-        """``swaps_parameters``: hooks of the modules compute with casts of the parameters."""
+        """Take ``swaps_parameters`` for True when modules compute with casts of the parameters."""
         self._module = weakref.ref(module)
         self._reducer = reducer
         self._communicator = communicator
@@ -91,8 +91,6 @@ class Marking:
         """The backward pass of the graph that ran last, as autograd numbers it."""
         self._takes = False
         """Whether the graph that runs reduces what was left, too."""
-        self.is_driven = False
-        """Whether a pipeline's schedule says when gradients are reduced."""
         self.has_begun = False
         """Whether a traced forward pass has begun, which no hook has seen."""
         self.index = {name: index for index, (name, _) in enumerate(reducer.named)}
@@ -103,10 +101,8 @@ class Marking:
         self._group = communicator.name
         settings = reducer.settings
         self._sizes = list(settings.listed_bytes) or [settings.first_bytes, settings.cap_bytes]
-        self._agreed: dict[str, float] = {}
-        """Plans that this rank has run, with a number for each."""
         self._passes: Counter[str] = Counter()
-        """How often it has run each."""
+        """How often this rank has run each plan."""
         self._memory: dict[tuple[int, torch.dtype], KeptMemory] = {}
         """Of large gradients, by index."""
         self._told = ""
@@ -115,7 +111,7 @@ class Marking:
         announce(self.name, self)
 
     def take_up(self) -> None:
-        """The reducer has other parameters: what is known of those before is void."""
+        """Forget what is known of the parameters before: the reducer has other ones."""
         self.index = {name: index for index, (name, _) in enumerate(self._reducer.named)}
         self._passes.clear()
         self._memory.clear()
@@ -125,8 +121,6 @@ class Marking:
     def route(self) -> Route:
         """Choose the route of the marks of the pass that is traced."""
         reducer = self._reducer
-        if self.is_driven:
-            return "eager"
         # Read while tracing, so that a trace is made anew when they change.
         is_scaled = reducer.on_reduction is not None or reducer.is_scaled
         route = self._choose(is_scaled, reducer.registered_hook is not None, self.renewals)
@@ -151,8 +145,14 @@ class Marking:
         route, mode = _marking().route(self._module())
         shares = self._communicator.backend == "meshwright"
         self._mode = "shared" if mode == "coalesced" and shares else mode
-        self._narrow = self._narrowed()
+        sent = self._sent_in()
+        self._narrow = None if sent == torch.float32 else sent
         return route
+
+    def _sent_in(self) -> torch.dtype | None:
+        """Find the dtype in which float32 is sent; None where a hook does more than a mean."""
+        hook, dtype = self._reducer.registered_hook, torch.float32
+        return dtype if hook is None else compressed_dtype(hook, self._communicator, dtype)
 
     def obstacle(self) -> str:
         """Name what was asked for and marks cannot express; "" when they can express all."""
@@ -174,13 +174,13 @@ class Marking:
             and any(isinstance(part, nn.RNNBase) for part in module.modules()),
         }
         hook = reducer.registered_hook
-        if hook is not None and compressed_dtype(hook, self._communicator, torch.float32) is None:
+        if hook is not None and self._sent_in() is None:
             name = getattr(hook.hook, "__name__", type(hook.hook).__name__)
             reasons[f"the communication hook {name} sees whole buckets"] = True
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 
     def begin(self) -> None:
-        """A forward pass is traced."""
+        """Begin a forward pass that is traced."""
         reducer = self._reducer
         reducer.synchronise(reducer.is_wanted)
         self.has_begun = True
@@ -192,12 +192,8 @@ class Marking:
         has_begun, self.has_begun = self.has_begun, False
         return has_begun
 
-    def be_driven(self, is_driven: bool) -> None:
-        """Leave reductions to a pipeline's schedule, or do them again."""
-        self.is_driven = is_driven
-
     def keep(self) -> None:
-        """A forward pass begins whose gradients stay on this rank."""
+        """Begin a forward pass whose gradients stay on this rank."""
         self.keeps = self.is_open = True
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - the module's own
@@ -239,14 +235,14 @@ class Marking:
         return reduced if narrow is None else reduced.to(gradient.dtype)
 
     def accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        """A hook of a compiled backward: the whole gradient of one parameter is there."""
+        """Mark the whole gradient of one parameter, in a hook of a compiled backward."""
         self._check_hooks()
         gradient = parameter.grad
         if gradient is not None:
             gradient.copy_(self.mark(gradient, index))
 
     def accumulated_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
-        """As `accumulated`, of a DTensor's leaf; its gradient may be marked already."""
+        """Do as `accumulated`, of a DTensor's leaf; its gradient may be marked already."""
         gradient = leaf.grad
         if gradient is None:
             return
@@ -269,16 +265,10 @@ class Marking:
             )
         return True
 
-    def _narrowed(self) -> torch.dtype | None:
-        hook = self._reducer.registered_hook
-        dtype = torch.float32
-        found = None if hook is None else compressed_dtype(hook, self._communicator, dtype)
-        return None if found == dtype else found
-
     # ------------------------------------------------------------------ while a graph runs
 
     def stays(self) -> None:
-        """A gradient has come that hooks do not reduce: a graph has, or it is to stay here."""
+        """Note a gradient that hooks do not reduce: a graph has, or it is to stay here."""
         if self.is_open and running_backward() != self._running:
             self.is_open = False
 
@@ -293,7 +283,7 @@ class Marking:
 
     @torch.no_grad()
     def divided(self, index: int, gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-        """``gradient`` over ``ranks``, in memory that ranks of one host share."""
+        """Divide ``gradient`` by ``ranks``, into memory that ranks of one host share."""
         key = index, gradient.dtype
         if key not in self._memory:
             allocate = self._communicator.empty_shared
@@ -312,13 +302,11 @@ class Marking:
         self._refuse_hooks()
         self._passes[plan] = count = self._passes[plan] + 1
         is_verified = count.bit_count() == 1 and not self._reducer.is_synchronising
-        number = self._agreed.get(plan)
         on_device = self._communicator.device.type != "cpu"
-        if on_device and number is not None and not self.keeps and not is_verified:
+        if on_device and count > 1 and not self.keeps and not is_verified:
             return  # to ask would stop the host until the device has caught up
-        if number is None:
-            digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
-            number = self._agreed[plan] = float(int.from_bytes(digest, "little"))
+        digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()
+        number = float(int.from_bytes(digest, "little"))
         alignment = self._reducer.alignment
         alignment.begin_forward()
         alignment.begin_backward()
@@ -331,14 +319,13 @@ class Marking:
             error = alignment.refuse(self._communicator)
             if error is not None:
                 raise error
-        at_end = at_end_of_backward
         match max(row[1] for row in rows):
             case _Rest.LATER:
-                at_end(partial(self._reduce_rest, ()))
+                at_end_of_backward(partial(self._reduce_rest, ()))
             case _Rest.NOW:
                 self._reduce_rest(indices)
         if is_verified:
-            at_end(self._verify)
+            at_end_of_backward(self._verify)
         _marking().ran(plan)
 
     def _rest(self, indices: Sequence[int]) -> _Rest:
@@ -360,9 +347,8 @@ class Marking:
     @apart
     def _reduce_rest(self, indices: Sequence[int]) -> None:
         """Make all gradients means but those of ``indices``; what is equal stays as it is."""
-        payload = json.dumps(self._beside(indices)).encode()
-        rows = self._communicator.gather_bytes(payload, label="which gradients are left")
-        for index in sorted({index for row in rows for index in json.loads(row)}):
+        rows = self._gather(self._beside(indices), label="which gradients are left")
+        for index in sorted({index for row in rows for index in row}):
             name, parameter = self._reducer.named[index]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -385,9 +371,7 @@ class Marking:
     def _refuse(self, indices: Sequence[int], plan: str) -> None:
         """Name the parameters that some ranks are about to reduce and others are not."""
         names = [self._reducer.named[index][0] for index in indices]
-        payload = json.dumps([names, plan]).encode()
-        label = "graphs that differ"
-        rows = [json.loads(r) for r in self._communicator.gather_bytes(payload, label=label)]
+        rows = self._gather([names, plan], label="graphs that differ")
         everywhere = set.intersection(*(set(row[0]) for row in rows))
         texts: list[str] = []
         for rank, (found, its_plan) in zip(self._communicator.ranks, rows, strict=True):
@@ -410,11 +394,9 @@ class Marking:
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
         sums = [_checksum(parameter.grad) for _, parameter in self._reducer.named]
-        payload = json.dumps(sums).encode()
-        rows = self._communicator.gather_bytes(payload, label="verify a compiled graph")
-        if len(set(rows)) == 1:
+        found = self._gather(sums, label="verify a compiled graph")
+        if all(row == found[0] for row in found):
             return
-        found = [json.loads(row) for row in rows]
         place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
         raise CollectiveMismatchError(
             f"axis {self._communicator.axis}: after the backward pass of a compiled graph "
@@ -425,8 +407,13 @@ class Marking:
             '"python_reducer"'
         )
 
+    def _gather(self, value: object, *, label: str) -> list[Any]:
+        """Gather ``value`` of each rank, in their order."""
+        rows = self._communicator.gather_bytes(json.dumps(value).encode(), label=label)
+        return [json.loads(row) for row in rows]
+
     def unfused(self) -> None:
-        """A mark is reduced alone."""
+        """Count a mark that is reduced alone."""
         _marking().is_unfused(self.name)
 
 
@@ -480,7 +467,7 @@ def _marking() -> GradientMarking:
 
 
 def _checksum(gradient: torch.Tensor | None) -> int | None:
-    """Equal for equal bits."""
+    """Sum the bits of ``gradient`` as integers: equal for equal bits."""
     if gradient is None:
         return None
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
