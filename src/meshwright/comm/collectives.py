@@ -7,6 +7,8 @@ A collective carries an axis and a label saying why it is made ("unshard layers.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import struct
 import weakref
 from collections import deque
@@ -380,9 +382,7 @@ class Communicator:
     # ------------------------------------------------------------------ control and memory
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """List every rank's ``payload``, in rank order: for small control data, JSON for
-        example.
-        """
+        """List every rank's ``payload``, in rank order: for small control data."""
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
         with shown.unseen():
@@ -398,6 +398,17 @@ class Communicator:
             self.all_gather(everyone, mine, label=label).wait()
         rows = everyone.cpu().view(self.size, longest)
         return [row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)]
+
+    def gather_values(self, value: object, *, label: str) -> list[Any]:
+        """List every rank's ``value``, in rank order, as JSON carries it."""
+        return list(map(json.loads, self.gather_bytes(json.dumps(value).encode(), label=label)))
+
+    def differing(self, value: object, *, label: str) -> list[Any]:
+        """List every rank's ``value`` as `gather_values` does, unless all are equal: then none."""
+        digest = hashlib.sha256(json.dumps(value).encode()).digest()
+        if len(set(self.gather_bytes(digest, label=label))) == 1:
+            return []
+        return self.gather_values(value, label=f"{label}: what differs")
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
         """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import json
 import os
 import warnings
 from collections import deque
@@ -332,9 +331,8 @@ def union(axes: Sequence[Communicator]) -> Communicator:
         ranks = {dist.get_rank()}
         for is_check in (False, True):
             for axis in (first, *others):
-                told = json.dumps(sorted(ranks)).encode()
-                rows = axis.gather_bytes(told, label=f"ranks of {name}")
-                reached = {rank for row in rows for rank in json.loads(row)}
+                rows = axis.gather_values(sorted(ranks), label=f"ranks of {name}")
+                reached = {rank for row in rows for rank in row}
                 if is_check and reached != ranks:
                     raise LayoutError(
                         f"the axes {name} form no grid: of rank {dist.get_rank()} they reach "

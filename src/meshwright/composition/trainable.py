@@ -10,7 +10,6 @@ One step on one rank, with ``accumulate = 2``::
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -321,8 +320,7 @@ class Trainable:
         data, first = self._peers.data, self._numbered
         sizes = [size]
         if data.size > 1:
-            rows = data.gather_bytes(str(size).encode(), label="sizes of shares")
-            sizes = [int(row) for row in rows]
+            sizes = data.gather_values(size, label="sizes of shares")
         self._numbered += sum(sizes)
         return first + sum(sizes[: data.rank])
 
@@ -404,14 +402,11 @@ class Trainable:
     def _compare_plans(self) -> None:
         """Check that all ranks have the same plan. Raises PlanError, naming ranks and keys."""
         with phase("compare plans", step=self.steps):
-            text = self.plan.to_json()
-            digest = hashlib.sha256(text.encode()).digest()
             everyone = self._peers.everyone
-            digests = everyone.gather_bytes(digest, label="compare plans")
-            if len(set(digests)) > 1:
-                texts = everyone.gather_bytes(text.encode(), label="plans that differ")
-                plans = dict(zip(everyone.ranks, map(json.loads, texts), strict=True))
-                raise PlanError(list(_plan_differences(plans)))
+            plans = everyone.differing(json.loads(self.plan.to_json()), label="compare plans")
+            if plans:
+                named = dict(zip(everyone.ranks, plans, strict=True))
+                raise PlanError(list(_plan_differences(named)))
 
     def _compare_batches(self, batch: object, target: object) -> None:
         """Check that the ranks of one model see one batch. Raises ValueError on all of them."""

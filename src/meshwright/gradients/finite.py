@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -110,8 +109,7 @@ def agree_on_non_finite(
     ``sums`` those of which the sum over the ranks is not, as far as this rank holds it. ``what``
     says what all ranks have seen, for example "step 12: the gradient norm is nan".
     """
-    payload = json.dumps([list(found), list(sums)]).encode()
-    rows = [json.loads(r) for r in communicator.gather_bytes(payload, label="who is not finite")]
+    rows = communicator.gather_values([list(found), list(sums)], label="who is not finite")
     overflown = list(dict.fromkeys(name for _, names in rows for name in names))
     by_rank = {rank: names for rank, (names, _) in zip(communicator.ranks, rows, strict=True)}
     return non_finite_error(by_rank, what, overflown)

@@ -12,7 +12,6 @@ gather on each rank, and the one factor is applied on their way into the reducti
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,11 +227,10 @@ class LossWindow:
         # All ranks judge alike, those without a loss too: what follows is a collective.
         if sums or batches * squares == samples * samples:
             return
-        mine = json.dumps(self._sizes).encode()
-        sizes = self._communicator.gather_bytes(mine, label="batch sizes")
+        everyones = self._communicator.gather_values(self._sizes, label="batch sizes")
         found = "; ".join(
-            f"rank {rank}: {', '.join(map(str, json.loads(text)))}"
-            for rank, text in zip(self._communicator.ranks, sizes, strict=True)
+            f"rank {rank}: {', '.join(map(str, sizes))}"
+            for rank, sizes in zip(self._communicator.ranks, everyones, strict=True)
         )
         raise ValueError(
             "the loss is a mean, so all microbatches of a step must have equally many samples; "

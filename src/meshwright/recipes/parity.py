@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,14 +92,12 @@ def check_parity(
     if communicator.rank:
         for step in range(steps):
             communicator.barrier(label=f"parity: one process, step {step}").wait()
-        answer = b""
+        found = None
     else:
         with phase("parity: one process", limit=math.inf):  # the others wait, however long
             found = _compare(parallel, config, text, communicator, tolerance)
-        answer = json.dumps(found).encode()
-    problem, error, place, losses = json.loads(
-        communicator.gather_bytes(answer, label="parity: verdict")[0]
-    )
+    verdicts = communicator.gather_values(found, label="parity: verdict")
+    problem, error, place, losses = verdicts[0]
     if problem:
         raise ParityError(problem)
     layout = ", ".join(f"{name}={size}" for name, size in config.plan.axes.mapping().items())

@@ -72,12 +72,11 @@ def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
     From here on the folder belongs to this run. Raises ``PlanError`` when [run] folder and resume
     do not fit what is on the disk, ``CheckpointClaimedError`` when another run writes there.
     """
-    answer = b""
+    answer = None
     if communicator.rank == 0:
         chosen = _choose(config)
-        start = "" if chosen.checkpoint is None else str(chosen.checkpoint)
-        answer = json.dumps([str(chosen.path), start]).encode()
-    path, start = json.loads(communicator.gather_bytes(answer, label="run folder")[0])
+        answer = [str(chosen.path), str(chosen.checkpoint or "")]
+    path, start = communicator.gather_values(answer, label="run folder")[0]
     return RunFolder(path=Path(path), checkpoint=Path(start) if start else None)
 
 
@@ -96,10 +95,9 @@ def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
 
 def require_equal_ranks(run: Mapping[str, object], communicator: Communicator) -> None:
     """Raise ``PlanError``, on all ranks, when configuration or text differ between ranks."""
-    answers = communicator.gather_bytes(json.dumps(run).encode(), label="compare runs")
-    first = json.loads(answers[0])
-    for rank, answer in enumerate(answers[1:], 1):
-        found = list(_differences(first, json.loads(answer)))
+    first, *others = communicator.gather_values(run, label="compare runs")
+    for rank, answer in enumerate(others, 1):
+        found = list(_differences(first, answer))
         if found:
             key, mine, other = found[0]
             raise PlanError(

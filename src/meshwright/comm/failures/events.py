@@ -116,8 +116,7 @@ class EventCheck:
         """
         monitor, ranks = PROCESS.monitor, self._communicator.ranks
         if monitor is None or self._communicator.size == 1:
-            rows = self._communicator.gather_bytes(said.encode(), label=event.text)
-            return [row.decode() for row in rows]
+            return self._communicator.gather_values(said, label=event.text)
         self._count(event)
         keys = [f"{self._key}/{self._number}/said/{rank}" for rank in ranks]
         mine = keys[self._communicator.rank]
@@ -354,10 +353,10 @@ class Comparison:
         """
         if what in self._same or communicator.size == 1:
             return
-        rows = communicator.gather_bytes(what.encode(), label=f"compare {what}")
+        rows = communicator.gather_values(what, label=f"compare {what}")
         if len(set(rows)) > 1:
             named = zip(communicator.ranks, rows, strict=True)
-            texts = "; ".join(f"rank {rank} is in {row.decode()}" for rank, row in named)
+            texts = "; ".join(f"rank {rank} is in {row}" for rank, row in named)
             raise CollectiveMismatchError(
                 f"the ranks of axis {communicator.axis} do not do the same: {texts}"
             )

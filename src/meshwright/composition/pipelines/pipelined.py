@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -298,8 +297,7 @@ class PipelinedTrainable(Trainable):
                 said = (local.total.float() / local.count).item()
             except Exception as error:  # raised below, when the other ranks know
                 failure, said = error, f"{type(error).__name__}: {error}"
-        rows = self._pipeline.gather_bytes(json.dumps(said).encode(), label="loss of a pipeline")
-        found = json.loads(rows[self._last])
+        found = self._pipeline.gather_values(said, label="loss of a pipeline")[self._last]
         if failure is not None:
             raise failure
         if isinstance(found, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -173,10 +172,10 @@ def union(own: Mapping[str, torch.Tensor], axis: Communicator) -> dict[str, torc
     """
     own = {name: tensor.to_dense() if tensor.is_sparse else tensor for name, tensor in own.items()}
     facts = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()]
-    rows = axis.gather_bytes(json.dumps(facts).encode(), label="names of a pipeline")
+    rows = axis.gather_values(facts, label="names of a pipeline")
     found: dict[str, torch.Tensor] = {}
     for source, row in enumerate(rows):
-        for name, shape, dtype in json.loads(row):
+        for name, shape, dtype in row:
             if source == axis.rank:
                 tensor = own[name].detach().to(axis.device).contiguous()
             else:
@@ -192,8 +191,8 @@ def of_one(own: Mapping[str, Any], axis: Communicator) -> list[Mapping[str, Any]
     tensors, structure = flatten(dict(own), str(axis.rank))
     whole = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     everything = union(whole, axis)
-    rows = axis.gather_bytes(json.dumps(structure).encode(), label="state of a pipeline")
-    return [cast("Mapping[str, Any]", unflatten(json.loads(row), everything)) for row in rows]
+    rows = axis.gather_values(structure, label="state of a pipeline")
+    return [cast("Mapping[str, Any]", unflatten(row, everything)) for row in rows]
 
 
 def output_of(source: int, output: object, axis: Communicator) -> Any:  # noqa: ANN401

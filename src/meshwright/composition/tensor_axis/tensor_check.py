@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -167,11 +166,10 @@ class WholeRun:
         """Raise on all ranks what any has found."""
         if self._axis.backend == "fake":  # which does not add what the others have
             return
-        text = json.dumps(list(problems)).encode()
-        rows = self._axis.gather_bytes(text, label="compare with the whole model")
+        rows = self._axis.gather_values(list(problems), label="compare with the whole model")
         found: dict[str, int] = {}
         for rank, row in zip(self._axis.ranks, rows, strict=True):
-            for problem in json.loads(row):
+            for problem in row:
                 found.setdefault(problem, rank)
         if found:
             raise PlanError([f"{problem} (rank {rank})" for problem, rank in found.items()])

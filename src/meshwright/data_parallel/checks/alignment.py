@@ -20,7 +20,6 @@ rank gives no mark of its weights from then on.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import warnings
 import weakref
@@ -123,8 +122,8 @@ class Alignment:
         None where all have the same weights and are in the same pass: they go on.
         """
         values = _digest(self._parameters)
-        payload = json.dumps([self._weights, self._backwards, gave_up, values]).encode()
-        rows = [json.loads(row) for row in communicator.gather_bytes(payload, label="alignment")]
+        mine = [self._weights, self._backwards, gave_up, values]
+        rows = communicator.gather_values(mine, label="alignment")
         if all(row[1:] == [self._backwards, False, values] for row in rows):
             most = max(row[0] for row in rows)
             self._sees_changes = self._sees_changes and self._weights == most

@@ -18,7 +18,6 @@ make together is silent and becomes the order to compare with.
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -450,13 +449,10 @@ class OrderCheck:
         Weights that differ are an error in any case: every step after it would use them. Every rank
         takes part.
         """
-        payload = json.dumps([[n, record.units, known] for n, record, known in comparison.forwards])
+        mine = [[n, record.units, known] for n, record, known in comparison.forwards]
         everyone = [
-            [
-                (number, OrderRecord(tuple(units)), known)
-                for number, units, known in json.loads(text)
-            ]
-            for text in self._communicator.gather_bytes(payload.encode(), label="order lists")
+            [(number, OrderRecord(tuple(units)), known) for number, units, known in forwards]
+            for forwards in self._communicator.gather_values(mine, label="order lists")
         ]
         ranks = self._communicator.ranks
         for step in zip(*everyone, strict=False):

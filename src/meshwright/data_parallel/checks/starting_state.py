@@ -89,15 +89,10 @@ def compare_rows(
     if reason:
         # Some ranks may be in a gather of another size, which Gloo would take for this one.
         communicator.barrier(label=f"compare parameters{reason}")
-    text = json.dumps(rows).encode()
-    digest = hashlib.sha256(text).digest()
-    digests = communicator.gather_bytes(digest, label=f"compare parameters{reason}")
-    if len(set(digests)) == 1:
-        return
-    texts = communicator.gather_bytes(text, label="parameters that differ")
-    everyone = [json.loads(text) for text in texts]
-    difference = _first_difference(communicator, everyone, meaning)
-    raise CollectiveMismatchError(f"{opening}{difference}")
+    everyone = communicator.differing(rows, label=f"compare parameters{reason}")
+    if everyone:
+        difference = _first_difference(communicator, everyone, meaning)
+        raise CollectiveMismatchError(f"{opening}{difference}")
 
 
 def broadcast_tensors(
@@ -322,14 +317,14 @@ def compare_digests(
     Returns what differs, the first name and the ranks on both sides; empty where nothing does.
     """
     names = [name for name, _ in named]
-    payload = json.dumps([found, names, _to_host([each for _, each in named])]).encode()
-    mine = torch.tensor(list(hashlib.sha256(payload).digest()), dtype=torch.uint8)
+    said = [found, names, _to_host([each for _, each in named])]
+    digest = hashlib.sha256(json.dumps(said).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8)
     everyones = torch.empty(mine.numel() * axis.size, dtype=torch.uint8, device=axis.device)
     axis.all_gather_list(everyones, mine.to(axis.device), label="compare starting values").wait()
     if torch.equal(everyones.cpu(), mine.repeat(axis.size)):
         return ""
-    rows = axis.gather_bytes(payload, label="starting values that differ")
-    everyone = [json.loads(row) for row in rows]
+    everyone = axis.gather_values(said, label="starting values that differ")
     before = next((found for found, _, _ in everyone if found), "")
     if before or any(theirs != names for _, theirs, _ in everyone):
         return before  # other parameters, not other values: what the first pass compares

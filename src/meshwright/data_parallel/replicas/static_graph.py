@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from meshwright.comm import Communicator
@@ -59,11 +58,10 @@ class StaticGraph:
 
     def refuse(self, communicator: Communicator) -> RuntimeError:
         """Make the error that every rank raises when one deviates; collective."""
-        payload = json.dumps(self.differences()).encode()
-        rows = communicator.gather_bytes(payload, label="static graph: what differs")
+        rows = communicator.gather_values(self.differences(), label="static graph: what differs")
         sentences: list[str] = []
         for rank, row in zip(communicator.ranks, rows, strict=True):
-            for verb, names in json.loads(row).items():
+            for verb, names in row.items():
                 if names:
                     sentences.append(f"rank {rank} {verb} {_named_with_modules(names)}")
         return RuntimeError(

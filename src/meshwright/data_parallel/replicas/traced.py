@@ -17,7 +17,6 @@ This file knows nothing of the compiler: what to do is asked of a `GradientMarki
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import weakref
 from collections import Counter
@@ -347,7 +346,9 @@ class Marking:
     @apart
     def _reduce_rest(self, indices: Sequence[int]) -> None:
         """Make all gradients means but those of ``indices``; what is equal stays as it is."""
-        rows = self._gather(self._beside(indices), label="which gradients are left")
+        rows = self._communicator.gather_values(
+            self._beside(indices), label="which gradients are left"
+        )
         for index in sorted({index for row in rows for index in row}):
             name, parameter = self._reducer.named[index]
             if parameter.grad is None:
@@ -371,7 +372,7 @@ class Marking:
     def _refuse(self, indices: Sequence[int], plan: str) -> None:
         """Name the parameters that some ranks are about to reduce and others are not."""
         names = [self._reducer.named[index][0] for index in indices]
-        rows = self._gather([names, plan], label="graphs that differ")
+        rows = self._communicator.gather_values([names, plan], label="graphs that differ")
         everywhere = set.intersection(*(set(row[0]) for row in rows))
         texts: list[str] = []
         for rank, (found, its_plan) in zip(self._communicator.ranks, rows, strict=True):
@@ -394,7 +395,7 @@ class Marking:
         Raises CollectiveMismatchError on every rank, naming the first parameter.
         """
         sums = [_checksum(parameter.grad) for _, parameter in self._reducer.named]
-        found = self._gather(sums, label="verify a compiled graph")
+        found = self._communicator.gather_values(sums, label="verify a compiled graph")
         if all(row == found[0] for row in found):
             return
         place = next(n for n in range(len(sums)) if len({str(row[n]) for row in found}) > 1)
@@ -406,11 +407,6 @@ class Marking:
             "meshwright.compiler.compiled_autograd with torch._dynamo.config.optimize_ddp = "
             '"python_reducer"'
         )
-
-    def _gather(self, value: object, *, label: str) -> list[Any]:
-        """Gather ``value`` of each rank, in their order."""
-        rows = self._communicator.gather_bytes(json.dumps(value).encode(), label=label)
-        return [json.loads(row) for row in rows]
 
     def unfused(self) -> None:
         """Count a mark that is reduced alone."""

@@ -15,7 +15,6 @@ units pauses meanwhile.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,7 +129,7 @@ class _Joined:
 
     def _before_clip(self, max_norm: float, norm_type: float) -> None:
         self._attendance.give(Notice.CLIP)
-        _share(self._attendance.communicators, json.dumps([max_norm, norm_type]).encode())
+        _share(self._attendance.communicators, [max_norm, norm_type])
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Check that ``optimizer`` has parameters of the root."""
@@ -144,7 +143,7 @@ class _Joined:
             self._optimizers.append(optimizer)
         self._attendance.give(Notice.STEP, self._optimizers.index(optimizer))
         numbers = [_numbers(group) for group in optimizer.param_groups]
-        _share(self._attendance.communicators, json.dumps(numbers).encode())
+        _share(self._attendance.communicators, numbers)
         self._has_stepped = True
 
     # --------------------------------------------------------------------- ranks that are done
@@ -157,8 +156,8 @@ class _Joined:
             self._step(number)
             return
         if notice is Notice.CLIP:
-            payload = _share(self._attendance.communicators, b"")
-            self._module.clip_grad_norm_(*json.loads(payload))  # pyrefly: ignore[not-callable]
+            numbers = _share(self._attendance.communicators)
+            self._module.clip_grad_norm_(*numbers)  # pyrefly: ignore[not-callable]
             return
         unit = self._units[number]
         if notice is Notice.UNSHARD:
@@ -185,7 +184,7 @@ class _Joined:
         self.iteration.stop()
 
     def _step(self, number: int) -> None:
-        payload = _share(self._attendance.communicators, b"")
+        settings = _share(self._attendance.communicators)
         if number >= len(self._optimizers):
             raise RuntimeError(
                 f"join: the ranks that train step optimizer {number} of this "
@@ -193,7 +192,7 @@ class _Joined:
                 "step. Pass join(optimizers=[...]) on every rank, in the same order"
             )
         optimizer = self._optimizers[number]
-        for group, numbers in zip(optimizer.param_groups, json.loads(payload), strict=True):
+        for group, numbers in zip(optimizer.param_groups, settings, strict=True):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items()})
         optimizer.step()
         self._has_stepped = True
@@ -252,9 +251,9 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _share(communicators: Sequence[Communicator], payload: bytes) -> bytes:
-    """Find the first of the ranks' payloads that is not empty."""
+def _share(communicators: Sequence[Communicator], mine: Any = None) -> Any:  # noqa: ANN401 - JSON
+    """Find the first of the ranks' values that is not None."""
     for axis in communicators:
-        rows = axis.gather_bytes(payload, label="uneven inputs: optimizer")
-        payload = next((row for row in rows if row), b"")
-    return payload
+        rows = axis.gather_values(mine, label="uneven inputs: optimizer")
+        mine = next((row for row in rows if row is not None), None)
+    return mine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +36,8 @@ def has_state(answers: Sequence[Held]) -> bool:
 def exchange(shard: Communicator, held: Sequence[Held]) -> list[list[Held]]:
     """Gather what each rank has of each parameter, the rest packed: some may have no state."""
     plain = [(has, spread, {k: packed(v) for k, v in rest.items()}) for has, spread, rest in held]
-    texts = shard.gather_bytes(json.dumps(plain).encode(), label="optimizer state keys")
-    return [list(answers) for answers in zip(*map(json.loads, texts), strict=True)]
+    everyones = shard.gather_values(plain, label="optimizer state keys")
+    return [list(answers) for answers in zip(*everyones, strict=True)]
 
 
 def is_scalar(value: object) -> bool:
@@ -105,8 +104,7 @@ def from_first_rank(state: Mapping[str, Any] | None, world: Communicator) -> dic
             },
             "rest": packed({key: own for key, own in state.items() if key != "state"}),
         }
-    texts = world.gather_bytes(json.dumps(outline).encode(), label="optimizer state outline")
-    outline = json.loads(texts[0])
+    outline = world.gather_values(outline, label="optimizer state outline")[0]
     if not outline:
         raise ValueError(
             "expected the optimizer's state on the first rank of the group, found none there: pass "
@@ -144,12 +142,10 @@ def with_gathered(
         }
         for name in misfits
     }
-    text = json.dumps([list(given), mine]).encode()
     known: set[str] = set()
     wanted: dict[str, dict[str, Any]] = {}
-    for names, outlines in map(
-        json.loads, shard.gather_bytes(text, label="optimizer state to gather")
-    ):
+    everyones = shard.gather_values([list(given), mine], label="optimizer state to gather")
+    for names, outlines in everyones:
         known.update(names)
         wanted = {**outlines, **wanted}
     found = dict(given)

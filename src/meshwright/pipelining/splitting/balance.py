@@ -10,7 +10,6 @@ bytes from stage to stage.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -209,6 +208,6 @@ def _agreed(by: str, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
         communicator = comm.communicator()
     except CommunicationError:  # One process.
         return costs
-    payload = json.dumps([costs.each, costs.saved]).encode()
-    each, saved = json.loads(communicator.gather_bytes(payload, label="costs of operators")[0])
+    mine = [costs.each, costs.saved]
+    each, saved = communicator.gather_values(mine, label="costs of operators")[0]
     return replace(costs, each=each, saved=saved)

@@ -29,6 +29,7 @@ from meshwright.errors import LayoutError
 Exchange = Callable[[str], list[str]]
 """Gives what each rank of an axis says, in rank order."""
 
+_LABEL = "digest of what ranks hold whole"
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Norm of a difference over the norm of what is expected; half precision has `_COARSE`."""
 _COARSE = 5e-2
@@ -59,7 +60,7 @@ def verify_replicated(module: nn.Module, communicator: Communicator | None = Non
                 by_axis.setdefault(axis, []).append((name, local))
     for axis, named in by_axis.items():
         hint = "Seed all ranks alike, or parallelise with src_data_rank=0"
-        _verify(axis, named, hint, functools.partial(_gathered, axis))
+        _verify(axis, named, hint, functools.partial(axis.gather_values, label=_LABEL))
 
 
 @torch.no_grad()
@@ -138,7 +139,7 @@ def are_equal(named: Sequence[tuple[str, torch.Tensor | None]], exchange: Exchan
 
 def digest_of_all(named: Sequence[tuple[str, torch.Tensor | None]]) -> str:
     """Make one digest of names, kinds and values."""
-    return hashlib.sha256(_digests(named)).hexdigest()
+    return hashlib.sha256(json.dumps(_digests(named)).encode()).hexdigest()
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -158,7 +159,7 @@ def first_difference(
 
     All ranks of ``axis`` call it together, where they know that bits differ.
     """
-    lists = _everyones(axis, named)
+    lists = axis.gather_values(_digests(named), label=f"{_LABEL}, and differs")
     names = [[name for name, *_ in rows] for rows in lists]
     for rank, other in zip(axis.ranks, names, strict=True):
         if other != names[0]:
@@ -237,11 +238,6 @@ def _replicated(
             yield axis, rest.local.detach()
 
 
-def _gathered(axis: Communicator, said: str) -> list[str]:
-    rows = axis.gather_bytes(said.encode(), label="digest of what ranks hold whole")
-    return [row.decode() for row in rows]
-
-
 def _verify(
     axis: Communicator,
     named: Sequence[tuple[str, torch.Tensor]],
@@ -250,7 +246,7 @@ def _verify(
 ) -> None:
     if are_equal(named, exchange):
         return
-    lists = _everyones(axis, named)
+    lists = axis.gather_values(_digests(named), label=f"{_LABEL}, and differs")
     for position in range(min(map(len, lists))):
         sides = _sides(axis, [tuple(rows[position][1:]) for rows in lists])
         if len(sides) > 1:
@@ -263,16 +259,8 @@ def _verify(
     raise LayoutError(f"axis {axis.axis}: the ranks {list(axis.ranks)} replicate other parameters")
 
 
-def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> bytes:
-    return json.dumps([[name, *_digest(tensor)] for name, tensor in named]).encode()
-
-
-def _everyones(
-    axis: Communicator, named: Sequence[tuple[str, torch.Tensor | None]]
-) -> list[list[list[str]]]:
-    """List each rank's names, kinds and digests."""
-    rows = axis.gather_bytes(_digests(named), label="what ranks hold whole, and differs")
-    return [json.loads(row) for row in rows]
+def _digests(named: Sequence[tuple[str, torch.Tensor | None]]) -> list[list[str]]:
+    return [[name, *_digest(tensor)] for name, tensor in named]
 
 
 def _digest(tensor: torch.Tensor | None) -> tuple[str, str]:
