@@ -43,10 +43,9 @@ from meshwright.recipes.text import open_text
 from meshwright.report import read_chrome_trace, write_page
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.builders import build
-from meshwright.schedule.drawing import draw
 from meshwright.schedule.lowering import lower
 from meshwright.schedule.simulate import Costs, simulate
-from meshwright.schedule.text import dump_csv, load_csv
+from meshwright.schedule.text import draw, dump_csv, load_csv
 from meshwright.settings import nearest
 
 # Set for the ranks that this command line starts: their launcher reports for them.

@@ -18,9 +18,8 @@ from meshwright.comm.graphs.marks import (
     GRAD_REDUCE,
     WAIT,
 )
-from meshwright.compiler.bucket_pass import fuse_marks
+from meshwright.compiler.bucket_pass import check_buckets, fuse_marks, peak_bytes
 from meshwright.compiler.bucket_plan import ALONE_BYTES
-from meshwright.compiler.guarantees import check_buckets, peak_bytes
 from meshwright.errors import InternalError
 from support.compiler.graphs import chain, mark, traced
 

@@ -32,7 +32,7 @@ from meshwright.fsdp import (
 from meshwright.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from meshwright.fsdp.building import resolve_device_id
 from meshwright.fsdp.checks import check_devices, check_parameters, choose_device
-from meshwright.fsdp.exposures.pieces import write_back
+from meshwright.fsdp.exposures.exposure import write_back
 from meshwright.mesh import init_device_mesh
 from meshwright.testing import Ranks
 

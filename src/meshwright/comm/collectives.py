@@ -25,7 +25,7 @@ from meshwright.comm.c10d import gloo, lookup
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.groups.registry import PROCESS, PhaseRecord
 from meshwright.comm.observing import shown
-from meshwright.comm.observing.ranges import in_ranges
+from meshwright.comm.observing.shown import in_ranges
 from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
 from meshwright.comm.streams import Clock
 from meshwright.errors import CommunicationError

@@ -3,8 +3,7 @@
 Bottom-up:
 
     bucket_plan  the marks that go together
-    bucket_pass  marks that become fused reductions
-    guarantees   properties that are checked after the pass
+    bucket_pass  marks that become fused reductions, and checks of the graph after it
     marking      the pass, its settings and ways to compile, loaded by the first traced replica
     breaks       the ends of graphs, with reasons
 """

@@ -19,7 +19,8 @@ from weakref import WeakSet
 import torch
 from torch import fx, nn
 
-from meshwright.compiler import bucket_pass, bucket_plan, guarantees
+from meshwright.compiler import bucket_pass, bucket_plan
+from meshwright.compiler import bucket_pass as guarantees
 from meshwright.torch_internals import compile as internals
 from meshwright.torch_internals.modules import call_of, set_compiled_call
 

@@ -23,8 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.comm.dtensors.unreadable import name_of
 from meshwright.gradients import call_module
-from meshwright.pipelining.splitting.dropped import HOOKING, saved_tensor_hooks
-from meshwright.pipelining.splitting.module_hooks import drop_hooks, hooks_of
+from meshwright.pipelining.splitting.dropped import (
+    HOOKING,
+    drop_hooks,
+    hooks_of,
+    saved_tensor_hooks,
+)
 from meshwright.pipelining.stepping.ties import own_copies
 from meshwright.torch_internals.tensors import dispatch_depth, function_depth, writes_to
 from meshwright.torch_internals.trees import tree_leaves

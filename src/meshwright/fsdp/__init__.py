@@ -14,7 +14,6 @@ Bottom-up:
     precision_mode  mixed precision, or full while evaluating
     auto_wrap       wrapping what a policy chose
     states          state dicts of models and optimizers, and whole parameters
-    residency       wrappers as a pipeline's schedule drives them
     unit_wrapper    one wrapper as a module
     wrapper         the public class
     grad_scaler     `ShardedGradScaler`

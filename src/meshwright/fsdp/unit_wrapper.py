@@ -23,6 +23,8 @@ from meshwright.data_parallel.modules.checkpoint_names import (
 )
 from meshwright.data_parallel.modules.nested import map_tensors
 from meshwright.data_parallel.modules.of_this_process import OfThisProcess
+from meshwright.data_parallel.residency import ShardedResidency
+from meshwright.data_parallel.sharded_modules.module_hooks import Driver
 from meshwright.data_parallel.shards.replaced_parameters import is_given_for_call
 from meshwright.data_parallel.shards.unit import Phase, Unit, zero_kept
 from meshwright.fsdp import checks
@@ -561,3 +563,12 @@ def fsdp_units(module: nn.Module) -> list[Unit]:
     """List the units of all wrappers in ``module`` that own parameters."""
     wrappers = wrappers_in(module)
     return [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+
+
+class WrapperResidency(ShardedResidency):
+    """Of all wrappers of one root."""
+
+    def prepare(self, module: nn.Module, driver: Driver) -> None:
+        """Set the root up, choose dtypes, and take what was written to parameters since."""
+        for wrapper in wrappers_in(module):
+            wrapper.prepare()

@@ -39,17 +39,17 @@ from meshwright.fsdp.options import (
     row_of,
 )
 from meshwright.fsdp.precision_mode import PrecisionMode
-from meshwright.fsdp.residency import WrapperResidency
 from meshwright.fsdp.states.checkpoint_functions import CheckpointNames, prepare_optimizers
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.states.legacy_optimizer_state import LegacyOptimizerState, parameter_groups
-from meshwright.fsdp.states.optimizer_keys import by_current_names, rekey
+from meshwright.fsdp.states.optimizer_exchange import by_current_names, rekey
 from meshwright.fsdp.states.optimizer_state import optimizer_state, state_to_load
 from meshwright.fsdp.states.state_dict_types import get_settings, set_settings, settings_for_a_while
 from meshwright.fsdp.states.state_dicts import clean_reported_names
 from meshwright.fsdp.traversal import WRAPPED, UnitDriver, list_below
 from meshwright.fsdp.unit_wrapper import (
     UnitWrapper,
+    WrapperResidency,
     check_reached,
     fsdp_units,
     own_modules,

@@ -54,14 +54,12 @@ from meshwright.pipelining.splitting.pipe import (
     pipeline,
 )
 from meshwright.pipelining.splitting.split_points import (
-    SplitPoint,
-    annotate_split_points,
-    pipe_split,
-)
-from meshwright.pipelining.splitting.upstream_names import (
     LossWrapper,
     PipeSequential,
+    SplitPoint,
     TrivialLossWrapper,
+    annotate_split_points,
+    pipe_split,
     stages_by_name,
 )
 from meshwright.pipelining.stage import PipelineStage, build_stage

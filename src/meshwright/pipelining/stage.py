@@ -33,17 +33,17 @@ from meshwright.pipelining.messages.metadata import (
     shapes,
     tensors_in,
 )
-from meshwright.pipelining.stepping.arguments import CallCheck
+from meshwright.pipelining.stepping.arguments import CallCheck, advice, copies, writes_in_place
 from meshwright.pipelining.stepping.backward import (
+    DwBuilder,
+    Halves,
     Junction,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
 from meshwright.pipelining.stepping.losses import Start
-from meshwright.pipelining.stepping.split_backward import DwBuilder, Halves
 from meshwright.pipelining.stepping.ties import Tie
-from meshwright.pipelining.stepping.written_inputs import advice, copies, writes_in_place
 from meshwright.schedule.actions import F, Operation, W
 
 __all__ = ["PipelineStage", "StageBuilder", "StepOfStage", "build_stage"]

@@ -30,8 +30,8 @@ from meshwright.schedule.actions import (
     W,
     dependencies,
 )
-from meshwright.schedule.drawing import draw
 from meshwright.schedule.messages import Message, parts_of, received, sent
+from meshwright.schedule.text import draw
 
 
 def check(schedule: Schedule, *, ranks: int | None = None, forward_only: bool = False) -> None:

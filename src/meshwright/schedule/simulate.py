@@ -30,8 +30,8 @@ from meshwright.schedule.actions import (
     W,
     dependencies,
 )
-from meshwright.schedule.drawing import draw
 from meshwright.schedule.messages import parts_of
+from meshwright.schedule.text import draw
 from meshwright.timeline import Event, Timeline
 
 PerStage = float | Sequence[float]

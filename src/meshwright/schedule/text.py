@@ -1,6 +1,6 @@
-"""Schedules as CSV: one line a rank, one cell a time slot, an empty cell where a rank is idle.
+"""Schedules as text, one line a rank, one cell a time slot: as CSV in files, drawn in errors.
 
-::
+An empty cell is a slot in which a rank is idle::
 
     # meshwright schedule 1: name=1f1b microbatches=2 stage_ranks=0,1 edges=0-1
     0F0,0F1,0B0,0B1
@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -134,3 +134,47 @@ def _inferred(
         raise ScheduleError(f"{source}: there are no actions of stages {missing or 'at all'}")
     ranks = tuple(stage_ranks or (holders[stage] for stage in sorted(holders)))
     return Schedule.of("csv", rows, ranks, last + 1)
+
+
+MARK = "<-- ERROR HERE"
+"""Stands behind a cell that is wrong."""
+
+AROUND = 6
+"""Cells shown before and after a marked one, where a row is too long to show whole."""
+
+WHOLE = 40
+"""Cells up to which a row is shown whole."""
+
+
+def draw(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
+    """Find the rows of ``schedule``; ``marks`` gives for ranks the position of a marked cell.
+
+    A position behind the last cell marks the end of the row. Long rows without a mark are cut at
+    the end, those with one around it.
+    """
+    found = marks or {}
+    width = max((len(str(a)) for row in schedule.rows for a in row if a is not None), default=1)
+    label = len(str(max(0, schedule.ranks - 1)))
+    lines = []
+    for rank, row in enumerate(schedule.rows):
+        cells = ["." if action is None else str(action) for action in row]
+        at = found.get(rank)
+        first, last = _window(len(cells), at)
+        shown = [cell.ljust(width) for cell in cells[first:last]]
+        if at is not None:
+            place = min(at, len(cells)) - first
+            if place == len(shown):
+                shown.append("(end)")
+            shown[place] = f"{shown[place].rstrip()} {MARK}"
+        before = [f"({first} more)"] if first else []
+        after = [f"({len(cells) - last} more)"] if last < len(cells) else []
+        lines.append(f"rank {rank:>{label}}: " + " ".join([*before, *shown, *after]).rstrip())
+    return "\n".join(lines)
+
+
+def _window(length: int, at: int | None) -> tuple[int, int]:
+    if length <= WHOLE:
+        return 0, length
+    if at is None:
+        return 0, WHOLE
+    return max(0, at - AROUND), min(length, at + AROUND + 1)

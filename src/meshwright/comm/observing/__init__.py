@@ -3,9 +3,7 @@
 Bottom-up:
 
     observers  the protocol, a recorder, and a timer
-    ranges     ranges in the traces of `torch.profiler`
-    shown      the operations that ``CommDebugMode`` is shown
-    timelines  the measurements of all ranks, as one timeline
+    shown      collectives as torch's profiler and ``CommDebugMode`` see them
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from meshwright.comm.streams import Clock, Mark
 from meshwright.timeline import Collective, Event, Lane, Timeline
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
 
 
 class Observer(Protocol):
@@ -138,3 +141,14 @@ class Timer:
     def timeline(self, rank: int) -> Timeline:
         """Give the measurements so far, as events of ``rank``, in seconds of the timer's clock."""
         return Timeline(events=tuple(span.event(rank) for span in self._spans))
+
+
+def gather_timeline(timer: Timer, communicator: Communicator) -> Timeline:
+    """Gather what ``timer`` has measured on all ranks of ``communicator``, who call it together.
+
+    Events have the world's numbers of the ranks. Clocks of one machine agree; those of several do
+    not.
+    """
+    mine = timer.timeline(communicator.ranks[communicator.rank])
+    answers = communicator.gather_bytes(mine.to_json().encode(), label="timelines")
+    return Timeline().merge(Timeline.from_json(answer.decode()) for answer in answers)

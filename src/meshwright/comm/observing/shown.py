@@ -1,4 +1,12 @@
-"""The operations that torch's ``CommDebugMode`` is shown in place of those that run.
+"""Collectives as torch's tools see them: ranges of `torch.profiler`, calls of ``CommDebugMode``.
+
+A collective that begins under a profiler is in ranges::
+
+    meshwright::all_reduce reduce bucket 0 on axis replicate           its launch
+    meshwright::all_reduce reduce bucket 0 on axis replicate (wait)    whoever waits for it
+
+What the backend does lies inside: ``gloo:all_reduce``, ``nccl:all_reduce``, and on shared memory
+``meshwright:all_reduce``.
 
 An operation does not always run as the one of c10d that it is: over Gloo some are made of others,
 and over shared memory none of c10d's runs. Counting must not change what is sent, for the mode may
@@ -12,13 +20,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.profiler import record_function
 
+from meshwright.comm.pending import Launched, TransferWaiter, Work
 from meshwright.torch_internals.distributed import (
     add_backend,
     all_gather_single_of,
@@ -113,3 +124,35 @@ def _show(kind: str, *, functional: bool) -> None:
         return
     with named_group(_NAME, group):
         _OPERATORS.wait_tensor(_FUNCTIONAL[kind](one, two))
+
+
+class _InRange:
+    """A work whose waits are a range."""
+
+    __slots__ = ("_name", "_work")
+
+    def __init__(self, work: Work, name: str) -> None:
+        self._work = work
+        self._name = name
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> object:
+        with record_function(self._name):
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+
+def in_ranges(launch: Callable[[Any], Launched], name: str) -> Callable[[Any], Launched]:
+    """``launch`` in a range ``name``; each wait for what it starts is one, too."""
+
+    def shown(group: Any) -> Launched:  # noqa: ANN401 - c10d's group
+        with record_function(name):
+            works, finish = launch(group)
+        # Transfers are waited for in a thread of their own, which knows them by their class.
+        return [
+            work if isinstance(work, TransferWaiter) else _InRange(work, f"{name} (wait)")
+            for work in works
+        ], finish
+
+    return shown

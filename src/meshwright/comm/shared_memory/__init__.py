@@ -13,7 +13,6 @@ Bottom-up:
     channels      the channels of messages between ranks
     transfers     point-to-point messages
     joining       the way of ranks to one arena
-    transport     the backend that c10d asks a group for
     group         the process group that c10d calls
     backend       the backend as `torch.distributed` learns of it
 """

@@ -28,7 +28,6 @@ from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, Shar
 from meshwright.comm.shared_memory.reductions import check_reduction
 from meshwright.comm.shared_memory.sparse import sum_sparse
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
-from meshwright.comm.shared_memory.transport import CpuTransport
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
 from meshwright.torch_internals.autograd import is_profiled
@@ -531,3 +530,36 @@ def _reduction(opts: Options) -> str:
         return REDUCTION_NAMES[hash(reduction)]
     except KeyError:
         return str(reduction)
+
+
+class CpuTransport:
+    """The part of c10d's ``Backend`` that is asked for by name, with nothing that is optional.
+
+    c10d's ``_set_pg_timeout`` passes over what is neither Gloo's nor NCCL's class, with a warning
+    and without effect. So this says that it is of Gloo's class: a timeout that seems set and is not
+    would be worse.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, name: str, set_timeout: Callable[[timedelta], None]) -> None:
+        self._name = name
+        self._set_timeout = set_timeout
+
+    @property
+    def __class__(self) -> type:
+        return dist.ProcessGroupGloo
+
+    def name(self) -> str:
+        """Find the name of the backend."""
+        return self._name
+
+    def supports_tensor_alloc(self, device: object) -> bool:
+        """Check for an allocator of its own for plain tensors."""
+        return False
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._set_timeout(timeout)

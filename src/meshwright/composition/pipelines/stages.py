@@ -17,7 +17,7 @@ from meshwright.composition.tensor_axis.tensor_twin import restore, twin_of
 from meshwright.errors import PlanError
 from meshwright.pipelining import PipeInfo, SplitPoint, Tie, pipeline, stages_by_name
 from meshwright.pipelining.splitting.balance import balanced
-from meshwright.pipelining.splitting.module_hooks import refuse_hooks
+from meshwright.pipelining.splitting.dropped import refuse_hooks
 from meshwright.plan import PipelinePlan
 from meshwright.randomness import Dropout
 from meshwright.torch_internals.trees import tree_leaves, tree_map, tree_map_only

@@ -5,8 +5,7 @@ Bottom-up:
     starting_state  the state before the first step: compared, or broadcast
     forward_writes  parameters that a forward pass writes in place
     step_watch      the steps of optimizers
-    alignment       numbers behind the gradients: of which pass they are
-    pass_notes      other notes that travel with the gradients of a pass
+    alignment       numbers behind the gradients: of which pass they are, and other notes
     order_record    one forward's order of units, and messages of it
     order           the order of units, recorded and compared
 """

@@ -26,8 +26,7 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.graphs.untraced import apart
-from meshwright.data_parallel.checks.alignment import NOTES
-from meshwright.data_parallel.checks.pass_notes import PassNotes, sum_notes
+from meshwright.data_parallel.checks.alignment import NOTES, PassNotes, sum_notes
 from meshwright.data_parallel.checks.starting_state import compare_parameters
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
 from meshwright.data_parallel.replicas.alone import InPlaceGradient, SparseGradient

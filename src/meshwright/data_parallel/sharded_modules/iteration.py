@@ -23,9 +23,9 @@ from meshwright.comm import Communicator
 from meshwright.comm.failures.events import Event, EventCheck
 from meshwright.comm.graphs.untraced import apart
 from meshwright.comm.groups.registry import go_on
+from meshwright.data_parallel.checks.alignment import NonFinite
 from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, OrderOptions
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
-from meshwright.data_parallel.checks.pass_notes import NonFinite
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
 from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units

@@ -3,7 +3,6 @@
 Bottom-up:
 
     tensor_axes        parameters that tensor parallelism has cut before, gradients by axes
-    pieces             this rank's pieces of parameters
     waiting_gradients  gradients of passes without a reduction, or that nothing would reduce
     original_exposure  the original parameters, each with a piece
     exposure           one flat shard, or the originals

@@ -14,8 +14,8 @@ from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 from meshwright.data_parallel.shards.replaced_parameters import check_given, is_given_for_call
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.fsdp.exposures.exposure import Exposed
-from meshwright.fsdp.exposures.pieces import (
+from meshwright.fsdp.exposures.exposure import (
+    Exposed,
     change_piece_by_hooks,
     give_gradient,
     mark_pieces,

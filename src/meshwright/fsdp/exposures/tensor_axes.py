@@ -32,7 +32,7 @@ from meshwright.data_parallel.distributed_parameters import LocalParameter, chec
 from meshwright.data_parallel.shards.slot import Slot
 from meshwright.data_parallel.shards.unit import Unit
 from meshwright.errors import LayoutError
-from meshwright.fsdp.exposures.pieces import cuts_of, own_pieces
+from meshwright.fsdp.exposures.exposure import cuts_of, own_pieces
 from meshwright.fsdp.groups import Groups
 from meshwright.layout import Placement, Replicate, Shard
 from meshwright.mesh import DeviceMesh

@@ -5,9 +5,8 @@ Bottom-up:
     full_parameters         whole parameters outside of forward and backward
     state_dict_types        the kind of state dict, for a while or for good
     state_dicts             state dicts of models, of three kinds
-    optimizer_exchange      parameters under names of the model, and messages about their state
+    optimizer_exchange      parameters by names or positions, and messages about their state
     optimizer_state         optimizer state under the names of parameters
-    optimizer_keys          positions of parameters, or their names
     checkpoint_functions    what torch's checkpoint functions find
     legacy_optimizer_state  the older names of optimizer state dicts
 """

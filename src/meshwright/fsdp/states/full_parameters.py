@@ -21,8 +21,9 @@ from meshwright.data_parallel.shards.unit import Unit
 from meshwright.fsdp.exposures.exposure import (
     FLAT,
     exposed_of,
+    flat_layout,
+    own_pieces,
 )
-from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import as_parameter
 from meshwright.fsdp.options import TrainingState
 

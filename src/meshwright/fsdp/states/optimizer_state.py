@@ -22,7 +22,7 @@ from torch import nn
 from meshwright.comm import Communicator, communicator
 from meshwright.comm.dtensors.dtensor import is_dtensor
 from meshwright.comm.dtensors.shard_view import ShardView
-from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
+from meshwright.fsdp.exposures.exposure import flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import part_of, whole_of, whole_shape
 from meshwright.fsdp.options import (
     FullOptimStateDictConfig,

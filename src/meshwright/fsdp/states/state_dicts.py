@@ -23,8 +23,7 @@ from meshwright.comm.dtensors.dtensor import AtRest, concatenated_mesh, dtensor_
 from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup
 from meshwright.data_parallel.shards.unit import Unit
-from meshwright.fsdp.exposures.exposure import FLAT, exposed_of
-from meshwright.fsdp.exposures.pieces import flat_layout, own_pieces
+from meshwright.fsdp.exposures.exposure import FLAT, exposed_of, flat_layout, own_pieces
 from meshwright.fsdp.exposures.tensor_axes import on_all_axes, part_of, whole_of, whole_shape
 from meshwright.fsdp.groups import Groups
 from meshwright.fsdp.options import FullStateDictConfig, StateDictSettings, StateDictType

@@ -2,13 +2,11 @@
 
 Bottom-up:
 
-    constants         values that are no tensors, as JSON
-    metadata          shapes, strides and dtypes of values
+    metadata          shapes, strides and dtypes of values, and those that are no tensors
     batch             the arguments of a step, and the ids of the values made of them
     inbox             values that a stage has received
     known_signatures  what sender and receiver both know already
     transfers         the messages of one step
-    unanswered        the same where the other ranks are no processes
 """
 
 from __future__ import annotations

@@ -1,15 +1,20 @@
-"""Watch over a forward that is traced, for what its graph will not have.
+"""The parts of a module that the graph of its forward does not have: kept, watched for, or refused.
 
 A graph has operators and nothing else. Hooks that the model puts on tensors, the backward of an
 `autograd.Function` and what happens to tensors that are saved for the backward would be dropped
-without an error, and with them a part of the gradient.
+without an error, and with them a part of the gradient. So would hooks of modules be that are taken
+apart into stages; those of torch's own, such as ``weight_norm``'s, compute what is in the graph.
+
+A graph keeps what it writes to the buffers of its root module alone, so what the forward gives
+buffers of other modules is copied into them at its end. Tensors that are plain attributes stay what
+they were in the trace: a forward that reads and writes one is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules import module as of_all_modules
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshwright.comm.dtensors.subclasses import has_calls
-from meshwright.pipelining.splitting.module_hooks import key_in_trace
 from meshwright.torch_internals.autograd import function_class, saved_tensor_hooks
+from meshwright.torch_internals.modules import HOOKS, STATE_HOOKS
 from meshwright.torch_internals.tracing import GRAPH_OPERATORS
 from meshwright.torch_internals.trees import tree_leaves
 
@@ -151,3 +158,149 @@ class _Watch(TorchFunctionMode):
                 return f"in {where} ({code.co_filename}:{frame.f_lineno})"
             frame = frame.f_back
         return ""
+
+
+CALLED: Mapping[str, str] = HOOKS
+"""What runs when a module is called, by the attribute that holds it."""
+OF_STATE: Mapping[str, str] = STATE_HOOKS
+"""What runs when its state is asked for or given."""
+_KEPT = ("torch.", "meshwright.pipelining.")
+"""Where hooks come from that a graph has, or that only mark it."""
+
+
+def key_in_trace(module: nn.Module) -> int:
+    """Give the key of ``module``, and of what stands for it in a trace.
+
+    Where a module has two names, export runs other objects with the same attributes.
+    """
+    return id(vars(module))
+
+
+def hooks_of(module: nn.Module, kinds: Iterable[str] = (*CALLED, *OF_STATE)) -> dict[str, object]:
+    """List the first hook of each of ``kinds`` that a user has put on ``module``."""
+    found: dict[str, object] = {}
+    for kind in kinds:
+        for hook in getattr(module, kind).values():
+            if _is_users(hook):
+                found.setdefault(kind, hook)
+    return found
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take from ``module`` what users have put on its calls."""
+    for kind in CALLED:
+        hooks: dict[int, object] = getattr(module, kind)
+        for key in [key for key, hook in hooks.items() if _is_users(hook)]:
+            del hooks[key]
+
+
+def hooks_of_all() -> list[str]:
+    """List the kinds of hooks that the process has on all modules, in words."""
+    known = ((kind, getattr(of_all_modules, f"_global{kind}", {})) for kind in CALLED)
+    return [
+        f"{CALLED[kind]} of all modules ({_called(hook)})"
+        for kind, hooks in known
+        for hook in hooks.values()
+        if _is_users(hook)
+    ]
+
+
+def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], why: str, *kinds: str) -> None:
+    """Raise ValueError, naming module and hook, where any of ``modules`` has hooks of ``kinds``.
+
+    ``why`` completes "these hooks would not run: ".
+    """
+    problems = [*_named(modules, kinds or (*CALLED, *OF_STATE)), *hooks_of_all()]
+    if problems:
+        raise ValueError(
+            f"these hooks would not run as they do in one process: {'; '.join(problems)}. {why}"
+        )
+
+
+def _named(modules: Iterable[tuple[str, nn.Module]], kinds: Iterable[str]) -> Iterator[str]:
+    for name, module in modules:
+        for kind, hook in hooks_of(module, kinds).items():
+            what = f"module {name!r}" if name else f"the model itself ({type(module).__name__})"
+            yield f"the {({**CALLED, **OF_STATE})[kind]} of {what} ({_called(hook)})"
+
+
+def _is_users(hook: object) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith(_KEPT)
+
+
+def _called(hook: object) -> str:
+    """Find the name of a hook's function."""
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+@contextlib.contextmanager
+def assignments(model: nn.Module) -> Iterator[set[str]]:
+    """Make the forward of ``model`` copy what it has given buffers of inner modules into them.
+
+    Yields what will have the names of the attributes that it has given other tensors. Raises
+    ValueError, behind the block, for another shape or dtype than a buffer has.
+    """
+    names = {part: f"{name}." for name, part in model.named_modules() if part is not model}
+    names[model] = ""
+    parts = {key_in_trace(part): part for part in names}
+    held: dict[tuple[nn.Module, str], tuple[torch.Tensor, torch.Tensor]] = {}
+    wrong: dict[str, None] = {}
+    before: dict[nn.Module, dict[str, Any]] = {}
+    replaced: set[str] = set()
+
+    def begin(*_: object) -> None:
+        held.clear()
+        before.update((part, dict(vars(part))) for part in names)
+
+    def note(part: nn.Module, key: str, value: Any) -> None:  # noqa: ANN401
+        buffer, own = part._buffers.get(key), parts.get(key_in_trace(part))
+        if own is None or own is model or buffer is None or value is None:
+            return
+        part = own
+        buffer, _ = held.get((part, key), (buffer, None))
+        if buffer.shape != value.shape or buffer.dtype != value.dtype:
+            wrong[
+                f"{names[part]}{key} had shape {tuple(buffer.shape)} and {buffer.dtype}, and "
+                f"forward gives it {tuple(value.shape)} and {value.dtype}"
+            ] = None
+            return
+        # Detached where it is assigned, so that the stage is known that has computed it.
+        held[part, key] = buffer, value.detach() if value.requires_grad else value
+
+    def end(*_: object) -> None:
+        for (part, key), (buffer, value) in held.items():
+            buffer.copy_(value)
+            part._buffers[key] = buffer
+        for part, had in before.items():
+            now = vars(part)
+            replaced.update(
+                f"{names[part]}{key}"
+                for key, value in had.items()
+                if isinstance(value, torch.Tensor) and now.get(key) is not value
+            )
+
+    handles = [
+        register_module_buffer_registration_hook(note),
+        model.register_forward_pre_hook(begin),
+        model.register_forward_hook(end),
+    ]
+    try:
+        yield replaced
+    finally:
+        for handle in handles:
+            handle.remove()
+    if wrong:
+        raise ValueError(
+            f"a traced stage keeps the sizes of buffers, but {'; '.join(wrong)}. Register it with "
+            "the shape and dtype that forward gives it"
+        )
+
+
+def refuse_remembered(replaced: Iterable[str], constants: Collection[str]) -> None:
+    """Raise ValueError for attributes that were ``replaced``, where a graph reads the old one."""
+    found = sorted({*replaced} & {*constants})
+    if found:
+        raise ValueError(
+            f"each forward reads the tensor {found[0]!r} and gives the attribute another one, but "
+            "in a traced stage it would stay as it was: register it as a buffer"
+        )

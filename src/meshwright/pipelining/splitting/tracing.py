@@ -12,9 +12,15 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from meshwright.pipelining.splitting.assigned import assignments, refuse_remembered
-from meshwright.pipelining.splitting.dropped import refuse_subclasses, watched_forward
-from meshwright.pipelining.splitting.module_hooks import CALLED, key_in_trace, refuse_hooks
+from meshwright.pipelining.splitting.dropped import (
+    CALLED,
+    assignments,
+    key_in_trace,
+    refuse_hooks,
+    refuse_remembered,
+    refuse_subclasses,
+    watched_forward,
+)
 from meshwright.pipelining.splitting.splitting import Argument, Traced, expected
 from meshwright.torch_internals.trees import TreeSpec, tree_leaves, tree_unflatten
 

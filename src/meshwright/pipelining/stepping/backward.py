@@ -28,6 +28,9 @@ _SOON = 1 << 18
 """Bytes of gradients from which they do not wait for others."""
 Node = Any  # torch has no public type with the attributes of a node
 Gradients = tuple[torch.Tensor | None, ...]
+DwRunner = Callable[[], object]
+"""Computes the gradients of weights, for the user."""
+DwBuilder = Callable[[], DwRunner]
 
 
 @dataclass(slots=True)
@@ -425,3 +428,71 @@ def _inside_backward(collect: Callable[[], None]) -> None:
     end.register_hook(run)
     # Without `inputs`: those would tell nodes that run meanwhile what not to compute.
     end.backward()
+
+
+@dataclass(slots=True)
+class _Halfway:
+    """A microbatch between the two halves of its backward."""
+
+    junctions: list[Junction] | None = None
+    runner: DwRunner | None = None
+    whole: tuple[list[object], list[torch.Tensor | None] | None] | None = None
+    """Outputs and gradients of a stage that reads from no other, whose first half is empty."""
+
+
+class Halves:
+    """Runs backwards, and keeps the microbatches whose second half is yet to come."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Halfway] = {}
+
+    def __contains__(self, microbatch: int) -> bool:
+        """Check that the second half is yet to come."""
+        return microbatch in self._kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+
+    def whole(
+        self,
+        outputs: list[object],
+        gradients: list[torch.Tensor | None] | None,
+        builder: DwBuilder | None,
+    ) -> None:
+        """The whole backward; what ``builder`` gives is run right behind it."""
+        run_backward(outputs, gradients)
+        if builder is not None:
+            builder()()
+
+    def first(
+        self,
+        microbatch: int,
+        outputs: list[object],
+        gradients: list[torch.Tensor | None] | None,
+        inputs: Sequence[object] | None,
+        builder: DwBuilder | None,
+    ) -> None:
+        """The input half. ``inputs`` None: there is nothing to compute gradients for.
+
+        With a ``builder`` that is all that autograd does, and what it gives is the second half.
+        """
+        if builder is not None:
+            run_backward(outputs, gradients)
+            self._kept[microbatch] = _Halfway(runner=builder())
+        elif inputs is None:
+            self._kept[microbatch] = _Halfway(whole=(outputs, gradients))
+        else:
+            _, junctions = stage_backward_input(outputs, gradients, inputs, None)
+            self._kept[microbatch] = _Halfway(junctions=junctions)
+
+    def second(self, microbatch: int) -> None:
+        """The weight half."""
+        half = self._kept.pop(microbatch)
+        if half.runner is not None:
+            half.runner()
+        elif half.whole is not None:
+            outputs, gradients = half.whole
+            run_backward(outputs, gradients)
+        elif half.junctions is not None:
+            stage_backward_weight((), half.junctions)

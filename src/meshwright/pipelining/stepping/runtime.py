@@ -16,8 +16,7 @@ from meshwright.pipelining.failures.schedule_order_check import Turns
 from meshwright.pipelining.messages.batch import Identities, Known, Microbatches
 from meshwright.pipelining.messages.known_signatures import Agreed
 from meshwright.pipelining.messages.metadata import detached, digest, signature_of
-from meshwright.pipelining.messages.transfers import Transfers, first_tag
-from meshwright.pipelining.messages.unanswered import UnansweredTransfers
+from meshwright.pipelining.messages.transfers import Transfers, UnansweredTransfers, first_tag
 from meshwright.pipelining.stage import PipelineStage, StepOfStage
 from meshwright.pipelining.stepping.custom import call
 from meshwright.pipelining.stepping.listener import Listener
