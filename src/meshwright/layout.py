@@ -352,9 +352,7 @@ class FlatLayout(LineLayout):
         return part * self.shard_size, (part + 1) * self.shard_size
 
     def owned(self, part: int) -> tuple[Piece, ...]:
-        """List the pieces of tensors that lie in shard ``part``, in order; none for empty
-        tensors.
-        """
+        """List the pieces of tensors that lie in shard ``part``, in order, without empty ones."""
         begin, end = self.shard_range(part)
         pieces: list[Piece] = []
         for index in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
@@ -448,9 +446,7 @@ class ChunkedLayout(LineLayout):
         return tuple(end - start for start, end in zip(self.offsets, ends, strict=True))
 
     def box(self, index: int, part: int) -> Box:
-        """Find the box of tensor ``index`` that lies in shard ``part``; empty where chunks run
-        out.
-        """
+        """Find the box of tensor ``index`` in shard ``part``; empty where chunks run out."""
         if not 0 <= part < self.parts:
             raise LayoutError(f"expected a part from 0 to {self.parts - 1}, found {part}")
         shape, dim = self.shapes[index], self.dims[index]

@@ -63,9 +63,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The places where values of a configuration were given: the name of the text, lines,
-    overrides.
-    """
+    """The places where values were given: the name of the text, lines, overrides."""
 
     source: str = ""
     lines: Mapping[Key, int] = field(default_factory=dict)
@@ -73,9 +71,7 @@ class Origin:
     """The text of the override that gave a key."""
 
     def place(self, key: Key) -> str:
-        """Name the place of the key or else of the table around it, such as ``"line 7: "``, or
-        nothing if it is unknown.
-        """
+        """Name the place of the key or of the table around it, such as ``"line 7: "``, if known."""
         for length in range(len(key), 0, -1):
             known = key[:length]
             if known in self.overrides:

@@ -109,9 +109,7 @@ def read_tree(tree: Mapping[str, object], kind: type[T], *, origin: Origin | Non
 
 
 def review(record: object, origin: Origin) -> list[Problem]:
-    """List the problems of a configuration that was built in code, by the rules that ``read``
-    uses.
-    """
+    """List the problems of a configuration built in code, by the rules of ``read``."""
     return _Reader(origin, type(record)).read(cast(Mapping[str, object], plain(record)))[1]
 
 
@@ -388,9 +386,7 @@ def _item_hints(kind: object, count: int) -> list[object] | None:
 
 
 def _scalar(value: object, hint: object, key: Key) -> object:
-    """Find the value if it is of the type (a whole number may stand for a float) and within the
-    bounds that the type is marked with, or reject it.
-    """
+    """Check type (a whole number may stand for a float) and bounds of a value, or reject it."""
     kind = unmarked(hint)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if _is_huge(value) or (is_number and not _is_within(value, hint)):

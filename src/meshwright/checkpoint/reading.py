@@ -209,9 +209,7 @@ class Reader:
         return CheckpointDamagedError(f"{self.directory / file}: {text}; {_ADVICE}")
 
     def _missing(self, file: str) -> CheckpointError:
-        """Make the error for a file that is not there: damage, unless all of the checkpoint has
-        gone.
-        """
+        """Make the error for a file that is gone: damage, unless the whole checkpoint is."""
         try:
             is_there = os.path.samestat(os.fstat(self._handle), self.directory.stat())
         except OSError:

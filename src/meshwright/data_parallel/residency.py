@@ -221,9 +221,7 @@ class ShardedResidency:
 def sharded_residency(
     module: nn.Module, kind: type[ShardedResidency] = ShardedResidency
 ) -> ShardedResidency:
-    """Find the residency of the root that ``module`` belongs to, which is the outermost that
-    asks.
-    """
+    """Find the residency of the outermost root around ``module`` that asks."""
     driver = driver_of(module)
     if driver is None:
         raise ValueError(f"fully_shard was not applied to this {type(module).__name__}")

@@ -52,9 +52,7 @@ class UnitPlan:
 def named_unmanaged(
     root: nn.Module, ignored: Ignored, deferred: frozenset[nn.Parameter]
 ) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters below ``root`` that belong to it: neither ignored nor taken nor
-    deferred.
-    """
+    """List the parameters below ``root`` that are neither ignored, taken nor deferred."""
     return [
         (clean_name(name), parameter)
         for name, parameter in root.named_parameters()

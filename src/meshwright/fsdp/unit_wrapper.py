@@ -335,9 +335,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return ".".join((*place_of(self, WRAPPED)[1:], ""))
 
     def _flat_names(self) -> dict[str, nn.Parameter]:
-        """List the flat parameter under all names of its parameters, as torch's functions have
-        them.
-        """
+        """List the flat parameter under all names of its parameters, as torch's functions do."""
         unit = self._unit
         flat = None if unit is None else unit.exposure.one_flat
         if flat is None:

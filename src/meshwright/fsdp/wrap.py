@@ -155,9 +155,7 @@ def find_targets(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> Targets:
-    """Find the modules below ``root`` (without it) that ``policy`` wraps, children before
-    parents.
-    """
+    """List the modules below ``root`` that ``policy`` wraps, children before parents."""
     ordered = [m for m in _bottom_up(root, set(ignored_modules)) if m is not root]
     if isinstance(policy, ModuleWrapPolicy | CustomPolicy):
         found = policy.targets([*ordered, root])

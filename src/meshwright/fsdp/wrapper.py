@@ -248,9 +248,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """List all wrappers in ``module``, itself included; only outermost ones with
-        ``root_only``.
-        """
+        """List all wrappers in ``module`` and itself; with ``root_only`` the outermost ones."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m.check_is_root()] if root_only else found
 

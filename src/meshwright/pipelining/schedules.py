@@ -242,9 +242,7 @@ SCHEDULE_NAMES = tuple(name for name, kind in _CLASSES.items() if kind.builder i
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """Find the class called ``schedule_name``, in any case. Raises ``ValueError`` for another
-    name.
-    """
+    """Find the class called ``schedule_name``, in any case, or raise ``ValueError``."""
     lowered = {name.lower(): found for name, found in _CLASSES.items()}
     if schedule_name.lower() not in lowered:
         raise ValueError(

@@ -188,9 +188,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def adamw(config: OptimizerConfig) -> Callable[[Iterable[Parameter]], torch.optim.Optimizer]:
-    """Make a factory, for ``parallelize`` to call with this rank's parameters: AdamW that decays
-    matrices only.
-    """
+    """Make a factory of AdamW, which decays matrices only, for ``parallelize`` to call."""
 
     def build(parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
         owned = [parameter for parameter in parameters if parameter.requires_grad]

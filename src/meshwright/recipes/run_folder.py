@@ -81,9 +81,7 @@ def choose_folder(config: TrainConfig, communicator: Communicator) -> RunFolder:
 
 
 def describe_run(config: TrainConfig, text: ByteText) -> dict[str, object]:
-    """Describe the causes of a run's numbers, as JSON: its configuration and a fingerprint of its
-    text.
-    """
+    """Describe what makes a run's numbers, for JSON: configuration, fingerprint of the text."""
     return {
         "config": plain(config),
         "text": {

@@ -325,9 +325,7 @@ def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = Non
 
 
 def _dual_row(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """List the row of one rank: its phases differ in which half leads, and in what is still to
-    come.
-    """
+    """Build the row of a rank; phases differ in which half leads and what is yet to come."""
     row = _VRow(ranks, rank)
     below, down, up = ranks - 1 - rank, row.down, row.up
     for _ in range(2 * below):

@@ -151,9 +151,7 @@ class _Posts:
                         self._carrier.setdefault(message, recv)
 
     def place(self) -> list[list[tuple[int, Action]]]:
-        """List, for each rank its RECVs with their positions, in the order in which they are
-        posted.
-        """
+        """List, for each rank, its RECVs with positions, in the order of posting."""
         self._unblock()
         return [
             sorted(((at, recv) for recv, at in where.items()), key=lambda item: item[0])

@@ -62,9 +62,7 @@ def compare(timeline: Timeline, edges: Edges | None = None) -> Comparison | None
 
 
 def bubble(timeline: Timeline) -> float:
-    """Compute the share of the ranks' time, from the first to the last compute action, without
-    any.
-    """
+    """Compute the idle share of the ranks' time, from the first to the last compute action."""
     actions = [event for event in timeline.events if _is_compute(event)]
     if not actions:
         return 0.0

@@ -105,9 +105,7 @@ def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]
 
 
 def read(action: Action, schedule: Schedule) -> tuple[Message, ...]:
-    """List all messages that the stage of a RECV reads, in the order of the stages they come
-    from.
-    """
+    """List all messages that the stage of a RECV reads, in the order of their stages."""
     stage, operation, microbatch, _ = action
     here, k, ranks = schedule.stage_ranks[stage], microbatch or 0, schedule.stage_ranks
     if operation is RECV_F:

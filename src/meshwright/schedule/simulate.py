@@ -237,9 +237,7 @@ class _Machine:
         return start
 
     def _columns(self, part: Action) -> Iterator[int]:
-        """Iterate over the places of the results that ``part`` needs; those that the schedule lacks
-        are left out.
-        """
+        """Find the places of the results that ``part`` needs and that the schedule has."""
         for need in dependencies(part, self._schedule):
             if need.operation in (RECV_F, RECV_B):
                 if self._has_transfers:

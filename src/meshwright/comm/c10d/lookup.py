@@ -96,9 +96,7 @@ def replacement(kind: str) -> Callable[..., Any] | None:
 
 
 def current(kind: str) -> Callable[..., Any]:
-    """Find the function that ``kind`` must call now: a replaced spelling first, then torch's
-    own.
-    """
+    """Find the function that ``kind`` must call now: a replaced spelling, or torch's own."""
     function = replacement(kind)
     if function is not None:
         return function

@@ -177,8 +177,11 @@ class FailureMonitor:
         self.board.stop()
 
     def erase(self) -> None:
-        """Remove the notices, so that nothing of a finished run is left on the store."""
-        for slot in range(1, self._seen + 1):
+        """Remove the notices, so that nothing of a finished run is left on the store.
+
+        The first one goes last: the other ranks wait for that.
+        """
+        for slot in range(self._seen, 0, -1):
             self.board.delete_key(f"slot/{slot}")
 
     # ---------------------------------------------------------------- this rank's side

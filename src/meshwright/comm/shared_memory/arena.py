@@ -94,9 +94,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int, *, populate: bool = False) -> Segment:
-        """Make a new segment of ``nbytes``, rounded up to pages. Pages are used when first
-        touched.
-        """
+        """Make a segment of ``nbytes``, in whole pages, which are used when first touched."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)

@@ -231,9 +231,7 @@ class Inbox:
         """Bytes of the first of ``granted`` that were drained."""
 
     def take(self) -> tuple[Message, int] | None:
-        """List the next message of the ring and the address of its bytes; it stays until
-        `release`.
-        """
+        """Find the next message of the ring, which stays until `release`, and its address."""
         channel = self.channel
         if channel.words[POSTED] <= self._count:
             return None

@@ -478,9 +478,7 @@ class Exchange:
 
 
 def _share(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """List the elements that ``rank`` reduces, in multiples of 64 so that no cache line is
-    shared.
-    """
+    """List the elements that ``rank`` reduces, cut at multiples of 64: no cache line is shared."""
     length = -(-numel // (size * 64)) * 64
     return min(rank * length, numel), min((rank + 1) * length, numel)
 

@@ -332,9 +332,7 @@ class OrderCheck:
         return missing == 0
 
     def _record(self, answer: Mapping[str, Any] | None, position: int) -> OrderRecord | None:
-        """Find the order of another rank, which says ``answer``, where it has come to
-        ``position``.
-        """
+        """Find the order of another rank by its ``answer``, where it has come to ``position``."""
         match None if answer is None else answer["described"].get(self._key):
             case {"iteration": int(number), "units": list(units), "has_ended": has_ended, **more}:
                 ahead = number - self._now.number

@@ -14,9 +14,7 @@ from meshwright.torch_internals.trees import tree_leaves, tree_map
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """List the tensors in nested sequences, sets, mappings, dataclasses and registered
-    containers.
-    """
+    """List the tensors in nested containers of Python's, dataclasses, and what is registered."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

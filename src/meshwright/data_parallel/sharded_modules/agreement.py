@@ -198,9 +198,7 @@ def _trains(unit: Unit) -> list[list[bool]]:
 
 
 def _settings(unit: Unit) -> list[Any]:
-    """List the settings that are equal on ranks that do the same: functions by whether there are
-    any.
-    """
+    """List the settings that ranks must have alike; of functions, whether there are any."""
     settings: UnitSettings = unit.settings
     words: list[Any] = []
     for field in fields(settings):

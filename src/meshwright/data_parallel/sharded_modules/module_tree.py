@@ -22,9 +22,7 @@ PlacesIn = Collection[tuple[nn.Module, str]]
 
 
 def places_in(modules: Iterable[nn.Module], parameters: Collection[int]) -> PlacesIn:
-    """Find the places of those ``parameters``, given by ``id``, that ``modules`` hold
-    themselves.
-    """
+    """Find where ``modules`` themselves hold the ``parameters``, which are given by ``id``."""
     return frozenset(
         (module, name)
         for module in modules

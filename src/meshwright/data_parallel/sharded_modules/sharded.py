@@ -244,9 +244,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _framed(cls: type[nn.Module]) -> dict[str, object]:
-    """List the forward of torch's own classes in a frame of ours: compilers begin no graph in
-    theirs.
-    """
+    """Run a forward of torch's in a frame of ours: compilers begin no graph in theirs."""
     theirs = cls.forward
     if not (theirs.__module__ or "").startswith("torch."):  # None for what torch.fx has written
         return {}

@@ -173,9 +173,7 @@ class ExposedTensors(Exposure):
         """Of which flat gradients have been set that nobody is known to have zeroed."""
 
     def entries(self, group: ParameterGroup) -> list[_Entry]:
-        """List the parameters of ``group`` as they look at rest; made when asked for the first
-        time.
-        """
+        """List the parameters of ``group`` as they look at rest, made at the first call."""
         found = self._entries.get(group)
         if found is None:
             known = {e.slot: e.exposed for entries in self._entries.values() for e in entries}

@@ -170,9 +170,7 @@ class GradientLine:
         return [[target for target, _ in slot] for slot in self._slots]
 
     def wholes(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Compute the gradients it holds, each in one of ``shapes``: copies, or the borrowed
-        one.
-        """
+        """Make the gradients it holds whole, of these ``shapes``: copies, or the borrowed one."""
         if self._source is not None:
             return [self._source.view(shapes[0])]
         found = []

@@ -454,9 +454,7 @@ class ParameterGroup:
             self.non_finite.look(line.tensor, partial(self._parts_of, line))
 
     def _parts_of(self, line: GradientLine) -> Iterator[tuple[str, torch.Tensor]]:
-        """Compute the gradients of ``line`` by name, the last first, as a backward comes to
-        them.
-        """
+        """Iterate over the gradients of ``line`` by name, in the order of a backward."""
         for index, parts in reversed(list(zip(line.indices, line.parts(), strict=True))):
             for part in parts:
                 yield self.slots[index].name, part

@@ -84,9 +84,7 @@ class Place:
 
 
 def target_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Target:
-    """Find the data axes of ``mesh``. Raises ValueError or AssertionError when it cannot be
-    used.
-    """
+    """Find the data axes of ``mesh``. Raises ValueError or AssertionError for an unfit one."""
     if dims is not None:
         return _named_target(mesh, dims)
     if mesh.ndim not in (1, 2):

@@ -181,9 +181,7 @@ def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
 
 
 def _block(options: ShardOptions) -> Communicator | None:
-    """Find the ranks that whole parameters are spread among after the forward, when that was
-    asked.
-    """
+    """Find the ranks that share whole parameters after the forward, if any were asked for."""
     after, shard = options.reshard_after_forward, options.target.axes.shard
     if shard is None or after is None or isinstance(after, bool) or not 1 < after < shard.size:
         return None

@@ -73,9 +73,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def whole_parameter(view: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Make a parameter on ``view`` of the class of ``like``, where that is a mere Python
-    subclass.
-    """
+    """Make a parameter on ``view``, of the class of ``like`` if that is a mere subclass."""
     cls = type(like)
     if cls in PLAIN or is_dtensor(like) or is_dtensor(view) or dispatches(like):
         return nn.Parameter(view, requires_grad=like.requires_grad)

@@ -67,9 +67,7 @@ class Exposed(Exposure):
 
     @abstractmethod
     def is_replaced(self, unit: Unit) -> bool:
-        """Check for a parameter that has other memory than its place in the shard, or is another
-        one.
-        """
+        """Check for another parameter, or for memory that is not its place in the shard."""
 
     @abstractmethod
     def convert(self, unit: Unit) -> None:

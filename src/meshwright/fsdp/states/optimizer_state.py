@@ -291,9 +291,7 @@ def _spread_value(
     dtype: torch.dtype,
     form: _Form,
 ) -> torch.Tensor:
-    """Compute the state of one parameter whose parts are spread like its shards, in memory of its
-    own.
-    """
+    """Copy the state of one parameter whose parts are spread like its shards."""
     group, index = entry.group, entry.index
     piece, shard = own_pieces(group).get(index), group.buffer.shard
     local = torch.empty(0, dtype=dtype, device=shard.device if value is None else value.device)

@@ -52,9 +52,7 @@ class Inbox:
         self._of(microbatch).gradients[target] = gradients
 
     def read(self, microbatch: int, *, has_backward: bool) -> dict[int, tuple[Any, ...]]:
-        """List all outputs that have come, by source stage, as leaves of the graph of this
-        stage.
-        """
+        """List all outputs that have come, by source stage, as leaves of this stage's graph."""
         come = self._of(microbatch).outputs
         nested: dict[int, tuple[Any, ...]] = {}
         reads: dict[int, list[Any]] = {}

@@ -253,9 +253,7 @@ def digest(*parts: object) -> int:
 
 
 def differences(expected: Signature, actual: Values, where: str) -> str:
-    """Write all ways in which ``actual`` differs from ``expected``, as one text; empty when in
-    none.
-    """
+    """Describe all ways in which ``actual`` differs from ``expected``; empty if in none."""
     if len(actual.leaves) != len(expected.leaves):
         return (
             f"{where} has a shape mismatch: expected {len(expected.leaves)} values actual "
@@ -381,9 +379,7 @@ def packed(constants: Sequence[object], room: int) -> list[torch.Tensor]:
 
 
 def unpacked(message: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> list[object]:
-    """List the constants of a message; ``receive`` fills a buffer with what has not fitted into
-    it.
-    """
+    """List the constants of a message; ``receive`` fills a buffer with what did not fit."""
     first = bytes(message.numpy())
     count = int.from_bytes(first[:_COUNT], "little")
     text = first[_COUNT : _COUNT + count]

@@ -132,9 +132,7 @@ class Transfers:
     # ------------------------------------------------------------------------ headers
 
     def incoming(self, stage: int, *, wait: bool) -> tuple[int, ...] | None:
-        """List the ids of the outputs of ``stage`` of another rank; None when they have not
-        come.
-        """
+        """List the ids of the outputs of another rank's ``stage``; None until they come."""
         found = self.came.get(stage)
         if found is not None:
             return found
@@ -288,9 +286,7 @@ class Transfers:
         return [leg for leg in legs if self._post(leg, wait=False) is None]
 
     def post_rest(self, legs: Sequence[Leg]) -> list[Leg]:
-        """List the same of ``legs`` that could not be posted before, without those that were
-        awaited.
-        """
+        """Post those of ``legs`` that could not be posted before, but for those awaited."""
         return self.post([leg for leg in legs if leg not in self._awaited])
 
     def take_outputs(self, leg: Leg) -> Values:

@@ -102,9 +102,7 @@ def best_cuts(
 def _chosen(
     costs: Sequence[Costs], bounds: Sequence[float], stages: int, sent: Sequence[float]
 ) -> list[int] | None:
-    """List the cuts of least traffic with all stages within the bounds; None when there are
-    none.
-    """
+    """Find the cuts of least traffic with all stages within the bounds, if there are any."""
     starts = _first_starts(costs, bounds)
     count = len(starts)
     before = [0.0, *[math.inf] * count]

@@ -200,9 +200,7 @@ class Pipe(nn.Module):
         output_loss_value_spec: object = None,
         split_policy: SplitPolicy | None = None,
     ) -> Self:
-        """Make a pipe of a model that has been exported. Parameters of several stages are
-        copied.
-        """
+        """Make a pipe of an exported model. Parameters of several stages are copied."""
         found = traced(mod, exported_program, split_policy)
         stages = cut(found)
         split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")

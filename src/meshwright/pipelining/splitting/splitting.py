@@ -262,9 +262,7 @@ class _Cutter:
     # --------------------------------------------------------------------- attributes
 
     def _held(self, stage: _Stage, node: fx.Node, user: fx.Node | None) -> fx.Node:
-        """Make a parameter, buffer or graph, under the name by which the module of ``user`` has
-        it.
-        """
+        """Make the node of a parameter, buffer or graph, named as in the module of ``user``."""
         value = attribute(self.traced.module, node)
         name = str(node.target)
         if isinstance(value, torch.Tensor):

@@ -390,9 +390,7 @@ class _Sums:
 
 
 def _shared(junctions: Iterable[Junction]) -> frozenset[Node]:
-    """List the first nodes of branches that lead to something to which another branch leads,
-    too.
-    """
+    """List the first nodes of branches that meet with another branch later."""
     firsts: list[Node] = []
     for junction in junctions:
         following = junction.node.next_functions if junction.edges else ()

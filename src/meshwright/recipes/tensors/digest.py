@@ -98,9 +98,7 @@ def _digest(flat: Tensor, places: Tensor) -> Sums:
 def _places(
     box: Box, shape: tuple[int, ...], start: int, stop: int, device: torch.device
 ) -> Tensor:
-    """Number the elements ``start`` to ``stop`` of ``box`` as they lie in the flattened whole
-    tensor.
-    """
+    """Number the elements ``start`` to ``stop`` of ``box`` as the flat whole does."""
     left = torch.arange(start, stop, device=device)
     places = torch.zeros_like(left)
     for dim in reversed(range(len(shape))):
