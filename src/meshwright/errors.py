@@ -27,28 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CheckpointClaimedError",
-    "CheckpointDamagedError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointWriteError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "CommunicationError",
-    "InternalError",
-    "LaunchError",
-    "LayoutError",
-    "MeshwrightError",
-    "NonFiniteError",
-    "ParityError",
-    "PipelinePeerError",
-    "PipeliningShapeError",
-    "PlanError",
-    "RankFailedError",
-    "ScheduleError",
-]
-
 
 class MeshwrightError(Exception):
     """The base of what Meshwright raises on purpose, apart from plain argument errors."""

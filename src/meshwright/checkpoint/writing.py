@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -53,6 +53,7 @@ from meshwright.checkpoint.pieces import (
 from meshwright.checkpoint.steps import prune, remove_torsos, step_directory, torso_directory
 from meshwright.checkpoint.storage import Storage
 from meshwright.checkpoint.tensor_file import Entry, FileMap, file_map, file_name
+from meshwright.comm import Communicator
 from meshwright.errors import CheckpointClaimedError, CheckpointError, CheckpointWriteError
 
 _log = logging.getLogger(__name__)
@@ -63,21 +64,6 @@ _ANSWER, _ERROR = b"+", b"-"
 _CHUNK = 2**20
 _BLOCK = 4096
 _T = TypeVar("_T")
-
-
-class Communicator(Protocol):
-    """The ranks as a save needs them: their number and an exchange of small payloads."""
-
-    @property
-    def rank(self) -> int:
-        """This rank in the group."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
-        """List every rank's payload, in rank order, on every rank."""
 
 
 class _Alone:
@@ -100,7 +86,7 @@ class _Request:
     tensors: Mapping[str, Tensor | ShardedPiece]
     metadata: Mapping[str, JSON]
     step: int
-    group: Communicator
+    group: Communicator | _Alone
     storage: Storage
 
 

@@ -54,6 +54,8 @@ _COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
 _ACTION = re.compile(r"([0-9]+)(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|[FBIW])([0-9]*)")
 _LEFT, _WIDTH, _RIGHT = 70, 1060, 20
 _HIGH, _THIN, _GAP, _TOP, _AXIS = 24, 7, 12, 6, 26
+_SHADES = (1.0, 0.82, 0.66, 0.9, 0.74)
+"""Of stages beside each other on one rank."""
 
 
 def write_page(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
@@ -189,7 +191,7 @@ def _event(event: Event, origin: float, scale: float, top: float, high: float) -
     if event.bytes:
         title += f", {event.bytes:,} bytes"
     match = _ACTION.fullmatch(event.name)
-    shade = 1.0 if match is None or high < _HIGH else _shade(int(match[1]))
+    shade = 1.0 if match is None or high < _HIGH else _SHADES[int(match[1]) % 5]
     box = (
         f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide:.2f}" height="{high}" fill="{colour}" '
         f'fill-opacity="{shade:.2f}" stroke="#fff" stroke-width="{0.5 if wide > 2 else 0}">'
@@ -199,11 +201,6 @@ def _event(event: Event, origin: float, scale: float, top: float, high: float) -
     if label and wide > 6.5 * len(label) + 3:
         box += _text(left + wide / 2, top + high / 2 + 4, label, "middle", "label")
     return box
-
-
-def _shade(stage: int) -> float:
-    """Tell stages beside each other on one rank apart by how full their colour is."""
-    return (1.0, 0.82, 0.66, 0.9, 0.74)[stage % 5]
 
 
 def _axis(whole: float, scale: float, top: float) -> Sequence[str]:

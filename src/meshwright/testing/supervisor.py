@@ -10,8 +10,9 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from meshwright.comm import host_store
 from meshwright.comm.failures.processes import is_stopped, status_of
@@ -24,11 +25,8 @@ _DUMP_SECONDS = 1.0
 _SKIP_GRACE = 0.1
 
 
-class Step(Protocol):
-    """A process's next piece of work; a forked child leaves its parent's frames for it."""
-
-    def __call__(self) -> Step | int:
-        """Do it."""
+Step = Callable[[], "Step | int"]
+"""A process's next piece of work; a forked child leaves its parent's frames for it."""
 
 
 @dataclass(slots=True)

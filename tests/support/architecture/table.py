@@ -35,7 +35,6 @@ __all__ = [
 PUBLIC_FILES = frozenset(
     {
         "comm/process_groups.py",
-        "errors.py",
         "fsdp/wrap.py",
         "mesh.py",
         "pipelining/microbatch.py",

@@ -49,7 +49,8 @@ def entered(tensor: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
     if not partial:
         return _Enter.apply(tensor, False)
     local = vars(tensor).get(_SHARED)
-    if local is None or local.requires_grad is not _is_recorded(tensor):
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    if local is None or local.requires_grad is not is_recorded:
         local = _Enter.apply(tensor, True)
         vars(tensor)[_SHARED] = local
     return local
@@ -79,10 +80,6 @@ def wrapped(
     """
     found = tuple(our_placement(placement, "result") for placement in placements)
     return _Wrap.apply(local, mesh, found, tuple(shape))
-
-
-def _is_recorded(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _gradient_of(placement: Placement) -> Placement:

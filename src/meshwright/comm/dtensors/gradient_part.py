@@ -165,13 +165,10 @@ def _marked(func: object, result: Any, args: tuple[Any, ...]) -> Any:  # noqa: A
     part = _first_part(args)
     if part is None or (result.numel() != part.numel() and func not in _JOINED):
         return result
-    if _has_others(args) or (_is_comparison(part, result) and _is_pair(args, {})):
+    is_comparison = result.dtype is torch.bool and part.dtype is not torch.bool
+    if _has_others(args) or (is_comparison and _is_pair(args, {})):
         return result  # who compares two tensors knows what they are
     return gradient_part(result, part._meshwright_name)
-
-
-def _is_comparison(part: torch.Tensor, result: torch.Tensor) -> bool:
-    return result.dtype is torch.bool and part.dtype is not torch.bool
 
 
 def _first_part(values: Iterable[object]) -> GradientPart | None:

@@ -222,7 +222,9 @@ class ShardView(torch.Tensor):
         options = dict(kwargs or {})
         if func in _MOVES:
             view = args[0]
-            moved = func(view.local, *args[1:], **_without_layout(options))
+            # It names the dims of the whole tensor, and the local elements have one.
+            options.pop("memory_format", None)
+            moved = func(view.local, *args[1:], **options)
             return view._with(cast("torch.Tensor", moved))
         if func in _NEW:
             view, size = args[0], tuple(args[1])
@@ -342,11 +344,6 @@ def _called_from(module: str) -> bool:
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
-
-
-def _without_layout(options: dict[str, Any]) -> dict[str, Any]:
-    # A memory format names the dims of the whole tensor, and the local elements have one.
-    return {key: value for key, value in options.items() if key != "memory_format"}
 
 
 def _views(values: Iterable[object]) -> Iterator[ShardView]:

@@ -7,7 +7,6 @@ Bottom-up:
     fingerprints  the calls of ranks, compared before data moves
     reductions    reductions in rank order
     buffers       strided tensors as one stretch of memory
-    sparse        sums of sparse tensors
     collectives   each collective, as a generator of steps
     queue         the order of calls, and their works
     channels      the channels of messages between ranks

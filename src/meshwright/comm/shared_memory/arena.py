@@ -19,7 +19,6 @@ import resource
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -193,17 +192,15 @@ class SharedTensors:
     def address_of(self, pid: int, location: Location) -> int:
         """Compute the address in this process of bytes that lie in a segment of process ``pid``."""
         if pid == self._pid:
-            start = next(s for s in self._segments() if s.words[1] == location.serial)
+            with self._lock:
+                owned = list(self._owned.values())
+            start = next(s for s in owned if s.words[1] == location.serial)
             return start.address + location.offset
         with self._lock:
             segment = self._mapped.get((pid, location.serial))
             if segment is None:
                 segment = self._map(pid, location)
             return segment.address + location.offset
-
-    def _segments(self) -> Iterator[Segment]:
-        with self._lock:
-            return iter(list(self._owned.values()))
 
     def _map(self, pid: int, location: Location) -> Segment:
         for key in [key for key, mapped in self._mapped.items() if not mapped.words[2]]:
@@ -311,13 +308,10 @@ class ArenaLayout:
         first = (self._pages + self.size * PAGE) // 8
         return first + (2 * rank + parity) * self.record_words
 
-    @property
-    def _first_slot(self) -> int:
-        return -(-self.record(self.size, 0) * 8 // PAGE) * PAGE
-
     def slot(self, rank: int, parity: int) -> int:
         """First byte of the slot of ``rank`` for steps of ``parity``."""
-        return self._first_slot + (2 * rank + parity) * self.slot_bytes
+        first = -(-self.record(self.size, 0) * 8 // PAGE) * PAGE
+        return first + (2 * rank + parity) * self.slot_bytes
 
     def channel(self, source: int, target: int) -> int:
         """First byte of the channel from rank ``source`` to rank ``target``."""

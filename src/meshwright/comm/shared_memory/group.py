@@ -26,7 +26,6 @@ from meshwright.comm.shared_memory.collectives import Exchange
 from meshwright.comm.shared_memory.fingerprints import Call
 from meshwright.comm.shared_memory.queue import JoinedWork, OperationQueue, SharedWork
 from meshwright.comm.shared_memory.reductions import check_reduction
-from meshwright.comm.shared_memory.sparse import sum_sparse
 from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
@@ -158,7 +157,7 @@ class SharedMemoryGroup(ProcessGroup):
         if tensor.is_sparse:
             if reduction != "sum":
                 raise ValueError(f"sparse tensors are summed, and not reduced by {reduction}")
-            sum_sparse(tensor, self)
+            self._sum_sparse(tensor)
             work = SharedWork([tensor])
             work.finish()
             return self._note(work)
@@ -168,6 +167,26 @@ class SharedMemoryGroup(ProcessGroup):
         if buffer is not tensor:
             body = copied_back(body, [(tensor, buffer)])
         return self._submit(call, body, listed, opts)
+
+    @torch.no_grad()
+    def _sum_sparse(self, tensor: torch.Tensor) -> None:
+        """Sum sparse tensors of one shape over all ranks, in place; ended when this returns.
+
+        Equal indices are summed in the order of the ranks, as all sums of the backend are.
+        """
+        mine = tensor.detach().coalesce()
+        indices, values = mine.indices(), mine.values()
+        counts = torch.empty(self.size(), dtype=torch.int64)
+        self.all_gather_single(counts, torch.tensor([values.shape[0]])).wait()
+        places = [indices.new_empty((count, indices.shape[0])) for count in counts.tolist()]
+        self.allgather([places], [indices.t().contiguous()]).wait()
+        parts = [values.new_empty((count, *values.shape[1:])) for count in counts.tolist()]
+        self.allgather([parts], [values]).wait()
+        summed = torch.sparse_coo_tensor(
+            torch.cat(places).t(), torch.cat(parts), tensor.shape, check_invariants=False
+        )
+        # Not on a detached tensor: that would have indices and values of its own.
+        tensor.copy_(summed.coalesce())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> SharedWork:
         """Reduce each tensor over all ranks, in place."""

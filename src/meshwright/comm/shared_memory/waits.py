@@ -315,13 +315,11 @@ class Meeting:
         """Find the state that ``rank`` of the group has given itself; 0 while it takes part."""
         return self._words[self.layout.states + rank]
 
-    def _has_arrived(self, rank: int) -> bool:
-        return self._words[self.layout.rank_word(rank) + ARRIVAL] >= self.step
-
     def _check_states(self, ranks: Sequence[int], what: object, *, messages: bool) -> None:
         for rank in ranks:
             state = self._words[self.layout.states + rank]
-            if state == 0 or (state == LEFT and not messages and self._has_arrived(rank)):
+            has_arrived = self._words[self.layout.rank_word(rank) + ARRIVAL] >= self.step
+            if state == 0 or (state == LEFT and not messages and has_arrived):
                 continue
             number = self.peers.ranks[rank]
             if state == LEFT:

@@ -272,7 +272,8 @@ class NonFinite:
             values += unit.found_non_finite
             for group in unit.trainable_groups:
                 if group.mean is not None:
-                    sums.look(group.mean, partial(_whole_mean, unit.name, group.mean))
+                    named = [(f"unit {unit.name!r}", group.mean)]
+                    sums.look(group.mean, partial(list, named))
         found = tuple(f"the gradient of {name!r}" for name in values)
         in_sums = tuple(sums.names())
         return cls(flags=(bool(found or in_sums),), found=found, sums=in_sums)
@@ -280,10 +281,6 @@ class NonFinite:
     def error(self) -> NonFiniteError:
         """Make the error that every rank of `axes` raises; collective."""
         return agree_on_non_finite(union(self.axes), self.found, what=STOPPED, sums=self.sums)
-
-
-def _whole_mean(name: str, mean: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    return [(f"unit {name!r}", mean)]
 
 
 def sum_notes(notes: Sequence[torch.Tensor], communicator: Communicator) -> None:

@@ -389,7 +389,8 @@ class GradientReducer:
         number = bucket.layout.index
         self._missing[number] -= 1
         if self._missing[number] == 0 and number == self._next:
-            self._launch_ready()
+            while self._next < len(self.buckets) and self._missing[self._next] == 0:
+                self._launch_next()
 
     @apart
     def _arrived_at_leaf(self, index: int, leaf: torch.Tensor) -> None:
@@ -406,10 +407,6 @@ class GradientReducer:
         self.begin_backward()
         self.leaves.collect(index)
         self._arrived(index, leaf)
-
-    def _launch_ready(self) -> None:
-        while self._next < len(self.buckets) and self._missing[self._next] == 0:
-            self._launch_next()
 
     @torch.no_grad()
     def _take(self, bucket: Reduction, place: int) -> None:

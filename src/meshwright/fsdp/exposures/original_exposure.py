@@ -234,7 +234,10 @@ class OriginalExposure(Exposed):
 
     def convert(self, unit: Unit) -> None:
         """See `Exposed`."""
-        if all(_is_same(slot.original, target) for slot, target in self._targets):
+        if all(
+            slot.original.data_ptr() == target.data_ptr() and slot.original.dtype == target.dtype
+            for slot, target in self._targets
+        ):
             return
         for group in unit.groups:
             group.carry_starts([slot.original.data for slot in group.slots])
@@ -257,7 +260,3 @@ class OriginalExposure(Exposed):
             slot.original.data = target
             self._targets.append((slot, target))
             self._refusals.add(unit, slot.original, [slot], slot.name)
-
-
-def _is_same(parameter: nn.Parameter, target: torch.Tensor) -> bool:
-    return parameter.data_ptr() == target.data_ptr() and parameter.dtype == target.dtype

@@ -96,7 +96,9 @@ def summon_own(wrapper: UnitWrapper, options: SummonOptions) -> Iterator[None]:
         views = [
             view for g, line in zip(unit.groups, lines, strict=True) for view in cut_line(g, line)
         ]
-        gradients = _all_gradients(unit) if options.with_gradients else None
+        gradients: list[torch.Tensor | None] | None = None
+        if options.with_gradients:
+            gradients = [whole for g in unit.groups for whole in _whole_gradients(g, unit.name)]
         # What is not sharded is changed as such, by all ranks: nobody keeps another.
         is_whole = unit.groups[0].axes.shard is None and not wrapper._offloads
         writes_back = options.writes_back or (is_whole and not options.rank0_only)
@@ -246,12 +248,8 @@ def _write_gradients(
                 original.grad.copy_(part)
 
 
-def _all_gradients(unit: Unit) -> list[torch.Tensor | None]:
-    """Whole gradients; None where no rank has one, which optimizers tell from zeros."""
-    return [whole for group in unit.groups for whole in _whole_gradients(group, unit.name)]
-
-
 def _whole_gradients(group: ParameterGroup, name: str) -> list[torch.Tensor | None]:
+    """Gather gradients; None where no rank has one, which optimizers tell from zeros."""
     label = f"summon gradients of {name}"
     held = [slot.original.grad is not None for slot in group.slots]
     if group.axes.shard is not None:

@@ -136,7 +136,11 @@ class Signature:
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
         object.__setattr__(self, "tensors", tensors)
-        numbers = (n for n, leaf in enumerate(self.leaves) if _requires_grad(leaf))
+        numbers = (
+            n
+            for n, leaf in enumerate(self.leaves)
+            if isinstance(leaf, TensorMeta) and leaf.requires_grad
+        )
         object.__setattr__(self, "wanted", tuple(numbers))
         strided = (n for n, meta in enumerate(tensors) if not meta.is_plain)
         object.__setattr__(self, "strided", tuple(strided))
@@ -198,10 +202,6 @@ class Signature:
                     "microbatch of the same shapes, so none will come: make the stage's outputs "
                     "require gradients in all microbatches or in none"
                 )
-
-
-def _requires_grad(leaf: object) -> bool:
-    return isinstance(leaf, TensorMeta) and leaf.requires_grad
 
 
 def signature_of(values: Values, where: str) -> Signature:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -63,17 +63,10 @@ _TAGS = 1 << 31
 """Tags that Gloo has."""
 
 
-class Ids(Protocol):
-    """Gives the ids of what a stage of this rank makes, once they are known."""
-
-    def __call__(
-        self, stage: int, incoming: Callable[..., tuple[int, ...] | None], *, wait: bool
-    ) -> tuple[int, ...] | None:
-        """One id for each microbatch; None when they are not known and ``wait`` is false.
-
-        ``incoming`` gives those of stages of other ranks. It is handed over with each call, so that
-        nothing of a step waits for the garbage collector.
-        """
+Ids = Callable[..., tuple[int, ...] | None]
+"""Finds the ids of what a ``stage`` makes, one for each microbatch; None when they are not known
+and ``wait`` is false. For one of this rank it is handed ``incoming``, for those of other ranks,
+with each call, so that nothing of a step waits for the garbage collector."""
 
 
 @dataclass(slots=True)

@@ -203,7 +203,8 @@ class Pipe(nn.Module):
         """Make a pipe of an exported model. Parameters of several stages are copied."""
         found = traced(mod, exported_program, split_policy)
         stages = cut(found)
-        split_gm = _SplitGraph(_rooted(stages), _calls(found, stages), "GraphModule")
+        modules = {f"{_PREFIX}{index}": module for index, module in enumerate(stages.stages)}
+        split_gm = _SplitGraph(modules, _calls(found, stages), "GraphModule")
         targets = [[_named(n.target) for n in stage.graph.nodes] for stage in stages.stages]
         split_gm.meta["facts"] = _Facts(
             stages.edges,
@@ -258,10 +259,6 @@ def _positions(model: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     listed = inspect.signature(model.forward).parameters.values()
     return tuple(each.name for each in listed if each.kind in kinds)
-
-
-def _rooted(stages: Cut) -> dict[str, Any]:
-    return {f"{_PREFIX}{index}": module for index, module in enumerate(stages.stages)}
 
 
 def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
@@ -336,7 +333,7 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
     held = [*module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in held):
         module.to(device)
-    for graph_module in _graphs(module):
+    for graph_module in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
         nodes = _devices(graph_module, device)
         for node in nodes:
             node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))
@@ -344,10 +341,6 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
         if nodes:
             graph_module.recompile()
     return module
-
-
-def _graphs(module: nn.Module) -> list[fx.GraphModule]:
-    return [child for child in module.modules() if isinstance(child, fx.GraphModule)]
 
 
 def _devices(module: fx.GraphModule, device: torch.device) -> list[fx.Node]:

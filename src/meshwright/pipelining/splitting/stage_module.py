@@ -120,7 +120,7 @@ def follow_mode(node: fx.Node, *, is_training: bool) -> tuple[str, Any, Any] | N
     if not isinstance(target, OpOverload) or not is_training:
         return None
     operator = schema_of(target).name
-    if operator == "aten::add_" and _is_counter(node.args[0]):
+    if operator == "aten::add_" and str(getattr(node.args[0], "target", "")).endswith(_COUNTER):
         return _by_keyword(node, "other", 0)
     name = _MODE_ARGUMENTS.get(operator)
     if name is None:
@@ -132,10 +132,6 @@ def follow_mode(node: fx.Node, *, is_training: bool) -> tuple[str, Any, Any] | N
     if not value:
         return None
     return _by_keyword(node, name, 0.0 if name == "dropout_p" else False)
-
-
-def _is_counter(node: object) -> bool:
-    return isinstance(node, fx.Node) and str(node.target).endswith(_COUNTER)
 
 
 def _argument(node: fx.Node, names: list[str], name: str) -> Any:  # noqa: ANN401
