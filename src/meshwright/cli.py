@@ -103,8 +103,7 @@ class _TrainCommand:
 class _CompareCommand:
     """Name the first tensor in which two runs differ, whatever their layouts.
 
-    Both were started with --trace-tensors. The exit status is 0 when they agree, 1 when they do
-    not.
+    Both were started with --trace-tensors. The exit status is 0 when they agree, else 1.
     """
 
     first: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_A")]

@@ -1,7 +1,6 @@
 """The elements that each rank holds: boxes of tensors, placements over axes, and flat packing.
 
-A ``FlatLayout`` packs several tensors into one line of elements and cuts the line into equal
-parts::
+A ``FlatLayout`` packs several tensors into one line of elements and cuts it into equal parts::
 
     tensors       a: (3, 2)        b: (5,)           FlatLayout.pack(..., parts=4)
     line      |a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 --|  numel 11, padded_size 12, shard_size 3

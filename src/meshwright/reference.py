@@ -170,8 +170,7 @@ def first_difference(
 
     Steps in their order, in each the loss before the gradients and the norm of all of them, and
     weights at the end. A relative error is the largest difference over the largest value of the
-    tensor (or over a millionth of the largest value among all gradients of the step, if that is
-    more).
+    tensor (or over a millionth of the largest among all gradients of the step, if that is more).
     """
     found = _differences(parallel, reference, tolerance)
     return next((each for each in found if not each.error <= tolerance), None)

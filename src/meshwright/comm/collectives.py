@@ -246,8 +246,7 @@ class Communicator:
         *,
         label: str = "",
     ) -> Pending:
-        """Make an ``all_gather`` or ``reduce_scatter`` by a ``call`` of the user's in place of
-        c10d.
+        """Make an ``all_gather`` or ``reduce_scatter`` by a ``call`` of the user's, not c10d's.
 
         It is given ``output_tensor``, ``input_tensor`` and ``group``; a gather ``async_op=True``
         too, and what it returns is waited for unless None; a reduce-scatter ``op``, a sum.

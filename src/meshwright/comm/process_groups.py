@@ -284,8 +284,7 @@ def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -
 
 
 def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator:
-    """Find the communicator of ``ranks`` (numbers of the world), among them this one, of
-    ``parent``.
+    """Find the communicator of ``ranks`` (of the world, this one among them) of ``parent``.
 
     Only they call it, so the rest of the world may do something else. No group is made for ranks
     that have one already, under that axis or as ``parent``.
@@ -312,12 +311,10 @@ def peers(parent: Communicator, ranks: Sequence[int], axis: str) -> Communicator
 
 
 def union(axes: Sequence[Communicator]) -> Communicator:
-    """Find the communicator of all ranks that are reached along ``axes``, which are those of one
-    grid.
+    """Find the communicator of all ranks reached along ``axes``, which are those of one grid.
 
     All of them call it with the same axes in the same order. The first time they tell each other
-    who they are, and a group is made where there is none. Raises LayoutError where the axes form
-    no grid.
+    who they are, and a group is made where there is none. Raises LayoutError without a grid.
     """
     first, *others = dict.fromkeys(axes)
     key = tuple(others)
@@ -417,8 +414,7 @@ def _transport_timeout(limit: float | None) -> timedelta:
 
 
 def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Find the timeout in seconds that the user gave to ``group``; None for c10d's default, and
-    ours.
+    """Find the user's timeout of ``group`` in seconds; None for c10d's default, and ours.
 
     c10d's own comes later from now on, where somebody watches the run in its place.
     """

@@ -62,8 +62,7 @@ class _Emitted:
 def fuse_marks(graph: fx.Graph) -> list[BucketPlan]:
     """Replace all marks of ``graph`` by reductions of buckets, and say which there are.
 
-    Raises InternalError when a gradient is computed from a mean, which no graph of a backward pass
-    does.
+    Raises InternalError when a gradient is computed from a mean: no graph of a backward does that.
     """
     marks = marks_of(graph)
     if not marks:

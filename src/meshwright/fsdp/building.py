@@ -105,8 +105,7 @@ def materialise(
 ) -> None:
     """Give memory and values to meta parameters that are ``named``, and to meta buffers.
 
-    ``init`` is called for each of ``modules``, parents first, but for those with other tensors of
-    their own.
+    ``init`` is called for each of ``modules``, parents first, that has no other tensors of its own.
     """
     if init is not None and not callable(init):
         raise ValueError(f"Expected {init} to be callable but got {type(init).__name__}")

@@ -303,9 +303,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """List the state under the names before wrapping, of the kind that is set; on every
-        rank.
-        """
+        """List the state under the names before wrapping, of the kind that is set; on all ranks."""
         settings = self._settings_in_force()
         unit = self._unit
         entries: dict[str, torch.Tensor] = {}

@@ -342,8 +342,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         """Show whole parameters under their names; with ``writeback`` changes of them are kept.
 
         ``module`` need not be a wrapper itself. Every rank enters the block. Raises
-        NotImplementedError for arguments that cannot be joined, AssertionError inside a forward or
-        backward.
+        NotImplementedError for arguments that cannot be joined, AssertionError inside of a pass.
         """
         options = SummonOptions(
             writes_back=writeback,

@@ -48,8 +48,7 @@ def initialize_by_blocks(
     """Initialize ``model``, each rank drawing only the blocks of rows that it holds a part of.
 
     ``reset_parameters``, or ``init(module)``, runs on the meta device to learn what is written to
-    each parameter: operators that treat all elements alike, such as ``normal_``, ``uniform_`` and
-    ``zero_``.
+    each parameter: operators that treat all elements alike, as ``normal_`` and ``zero_`` do.
 
     Raises ValueError for modules that nobody can initialise, and for those that write in another
     way, such as orthogonal matrices, truncated normals or the zero row of a padding index.

@@ -133,8 +133,7 @@ class RunConfig:
     folder: str = ""
     """Where metrics, checkpoints, timeline and summary go; empty means a new one under runs/."""
     resume: str = "auto"
-    """auto (the folder's newest complete checkpoint, if any), never, a run's folder, or a
-    checkpoint."""
+    """auto (the newest complete checkpoint, if any), never, a run's folder, or a checkpoint."""
     accept_changes: bool = False
     """Resume even where plan, text, optimizer or steps differ from those of the checkpoint."""
     save_every: Annotated[int, AtLeast(0)] = 0
@@ -154,8 +153,7 @@ class RunConfig:
     trace_tensors: bool = False
     """Write hashes and norms of every step's tensors, for ``meshwright compare``."""
     trace_modules: tuple[str, ...] = ()
-    """Names of modules whose outputs are traced, with wildcards; by default those that hold no
-    others."""
+    """Names of modules whose outputs are traced, with wildcards; by default the innermost."""
     trace_mb: Annotated[float, Above(0)] = 256.0
     """The tensor trace of a rank ends before it grows beyond so many MiB."""
     timeout: Annotated[float, Above(0)] | None = None

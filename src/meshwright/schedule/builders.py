@@ -430,8 +430,7 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 def build(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, edges: Edges = None
 ) -> Schedule:
-    """Build the schedule called ``name`` in a plan; ``chunks`` a rank default to what it is made
-    for.
+    """Build the schedule called ``name`` in a plan, with its usual ``chunks`` a rank if not given.
 
     Raises ``ValueError`` for an unknown name and for sizes that the schedule cannot have.
     """

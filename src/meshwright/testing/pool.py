@@ -203,8 +203,7 @@ def ranks(
     ``timeout`` is the deadline in seconds; ranks that are still running then have their Python
     stacks shown and are killed. After the first failure the others have ``grace`` seconds to end.
     ``backend`` goes to ``comm.connect``; with ``connected=False`` the body connects by itself, from
-    torchrun's variables, which are set, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or
-    shm.
+    torchrun's variables, and ``MESHWRIGHT_CPU_BACKEND`` where ``backend`` is gloo or shm.
 
     Raises `RanksFailed` when any rank raised, died, hung or did not end well; skips the test when a
     body called ``pytest.skip``.

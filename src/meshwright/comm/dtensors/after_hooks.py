@@ -61,8 +61,7 @@ def step_in_backward(parameter: torch.Tensor) -> None:
 def carry_after_hooks(source: torch.Tensor, target: nn.Parameter, name: str) -> None:
     """Give ``target``, which takes the place of ``source``, all that waits for its gradient.
 
-    Handles remove hooks of both. Raises ValueError for an optimizer with state: it is that of
-    ``source``.
+    Handles remove hooks of both. Raises ValueError for an optimizer with state, ``source``'s.
     """
     if after_hooks_of(source):
         set_after_hooks(target, after_hooks_of(source))

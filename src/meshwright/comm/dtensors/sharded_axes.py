@@ -98,8 +98,7 @@ def singles_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def spread_of(tensor: torch.Tensor) -> tuple[Communicator, ...]:
-    """List the communicators over which ``tensor`` lies spread; none where each rank holds the
-    whole.
+    """List the communicators over which ``tensor`` lies spread; none where all hold the whole.
 
     Raises `LayoutError` for a partial sum, of which no rank holds any element, for a line of
     several tensors that lie spread in several ways, and for a `ShardView` of a part that does not

@@ -47,8 +47,7 @@ def holder_of(tensor: torch.Tensor) -> str | None:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the plain tensor with the values of a subclass that says how it is gathered, or
-    ``tensor``.
+    """Compute the plain tensor of a subclass that says how it is gathered, or give ``tensor``.
 
     It is on the same memory.
     """

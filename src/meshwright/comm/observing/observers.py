@@ -146,8 +146,7 @@ class Timer:
 def gather_timeline(timer: Timer, communicator: Communicator) -> Timeline:
     """Gather what ``timer`` has measured on all ranks of ``communicator``, who call it together.
 
-    Events have the world's numbers of the ranks. Clocks of one machine agree; those of several do
-    not.
+    Events have the world's numbers of the ranks. Clocks of one machine agree; others do not.
     """
     mine = timer.timeline(communicator.ranks[communicator.rank])
     answers = communicator.gather_bytes(mine.to_json().encode(), label="timelines")

@@ -42,8 +42,7 @@ def join(
 
     ``crowd`` is the number of ranks on this host, ``known`` the processes (id and start time) of
     ranks that were met before. Raises `ApartError` when the ranks are not of one host and user,
-    `RankFailedError` when one of them has ended, `CollectiveTimeoutError` naming those that did
-    not come.
+    `RankFailedError` when one has ended, `CollectiveTimeoutError` naming those that did not come.
     """
     layout = ArenaLayout(len(ranks), SLOT_BYTES, CHANNEL_BYTES)
     limit = time.monotonic() + timeout

@@ -192,8 +192,7 @@ def compressed_dtype(
 def check_hook(hook: object) -> CommunicationHook:
     """Return ``hook`` when it can be one.
 
-    Raises TypeError when it cannot be called, ValueError when its annotations are of another
-    protocol.
+    Raises TypeError when it cannot be called, ValueError for annotations of another protocol.
     """
     if not callable(hook):
         raise TypeError(

@@ -56,8 +56,7 @@ class ShardOptions:
 def build_unit(
     modules: Sequence[nn.Module], options: ShardOptions, *, synchronises: bool
 ) -> Unit | None:
-    """Make the unit of all parameters of ``modules`` that no other call has taken, if there are
-    any.
+    """Make the unit of all parameters of ``modules`` that no other call has taken, if any.
 
     With ``synchronises`` it has the values of the first rank.
     """

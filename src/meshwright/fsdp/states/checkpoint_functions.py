@@ -94,8 +94,7 @@ class _Hooks:
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """See to it that torch finds a state: it would make one by a step of the weights.
 
-        Before it loads, also that of parameters that have none: it leaves out what it finds no
-        place for.
+        Before it loads, also that of parameters that have none: it leaves out what has no place.
         """
         if not any(optimizer.state.values()):
             self._zero = optimizer.state = _state_of_zero_steps(optimizer)

@@ -1,7 +1,6 @@
 """Whole parameters outside of forward and backward: gathered, shown, and written back.
 
-They are gathered into memory of their own and in the optimizer's dtype, whatever the computation
-uses.
+They are gathered into memory of their own, in the optimizer's dtype, not the computation's.
 """
 
 from __future__ import annotations

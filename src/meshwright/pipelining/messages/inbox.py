@@ -70,8 +70,7 @@ class Inbox:
         return [leaf for leaves in self._reads.get(microbatch, {}).values() for leaf in leaves]
 
     def added(self, microbatch: int, count: int) -> Gradients | None:
-        """Compute the gradients of ``count`` outputs, added up in the order of the stages that sent
-        them.
+        """Add up the gradients of ``count`` outputs, in the order of the stages that sent them.
 
         The result does not depend on which of them came first. None: none has come.
         """

@@ -7,8 +7,7 @@
     └── rank_00001.jsonl
 
 Every line is one JSON object. A run that goes on adds another header. The row of the loss is the
-last of a step: a step without it on some rank was not finished. A last line that was cut short is
-left out.
+last of a step, which was not finished without it. A last line that was cut short is left out.
 """
 
 from __future__ import annotations
