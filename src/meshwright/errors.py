@@ -41,14 +41,12 @@ class PlanError(MeshwrightError, ValueError):
     def __init__(self, problems: Sequence[str] | str, source: str = "") -> None:
         given = (problems,) if isinstance(problems, str) else tuple(problems)
         # A problem is one line, whatever control characters of a file it quotes.
-        self.problems: tuple[str, ...] = tuple(map(_printable, given))
+        self.problems: tuple[str, ...] = tuple(
+            "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) for text in given
+        )
         self.source = source
         prefix = f"{source}: " if source else ""
         super().__init__("\n".join(prefix + problem for problem in self.problems))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class LayoutError(MeshwrightError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshwright.axes import Axes
 from meshwright.checkpoint import (
     Reader,
     ShardedPiece,
@@ -28,7 +28,7 @@ from meshwright.checkpoint import (
     verify,
 )
 from meshwright.errors import CheckpointMismatchError
-from meshwright.layout import Box, Shard, TensorLayout, boxes
+from meshwright.layout import Box, boxes, chunk
 from support.checkpoint.faulty_storage import on_ranks
 from support.checkpoint.samples import (
     METADATA,
@@ -138,18 +138,18 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 def _layout_pieces(
     tensor: Tensor, sizes: tuple[int, int], dims: tuple[int, int]
 ) -> list[ShardedPiece]:
-    axes = Axes(names=("shard", "tensor"), sizes=sizes)
-    placements = {
-        axis: Shard(dim % tensor.ndim)
-        for axis, dim in zip(axes.names, dims, strict=True)
-        if tensor.ndim
-    }
+    """The pieces of the ranks of two axes, each of which cuts one of ``dims``, the first first."""
     shape = tuple(tensor.shape)
-    layout = TensorLayout(name="t", shape=shape, dtype="float32", axes=axes, placements=placements)
-    held = [layout.box(rank) for rank in range(axes.world_size)]
-    return [
-        ShardedPiece(global_shape=shape, boxes=(box,), tensor=tensor[box.slices()]) for box in held
-    ]
+    pieces = []
+    for place in itertools.product(*map(range, sizes)):
+        offset, extent = [0] * tensor.ndim, list(shape)
+        for parts, index, dim in zip(sizes, place, dims, strict=True) if tensor.ndim else ():
+            start, rows = chunk(extent[dim % tensor.ndim], parts, index)
+            offset[dim % tensor.ndim] += start
+            extent[dim % tensor.ndim] = rows
+        box = Box(tuple(offset), tuple(extent))
+        pieces.append(ShardedPiece(global_shape=shape, boxes=(box,), tensor=tensor[box.slices()]))
+    return pieces
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,10 +2,9 @@
 
 Bottom-up:
 
-    axis_groups       the ranks along the axes of a plan
     example_run       a run of a copy of the model on its example
     description       what a layout does, in words and numbers
-    data_layout       the axes over which ranks read different data
+    data_layout       the ranks along axes, and those that read different data
     tensor_axis       layers that are cut over axis tensor, and the check of them
     checks            contradictions of a plan and a model
     laying_out        values, dropout, layers, data axes and graphs of a module

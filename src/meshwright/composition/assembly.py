@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright import comm
-from meshwright.composition.axis_groups import Peers
 from meshwright.composition.checks import check_model
-from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (

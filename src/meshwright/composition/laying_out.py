@@ -20,17 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.dtensor import mesh_communicators
+from meshwright.comm.dtensors.dtensor import check_ties, mesh_communicators
 from meshwright.comm.dtensors.gather_dtensor import held_boxes
-from meshwright.comm.dtensors.made_dtensors import check_ties
-from meshwright.composition.axis_groups import Peers
 from meshwright.composition.checks import recomputed
-from meshwright.composition.data_layout import ReplicatedLayout, ShardedLayout
+from meshwright.composition.data_layout import Peers, ReplicatedLayout, ShardedLayout
 from meshwright.composition.example_run import Inputs
 from meshwright.composition.tensor_axis.tensor_rules import STYLES, ModelCut
 from meshwright.data_parallel import ReductionSettings, ReplicateOptions, flat_groups, replicate
 from meshwright.data_parallel.checks.starting_state import broadcast_tensors, compare_parameters
-from meshwright.data_parallel.flat.optimizer import parts_of_flat
+from meshwright.data_parallel.flat_parameters import parts_of_flat
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.sharded import fully_shard
 from meshwright.data_parallel.shards.policies import MixedPrecisionPolicy

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint import load_optimizer_state, optimizer_state
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
-from meshwright.data_parallel.flat.optimizer import parts_of_flat
+from meshwright.data_parallel.flat_parameters import parts_of_flat
 from meshwright.errors import CheckpointMismatchError
 from meshwright.torch_internals.trees import tree_map
 

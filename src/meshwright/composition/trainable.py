@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from meshwright.comm import Communicator, phase
 from meshwright.comm.dtensors.gather_dtensor import part_like, whole
 from meshwright.comm.failures.events import Event, EventCheck
-from meshwright.composition.axis_groups import Peers
-from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
 from meshwright.composition.example_run import evaluating
 from meshwright.composition.named_optimizer import load_named_state, named_state

@@ -9,13 +9,13 @@ Bottom-up:
     comm_hooks              other ways to reduce a bucket of gradients than a plain sum
     shards                  parameters in parts: their memory, their units, and what is seen of them
     sharded_modules         `fully_shard`: how modules bring their units through an iteration
-    flat                    the flat view of a model, for optimizers
+    flat_parameters         the flat view of a model, for optimizers
     residency               replicated and sharded modules as a pipeline's schedule drives them
 """
 
 from __future__ import annotations
 
-from meshwright.data_parallel.flat.optimizer import flat_groups
+from meshwright.data_parallel.flat_parameters import flat_groups
 from meshwright.data_parallel.modules.batch_norm import (
     batch_norms,
     keep_batch_norm_local,

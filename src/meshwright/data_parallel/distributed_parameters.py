@@ -276,11 +276,6 @@ class ReducedLeaves:
         self._last = weakref.finalize(self, _let_go, self._hooked, leaving)
         self._last.atexit = False  # pyrefly: ignore[missing-attribute]
 
-    @property
-    def computes_on_dtensors(self) -> bool:
-        """True when some module computes with a DTensor itself and not with its leaf."""
-        return not all(lent.local.is_local for lent in self.lent.values())
-
     def follow(self) -> set[int]:
         """Ask for the leaves again, as each forward does; which of them are others than before."""
         changed = {n for n, lent in self.lent.items() if take_over(lent.parameter) is not lent.leaf}

@@ -4,14 +4,13 @@
 
 Bottom-up:
 
-    options         strategies, precision, kinds of state dicts; those of other libraries
+    options         strategies, precision, also now, kinds of state dicts; those of other libraries
     wrap            policies: the submodules that become units
     groups          the ranks that share parameters, and those that copy
     checks          checks of a module that becomes a unit
     exposures       the parameters of a unit as they look from outside
     traversal       the tree of wrappers, names, and lists of modules inside of a flat unit
     building        from a module to a unit
-    precision_mode  mixed precision, or full while evaluating
     auto_wrap       wrapping what a policy chose
     states          state dicts of models and optimizers, and whole parameters
     unit_wrapper    one wrapper as a module

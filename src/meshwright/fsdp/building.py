@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.comm.dtensors.made_dtensors import check_ties
+from meshwright.comm.dtensors.dtensor import check_ties
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
 from meshwright.data_parallel.checks.starting_state import digest_of, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters

@@ -37,13 +37,13 @@ from meshwright.fsdp.options import (
     CPUOffload,
     FullStateDictConfig,
     MixedPrecision,
+    PrecisionMode,
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
     TrainingState,
     own_member,
 )
-from meshwright.fsdp.precision_mode import PrecisionMode
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_own
 from meshwright.fsdp.states.state_dicts import (
     load_entries,

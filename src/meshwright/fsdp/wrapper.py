@@ -31,6 +31,7 @@ from meshwright.fsdp.options import (
     MixedPrecision,
     OptimStateDictConfig,
     OptimStateKeyType,
+    PrecisionMode,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -38,7 +39,6 @@ from meshwright.fsdp.options import (
     own_config,
     row_of,
 )
-from meshwright.fsdp.precision_mode import PrecisionMode
 from meshwright.fsdp.states.checkpoint_functions import CheckpointNames, prepare_optimizers
 from meshwright.fsdp.states.full_parameters import SummonOptions, summon_all
 from meshwright.fsdp.states.legacy_optimizer_state import LegacyOptimizerState, parameter_groups

@@ -383,16 +383,14 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: object = None) -> Any:  # no
     if chunk_spec is None or isinstance(chunk_spec, TensorChunkSpec | CustomReducer):
         specs: Sequence[object] = [chunk_spec] * len(leaves)
     else:
-        specs, spec_tree = tree_flatten(chunk_spec, is_leaf=_is_merge_spec)
+        specs, spec_tree = tree_flatten(
+            chunk_spec, is_leaf=lambda spec: _is_spec(spec) or isinstance(spec, CustomReducer)
+        )
         if spec_tree != tree:
             raise ValueError(f"Chunk {tree} did not match chunk spec {chunk_spec}")
     columns = zip(*(found for found, _ in flat), strict=True)
     merged = [_merge(list(column), spec) for column, spec in zip(columns, specs, strict=True)]
     return tree_unflatten(merged, tree)
-
-
-def _is_merge_spec(spec: object) -> bool:
-    return _is_spec(spec) or isinstance(spec, CustomReducer)
 
 
 def _merge(parts: list[Any], spec: object) -> Any:  # noqa: ANN401

@@ -7,9 +7,8 @@ Bottom-up:
     language_model  the model, its optimizer and the learning rate
     metrics         a line of JSON a step, progress, and the last steps as a timeline
     run_folder      where a run writes, what it resumes from, and its state as a checkpoint
-    stopping        stopping on request
     tensors         traces of tensors, and two runs compared
-    loop            the main job, and its loss on held-out text
+    loop            the main job, its loss on held-out text, and its stop on request
     parity          the proof that a layout trains the same model
 """
 

@@ -1,4 +1,12 @@
-"""The main job: train the language model on text, through whatever layout the plan says."""
+"""The main job: train the language model on text, through whatever layout the plan says.
+
+SIGINT and SIGTERM finish the step, on all ranks the same one::
+
+    signal on rank 1     |
+    rank 0   step 7 ----------- agree -- step 8 ---------- agree: stop, save
+    rank 1   step 7 --- flag -- agree -- step 8 ---------- agree: stop, save
+                        the flag travels beside step 8, whose work hides it
+"""
 
 from __future__ import annotations
 
@@ -6,11 +14,15 @@ import contextlib
 import json
 import logging
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from types import FrameType
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +30,7 @@ from torch.nn import functional
 
 import meshwright
 from meshwright.axes import DATA_AXES
-from meshwright.comm import Communicator, check_peers, phase
+from meshwright.comm import Communicator, Pending, check_peers, phase
 from meshwright.composition import StepResult, Trainable, parallelize
 from meshwright.errors import CheckpointWriteError, NonFiniteError
 from meshwright.randomness import name_seed
@@ -41,7 +53,6 @@ from meshwright.recipes.run_folder import (
     restore_run,
     save_run,
 )
-from meshwright.recipes.stopping import StopRequest
 from meshwright.recipes.tensors.rows import Header, trace_file
 from meshwright.recipes.tensors.trace import TensorTrace, open_trace
 from meshwright.recipes.text import ByteText, example_of, open_text, unigram_loss
@@ -361,3 +372,56 @@ def validation_loss(
             losses[list(mine)] = means_BT.mean(1).cpu()
     total = communicator.all_reduce(losses.to(communicator.device), label="validation").wait()
     return losses.mean().item() if total is None else total.mean().item()
+
+
+# A launcher and a terminal may both deliver the one signal a user sent.
+_SAME_REQUEST_SECONDS = 0.5
+
+_Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+
+class StopRequest:
+    """A catch of SIGINT and SIGTERM while it is entered; a second one ends the process at once.
+
+    The ranks agree through one small all-reduce beside each step: ``begin`` issues it before the
+    step's work, ``is_agreed`` waits for it afterwards.
+    """
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._first: float | None = None
+        self._previous: dict[signal.Signals, _Handler] = {}
+        self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        """Tell the other ranks whether this one was asked to stop, without waiting for them."""
+        flag = torch.tensor([int(self._first is not None)], dtype=torch.int32)
+        flag = flag.to(self._communicator.device)
+        self._pending = self._communicator.all_reduce(flag, reduction="max", label="stop request")
+
+    def is_agreed(self) -> bool:
+        """Check that any rank had been asked to stop at the last ``begin``; equal on all ranks."""
+        if self._pending is None:
+            return False
+        flag, self._pending = self._pending.wait(), None
+        return flag is not None and bool(flag.item())
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {each: signal.signal(each, self._receive) for each in self.signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)
+        self._previous = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        elif now - self._first > _SAME_REQUEST_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -9,8 +9,7 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from meshwright.comm.dtensors.dtensor import current_mesh, is_dtensor
-from meshwright.comm.dtensors.made_dtensors import check_ties
+from meshwright.comm.dtensors.dtensor import check_ties, current_mesh, is_dtensor
 from meshwright.comm.dtensors.mixed_lists import take_lists_apart
 from meshwright.mesh import DeviceMesh
 from meshwright.tensor_parallel.checks.equality import verify_replicated

@@ -10,13 +10,15 @@ from torch import nn
 from meshwright.comm.dtensors.after_hooks import has_after_hooks
 from meshwright.comm.dtensors.dtensor import (
     AnyPlacement,
+    Became,
     dtensor_at_rest,
     is_dtensor,
     known_at_rest,
+    note_became,
+    what_became,
 )
 from meshwright.comm.dtensors.gather_dtensor import part
 from meshwright.comm.dtensors.local_leaves import local_leaf
-from meshwright.comm.dtensors.made_dtensors import Became, note_became, what_became
 from meshwright.comm.dtensors.subclasses import has_calls
 from meshwright.layout import Replicate
 from meshwright.tensor_parallel.layouts import Site

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from meshwright.comm import host_store
 from meshwright.comm.failures.processes import is_stopped, status_of
@@ -25,8 +25,8 @@ _DUMP_SECONDS = 1.0
 _SKIP_GRACE = 0.1
 
 
-Step = Callable[[], "Step | int"]
-"""A process's next piece of work; a forked child leaves its parent's frames for it."""
+Step = Callable[[], Any]
+"""A process's next piece of work; returns one, or a status: a forked child leaves all frames."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import Recorder, communicator, observe
-from meshwright.data_parallel.flat.optimizer import flat_groups
+from meshwright.data_parallel.flat_parameters import flat_groups
 from meshwright.data_parallel.sharded_modules.sharded import (
     fully_shard,
     register_fsdp_forward_method,

@@ -6,8 +6,7 @@ Bottom-up:
     gradient_part   this rank's elements of a gradient, which no sum may be taken over
     subclasses      tensor subclasses: how they compute, and where their values are
     sharded_axes    the axes that the elements of a tensor lie spread over
-    dtensor         conversion between local tensors and DTensors
-    made_dtensors   the DTensors that tensor parallelism has made of plain parameters
+    dtensor         conversion between local tensors and DTensors, and what was made of parameters
     mixed_lists     operators on lists of DTensors and plain tensors together
     local_leaves    the leaves on which modules compute in place of DTensors
     edges           DTensors that enter and leave what computes on local tensors

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.composition.axis_groups import Peers
-from meshwright.composition.data_layout import DataLayout, LoneLayout
+from meshwright.composition.data_layout import DataLayout, LoneLayout, Peers
 from meshwright.composition.example_run import Inputs, copied
 from meshwright.composition.given_parameters import GivenParameters
 from meshwright.composition.laying_out import (

@@ -39,7 +39,7 @@ from meshwright.composition.trainable import (
     autocast_of,
     tensors_in,
 )
-from meshwright.data_parallel.flat.optimizer import follow_gradients
+from meshwright.data_parallel.flat_parameters import follow_gradients
 from meshwright.errors import PipelinePeerError, PlanError
 from meshwright.gradients import SpreadGradients, apply_loss, scale_to_norm
 from meshwright.pipelining import (

@@ -13,8 +13,7 @@ from torch import nn
 from meshwright.checkpoint.nested import flatten, unflatten
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.composition.axis_groups import Peers
-from meshwright.composition.data_layout import DataLayout
+from meshwright.composition.data_layout import DataLayout, Peers
 from meshwright.composition.description import Description
 from meshwright.errors import InternalError, PipelinePeerError, PipeliningShapeError
 from meshwright.gradients import SpreadGradients, group_by_spread

@@ -263,11 +263,8 @@ class Bucket(Reduction):
 
     def look(self, values: NonFiniteValues) -> None:
         """Have ``values`` note which gradients of this rank are not finite, once it is filled."""
-        values.look(self.gradients, self._named_views)
-
-    def _named_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for slot, view in zip(self.layout.slots, self.views, strict=True):
-            yield slot.name, view
+        names = [slot.name for slot in self.layout.slots]
+        values.look(self.gradients, lambda: zip(names, self.views, strict=True))
 
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], scale: float) -> None:
         """Scale and copy, in as few calls as the sizes allow."""

@@ -168,7 +168,9 @@ class Marking:
             "values that are not finite are looked for": settings.is_watched,
             "gradients are scaled by a factor of the step": reducer.is_scaled,
             "uneven inputs or a pipeline drive the reductions": reducer.on_reduction is not None,
-            "modules compute on DTensors": reducer.leaves.computes_on_dtensors,
+            "modules compute on DTensors": not all(
+                lent.local.is_local for lent in reducer.leaves.lent.values()
+            ),
             "recurrent modules keep their weights in a list of their own": module is not None
             and any(isinstance(part, nn.RNNBase) for part in module.modules()),
         }

@@ -426,7 +426,8 @@ class Iteration:
 
     def deliver(self) -> None:
         """Set the gradients of the units whose sums have ended."""
-        units = [d.unit for d in self.drivers if d.unit is not None and d.unit.has_mean]
+        present = [driver.unit for driver in self.drivers if driver.unit is not None]
+        units = [unit for unit in present if any(g.mean is not None for g in unit.groups)]
         if not units:
             return
         if self.announce is not None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from meshwright.data_parallel.shards.buffer import BufferTypes
-
 
 @dataclass(frozen=True, kw_only=False)
 class MixedPrecisionPolicy:
@@ -45,10 +43,6 @@ class MixedPrecisionPolicy:
                 f"without {' and '.join(n for n, v in found.items() if isinstance(v, Field))}"
             )
         return cls(**found)
-
-    def types_for(self, master: torch.dtype) -> BufferTypes:
-        """Find the dtypes of the buffer of parameters whose own dtype is ``master``."""
-        return BufferTypes.of(master, self.param_dtype, self.reduce_dtype)
 
 
 @dataclass(frozen=True)

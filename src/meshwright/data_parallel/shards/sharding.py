@@ -12,15 +12,14 @@ from torch import nn
 
 from meshwright import comm
 from meshwright.comm import Communicator
-from meshwright.comm.dtensors.dtensor import local_of
-from meshwright.comm.dtensors.made_dtensors import check_ties
+from meshwright.comm.dtensors.dtensor import check_ties, local_of
 from meshwright.comm.dtensors.subclasses import values_of
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies
 from meshwright.data_parallel.checks.starting_state import digest_of, is_of_one_rank, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.sharded_modules.module_tree import STATES
-from meshwright.data_parallel.shards.buffer import ALONE, DataAxes
+from meshwright.data_parallel.shards.buffer import ALONE, BufferTypes, DataAxes
 from meshwright.data_parallel.shards.dtensor_exposure import ExposedTensors
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, UnitSettings
 from meshwright.data_parallel.shards.placement import Place, PlacementChoice, Target, place
@@ -209,7 +208,8 @@ def _group(slots: Sequence[Slot], options: ShardOptions) -> ParameterGroup:
             "that chooses a dim which the number of ranks divides",
             stacklevel=5,
         )
-    types, device = options.precision.types_for(dtype), _device(slots[0], options.target)
+    precision, device = options.precision, _device(slots[0], options.target)
+    types = BufferTypes.of(dtype, precision.param_dtype, precision.reduce_dtype)
     if isinstance(options.offload, CPUOffloadPolicy):
         home = torch.device("meta" if slots[0].original.is_meta else "cpu")
         device, pins = _device_of(options.target), options.offload.pin_memory

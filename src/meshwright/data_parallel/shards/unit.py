@@ -343,11 +343,6 @@ class Unit:
         """Parameters whose gradient on this rank was not finite, in the last reduction."""
         return [name for group in reversed(self.groups) for name in group.non_finite.names()]
 
-    @property
-    def has_mean(self) -> bool:
-        """True when there are means to `deliver`."""
-        return any(group.mean is not None for group in self.groups)
-
     def accumulate(self) -> None:
         """Take the gradients that autograd has left on the whole parameters."""
         for group in self.groups:

@@ -288,9 +288,7 @@ def rekey(
         # becomes the state of its n-th parameter. A flat parameter stands where its unit does.
         for group in found["param_groups"]:
             group["params"].sort()
-        found["param_groups"].sort(key=_first_position)
+        firsts = [min(group["params"], default=math.inf) for group in found["param_groups"]]
+        order = sorted(range(len(firsts)), key=firsts.__getitem__)
+        found["param_groups"] = [found["param_groups"][n] for n in order]
     return found
-
-
-def _first_position(group: Mapping[str, Any]) -> float:
-    return min(group["params"], default=math.inf)

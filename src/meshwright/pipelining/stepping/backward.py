@@ -131,9 +131,9 @@ def stage_backward_input(
     junctions = graph.junctions(nodes)
     on_path: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for tensor, gradient, node in zip(tensors, gradients, nodes, strict=True):
-        if graph.is_on_path(node):
+        if graph.leads_to(node) & graph.INPUT:
             on_path.append((tensor, gradient))
-        elif graph.has_weights(node):
+        elif graph.leads_to(node) & graph.WEIGHT:
             junctions.append(_root(tensor, gradient))
     found: dict[int, torch.Tensor | None] = {}
     if on_path and inputs:
@@ -231,11 +231,11 @@ class _Graph:
     inputs: Sequence[torch.Tensor]
     _reach: dict[Node, int] = field(default_factory=dict)
 
-    _INPUT, _WEIGHT = 1, 2
+    INPUT, WEIGHT = 1, 2
 
     def junctions(self, roots: Iterable[Node]) -> list[Junction]:
         """Search the graph behind ``roots``: the nodes on the path with branches to weights."""
-        for tensors, flag in ((self.weights or (), self._WEIGHT), (self.inputs, self._INPUT)):
+        for tensors, flag in ((self.weights or (), self.WEIGHT), (self.inputs, self.INPUT)):
             for tensor in tensors:
                 self._reach[get_gradient_edge(tensor).node] = flag
         found: list[Junction] = []
@@ -243,13 +243,9 @@ class _Graph:
             self._search(root, found)
         return found
 
-    def is_on_path(self, node: Node) -> bool:
-        """Check that ``node`` leads to an input."""
-        return bool(self._reach.get(node, 0) & self._INPUT)
-
-    def has_weights(self, node: Node) -> bool:
-        """Check that ``node`` leads to a weight."""
-        return bool(self._reach.get(node, 0) & self._WEIGHT)
+    def leads_to(self, node: Node) -> int:
+        """Find what ``node`` leads to: `INPUT`, `WEIGHT`, their sum or 0."""
+        return self._reach.get(node, 0)
 
     def _search(self, root: Node, found: list[Junction]) -> None:
         reach = self._reach
@@ -277,16 +273,16 @@ class _Graph:
         reach = self._reach
         flags = 0
         if not edges and self.weights is None and hasattr(node, "variable"):
-            flags = self._WEIGHT
+            flags = self.WEIGHT
         for following, _ in edges:
             if following is not None:
                 flags |= reach[following]
         reach[node] |= flags
-        if flags == self._INPUT | self._WEIGHT:
+        if flags == self.INPUT | self.WEIGHT:
             branches = tuple(
                 number
                 for number, (following, _) in enumerate(edges)
-                if following is not None and reach[following] == self._WEIGHT
+                if following is not None and reach[following] == self.WEIGHT
             )
             if branches:
                 found.append(Junction(node, branches))

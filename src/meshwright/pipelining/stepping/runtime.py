@@ -11,8 +11,7 @@ from meshwright.comm import Communicator
 from meshwright.comm.failures.notices import Notices
 from meshwright.comm.failures.whereabouts import object_of
 from meshwright.errors import PipelinePeerError
-from meshwright.pipelining.failures.failures import Failures
-from meshwright.pipelining.failures.schedule_order_check import Turns
+from meshwright.pipelining.failures import Failures, Turns
 from meshwright.pipelining.messages.batch import Identities, Known, Microbatches
 from meshwright.pipelining.messages.known_signatures import Agreed
 from meshwright.pipelining.messages.metadata import detached, digest, signature_of

@@ -17,8 +17,7 @@ from meshwright.comm import communicator
 from meshwright.comm.failures.notices import Notices
 from meshwright.errors import CollectiveMismatchError, PipelinePeerError, RankFailedError
 from meshwright.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from meshwright.pipelining.failures.failures import Failures
-from meshwright.pipelining.failures.schedule_order_check import Turns
+from meshwright.pipelining.failures import Failures, Turns
 from meshwright.testing import Ranks
 
 CPU = torch.device("cpu")

@@ -1,0 +1,176 @@
+"""Ranks that fail in a step, and ranks that are in different steps: how the others come to know.
+
+Two kinds of notices of a schedule stand in the store. ``failed`` is the first failure that ends the
+schedule: whoever is in that step or a later one raises, for what it waits for will not come. Ranks
+that are still in an earlier step finish it. ``refused N`` says that step N could not begin on a
+rank. It counts as a step there, so a schedule on whose ranks all refuse it goes on with the next;
+a rank that has begun it raises, and the schedule has failed. Data-parallel ranks of a stage are no
+ranks of the pipeline: the board of the run tells them.
+
+Messages and notices of one schedule are none of another's. So a rank that waits in a schedule that
+another rank has not built, or comes to later, would wait to the end of its patience. A rank that
+has waited for a while therefore leaves word of the step that it is in and of those that it has
+ended, and so does one that fails for good. Two such words are compared: when each rank is in a step
+that the other has not come to, they have different programs. A word stays true when its rank has
+gone on, so that none is ever taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.comm import Communicator
+from meshwright.comm.failures.notices import Notices
+from meshwright.comm.failures.whereabouts import object_of
+from meshwright.comm.groups.registry import PROCESS
+from meshwright.errors import CollectiveMismatchError, PipelinePeerError, PipeliningShapeError
+
+_FAILED = "failed"
+
+_SHAPE: Mapping[str, type] = {
+    **dict.fromkeys(("step", "by", "rank", "stage"), int),
+    **dict.fromkeys(("action", "type", "name", "text"), str),
+}
+"""What a notice holds."""
+
+
+class Failures:
+    """The failures of the steps of one schedule, as one rank tells and sees them."""
+
+    def __init__(self, communicator: Communicator, notices: Notices, *, has_replicas: bool) -> None:
+        self._notices = notices
+        self._has_replicas = has_replicas
+        self._rank = communicator.ranks[communicator.rank]
+        self._seen: Mapping[str, Any] | None = None
+        """Another rank's failure, which has ended a step of this one."""
+
+    def tell(
+        self, step: int, error: BaseException, stage: int, action: str, *, for_good: bool
+    ) -> None:
+        """Tell that this rank has failed in ``step``, on its own or because another has.
+
+        Not ``for_good``: it has refused the step before anything of it was sent or received.
+        """
+        notice = self._seen or {
+            "rank": self._rank,
+            "stage": stage,
+            "action": action,
+            "type": _kind(error),
+            "name": type(error).__name__,
+            "text": str(error),
+        }
+        text = json.dumps({**notice, "step": step, "by": self._rank})
+        self._notices.post(_FAILED if for_good else _refused(step), text)
+        if for_good and self._has_replicas and self._seen is None and PROCESS.monitor is not None:
+            PROCESS.monitor.publish(error)
+
+    def look(self, step: int) -> None:
+        """Raise when another rank has refused ``step``, or failed in it or in an earlier one."""
+        for key in (_FAILED, _refused(step)):
+            found = object_of(self._notices.read(key), _SHAPE)
+            if found is None or found["step"] > step or found["by"] == self._rank:
+                continue
+            self._seen = found
+            begun = ""
+            if found["rank"] == self._rank:
+                begun = f"rank {found['by']} had begun a step that this rank refused: "
+            raise _KINDS.get(found["type"], PipelinePeerError)(
+                f"{begun}rank {found['rank']} stage {found['stage']} failed in {found['action']}: "
+                f"{found['name']}: {found['text']}"
+            )
+
+
+def _refused(step: int) -> str:
+    return f"refused {step}"
+
+
+class _PeerShapeError(PipeliningShapeError, PipelinePeerError):
+    """Another rank found a value of another shape."""
+
+
+class _PeerValueError(PipelinePeerError, ValueError):
+    """Another rank was given a wrong value."""
+
+
+_KINDS: Mapping[str, type[Exception]] = {"shape": _PeerShapeError, "value": _PeerValueError}
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, PipeliningShapeError):
+        return "shape"
+    return "value" if isinstance(error, ValueError) else ""
+
+
+WORD_AFTER = 2.0
+"""Seconds in a step after which a rank that waits leaves word."""
+_PREFIX = "steps ended of schedule "
+_WORD: Mapping[str, type] = {"schedule": int, "step": int, "what": str, "error": str, "ended": dict}
+
+
+class Turns:
+    """The steps of one schedule on one rank, among those of the other schedules of its group."""
+
+    def __init__(
+        self, communicator: Communicator, notices: Notices, number: int, what: str
+    ) -> None:
+        """``notices`` are those of the group, whatever the schedule."""
+        self._notices = notices
+        self._ranks = communicator.ranks
+        self._rank = communicator.rank
+        self._ended = communicator.counts
+        """Of all schedules of the group, by `_PREFIX` and number."""
+        self._number = number
+        self._what = what
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._since = time.monotonic()
+
+    def end(self, step: int, error: BaseException | None = None) -> None:
+        """``step`` has ended, well or not, or could not begin.
+
+        An ``error`` leaves the schedule unusable. Of one that is a difference the word has been
+        left already.
+        """
+        if error is not None and not isinstance(error, CollectiveMismatchError):
+            self._leave_word(step, f"{type(error).__name__}: {error}")
+        self._ended[f"{_PREFIX}{self._number}"] = step + 1
+
+    def look(self, step: int) -> None:
+        """This rank waits in ``step``. Raises `CollectiveMismatchError`, naming the other rank."""
+        if time.monotonic() - self._since < WORD_AFTER:
+            return
+        self._leave_word(step, "")
+        for rank in range(len(self._ranks)):
+            word = None if rank == self._rank else object_of(self._notices.read(str(rank)), _WORD)
+            if word is None:
+                continue
+            key, own = f"{_PREFIX}{word['schedule']}", f"{_PREFIX}{self._number}"
+            if key == own or self._ended.get(key, 0) > word["step"]:
+                continue
+            if word["ended"].get(own, 0) > step:
+                continue
+            state = f"failed ({word['error']})" if word["error"] else "waits"
+            raise CollectiveMismatchError(
+                f"rank {self._ranks[rank]} {state} in step {word['step']} of schedule "
+                f"{word['schedule']} of this group, {word['what']}, and rank "
+                f"{self._ranks[self._rank]} waits in step {step} of schedule {self._number}, "
+                f"{self._what}; neither has come to the other's: every rank has to build the same "
+                "schedules on a group in the same order, and to call step() and eval() equally "
+                "often"
+            )
+
+    def _leave_word(self, step: int, error: str) -> None:
+        ended = {name: count for name, count in self._ended.items() if name.startswith(_PREFIX)}
+        word = {
+            "schedule": self._number,
+            "step": step,
+            "what": self._what,
+            "error": error,
+            "ended": ended,
+        }
+        self._notices.replace(str(self._rank), json.dumps(word))
