@@ -62,7 +62,7 @@ class Box:
         return [f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)]
 
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
-        """Slices that select this box from the whole tensor, or from one that holds ``within``."""
+        """Make slices that select this box from the whole tensor, or one that holds ``within``."""
         moved = list(self.offset)
         if within is not None:
             moved = [o - w for o, w in zip(self.offset, within.offset, strict=True)]

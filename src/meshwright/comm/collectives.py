@@ -191,7 +191,7 @@ class Communicator:
         label: str = "",
         async_op: bool = True,
     ) -> Pending:
-        """As `all_gather`, through c10d's call that fills a list of tensors.
+        """Do as `all_gather`, through c10d's call that fills a list of tensors.
 
         For control data: whoever counts the gathers of parameters replaces the other call, or has a
         dispatch mode, which does not see this one.

@@ -257,7 +257,7 @@ class _StandIn(Communicator):
 
 
 def subgroup(parent: Communicator, groups: Sequence[Sequence[int]], axis: str) -> Communicator:
-    """This rank's communicator among ``groups``, which split the ranks of ``parent``.
+    """Find this rank's communicator among ``groups``, which split the ranks of ``parent``.
 
     Every rank of the world calls it with the same ``groups`` (numbers of the world). A split that
     equals ``parent`` gives a communicator of this ``axis`` on the same c10d group: no second group

@@ -17,7 +17,7 @@ class Mark(Protocol):
     """A point in time on a device, taken without stopping it."""
 
     def seconds(self) -> float:
-        """Seconds of `time.monotonic`. On CUDA it waits until the device has passed it."""
+        """Return seconds of `time.monotonic`. On CUDA it waits until the device has passed it."""
 
 
 class Stream(Protocol):
@@ -112,7 +112,7 @@ class Clock:
             self._start = time.monotonic()
 
     def mark(self) -> Mark:
-        """This point of the current stream of the clock's device."""
+        """Mark this point of the current stream of the clock's device."""
         if self._origin is None:
             return _HostMark(time.monotonic())
         event = torch.cuda.Event(enable_timing=True)

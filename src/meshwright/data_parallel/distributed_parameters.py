@@ -321,19 +321,19 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def lend(self) -> None:
-        """A backward that reduces begins."""
+        """Begin a backward that reduces."""
         self._is_lent = True
         for lent in self.lent.values():
             lent.lend()
 
     @torch.no_grad()
     def collect(self, index: int) -> None:
-        """The gradient of ``index`` is complete on this rank, and will be reduced."""
+        """Collect the gradient of ``index``, complete on this rank, which will be reduced."""
         self.lent[index].collect()
 
     @torch.no_grad()
     def take(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of what ``.grad`` of number ``index`` has gathered; it is None then."""
+        """Take this rank's part of what ``.grad`` of number ``index`` has gathered; None then."""
         if index in self.lent:
             self.lent[index].lend()
             parameter = self.lent[index].leaf
@@ -342,14 +342,14 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def deliver(self, index: int, gradient: torch.Tensor) -> None:
-        """A compiled backward has ``gradient`` for number ``index``, a DTensor."""
+        """Deliver ``gradient`` of a compiled backward for number ``index``, a DTensor."""
         lent = self.lent[index]
         lent.leaf.grad = gradient
         lent.give_back()
 
     @torch.no_grad()
     def keep(self, index: int) -> None:
-        """The gradient of ``index`` is complete on this rank, and stays here."""
+        """Keep the gradient of ``index``, complete on this rank, here."""
         lent = self.lent[index]
         if not lent.local.is_local:
             lent.collect()  # what autograd left may be a part of a sum
@@ -357,14 +357,14 @@ class ReducedLeaves:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """A backward has ended, and leaves hold the means."""
+        """End a backward; leaves hold the means."""
         self._is_lent = False
         for lent in self.lent.values():
             lent.give_back()
 
     @torch.no_grad()
     def give_up(self) -> None:
-        """A backward that has not been given back will not be finished."""
+        """Give up a backward that has not been given back: it will not be finished."""
         if self._is_lent:
             self._is_lent = False
             for lent in self.lent.values():

@@ -82,7 +82,7 @@ class _Member:
         self.local_gradient: torch.Tensor | None = None
 
     def part_of(self, line: torch.Tensor) -> torch.Tensor:
-        """This rank's part, with the strides that it has where they leave no holes."""
+        """Give this rank's part, with the strides that it has where they leave no holes."""
         local = local_of(self.parameter.detach())
         if is_dense(local):
             return line.as_strided(local.shape, local.stride(), self.start).detach()
@@ -94,7 +94,7 @@ class _Member:
         self.gradient = self.wrapped(self.local_gradient)
 
     def wrapped(self, part: torch.Tensor) -> torch.Tensor:
-        """``part`` of any dtype as what the parameter is."""
+        """Make of ``part``, of any dtype, what the parameter is."""
         like = known_at_rest(self.parameter)
         if like is None:
             return part
@@ -106,7 +106,7 @@ class _Member:
         return local_of(self.parameter).data_ptr() == self.address
 
     def given(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a ``gradient`` that lies elsewhere."""
+        """Give this rank's part of a ``gradient`` that lies elsewhere."""
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"parameter {self.name!r} has a sparse gradient, which a flat parameter cannot "
@@ -263,7 +263,7 @@ def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameter]:
-    """One for each dtype, device and set of axes over which parts lie spread, in order of names.
+    """Make one for each dtype, device and set of axes that parts lie on, in order of names.
 
     On a CPU several, see `PIECE_BYTES`. The memory of the parameters becomes theirs.
     Those of an earlier call are returned again where they consist of the same parameters. Raises
@@ -283,7 +283,7 @@ def flat_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParam
 
 
 def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """``named`` in pieces of at most `PIECE_BYTES` on a CPU; what is longer stands alone."""
+    """Cut ``named`` into pieces of at most `PIECE_BYTES` on a CPU; longer ones stand alone."""
     piece: list[tuple[str, nn.Parameter]] = []
     filled = 0
     for name, parameter in named:
@@ -329,7 +329,7 @@ def _flat_of(named: Sequence[tuple[str, nn.Parameter]]) -> FlatParameter:
 
 
 def flat_groups(model: nn.Module) -> list[nn.Parameter]:
-    """This rank's parts of the parameters of ``model`` that train now, as few 1-D parameters.
+    """Make as few 1-D parameters as can be of this rank's parts of ``model`` that train now.
 
     One for each unit of `fully_shard` and dtype; and of the parameters that no unit manages, plain
     ones and DTensors of `parallelize_module`, one for each dtype, device and set of axes over which

@@ -54,24 +54,24 @@ class ReplicaResidency:
         replica.be_driven(True)
 
     def unshard(self) -> None:
-        """The parameters are there."""
+        """Do nothing: the parameters are there."""
 
     def wait_unshard(self) -> None:
-        """The parameters are there."""
+        """Do nothing: the parameters are there."""
 
     def accumulate(self) -> None:
-        """Gradients are in ``.grad``."""
+        """Leave gradients in ``.grad``."""
         self._has_begun = False
 
     def reshard(self) -> None:
-        """The parameters stay."""
+        """Do nothing: the parameters stay."""
 
     def computing(self, module: nn.Module, name: str) -> torch.Tensor | None:
         """Find the parameters themselves."""
         return None
 
     def written(self, module: nn.Module, name: str) -> None:
-        """There is no other copy."""
+        """Do nothing: there is no other copy."""
 
     def reduce(self) -> None:
         """Start to average all gradients, unless that is switched off."""

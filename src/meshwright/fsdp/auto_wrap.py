@@ -92,7 +92,7 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
 def deferred_parameters(
     root: nn.Module, targets: Collection[nn.Module]
 ) -> dict[nn.Module, frozenset[nn.Parameter]]:
-    """For each target the parameters below it that belong to a unit above: shared between units.
+    """List for each target the parameters below it that belong to a unit above: shared ones.
 
     A shared parameter goes to the lowest unit that holds all its places.
     """
@@ -114,7 +114,7 @@ def _collect_chains(
     targets: set[nn.Module],
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]],
 ) -> None:
-    """For each parameter the units around each of its places, outermost first."""
+    """List for each parameter the units around each of its places, outermost first."""
     for parameter in module._parameters.values():
         if parameter is not None:
             chains.setdefault(parameter, []).append(chain)

@@ -77,7 +77,7 @@ def check_shared(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def resolve_device_id(device_id: int | str | torch.device | None) -> torch.device | None:
-    """``device_id`` as a device; CUDA without a number is the current one, with a warning."""
+    """Return ``device_id`` as a device; CUDA without a number is the current one, and warns."""
     if device_id is None:
         return None
     device = (

@@ -153,7 +153,7 @@ def _hybrid(
 
 
 def _without_needless_sharding(groups: Groups) -> Groups:
-    """``NO_SHARD`` where one rank holds everything anyway; warns about that and about its end."""
+    """Choose ``NO_SHARD`` where one rank holds everything anyway; warns of that and its end."""
     strategy = groups.strategy
     size = groups.shard.size * (1 if groups.replicate is None else groups.replicate.size)
     if size == 1 and strategy is not ShardingStrategy.NO_SHARD:

@@ -223,7 +223,7 @@ def own_member(kind: type[E], value: object) -> E:
 
 
 def own_config(kind: type[Any], value: Any) -> Any:  # noqa: ANN401 - anything may have been given
-    """``value`` as a ``kind`` where it is of a dataclass of the same name; as it is otherwise."""
+    """Return ``value`` as a ``kind`` where its dataclass has that name; else as it is."""
     if isinstance(value, kind) or type(value).__name__ != kind.__name__:
         return value
     return kind(**{field.name: getattr(value, field.name) for field in fields(kind)})

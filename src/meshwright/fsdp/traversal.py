@@ -30,7 +30,7 @@ PREFIXES = (f"{WRAPPED}.", f"{CHECKPOINTED}.")
 
 
 def clean_name(name: str) -> str:
-    """``name`` as it was before anything was wrapped."""
+    """Return ``name`` as it was before anything was wrapped."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
         if name == prefix[:-1] or name.endswith(f".{prefix[:-1]}"):

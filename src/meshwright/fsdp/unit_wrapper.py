@@ -285,7 +285,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         return map_tensors(prepare, (args, kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, also where whole parameters are listed in the place of the others."""
+        """Zero as any module, also where whole parameters are listed in the others' place."""
         super().zero_grad(set_to_none)
         zero_kept(self._units(), set_to_none=set_to_none)
 
@@ -434,7 +434,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; while parameters are summoned, under the names before wrapping.
+        """List as any module; while parameters are summoned, under the names before wrapping.
 
         torch's checkpoint functions find a flat parameter under all names of its parameters.
         """
@@ -446,7 +446,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of any module; while parameters are summoned, under the names before wrapping."""
+        """List as any module; while parameters are summoned, under the names before wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._is_summoned else name, buffer
 
@@ -539,7 +539,7 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def spread_gradients(root: UnitWrapper) -> tuple[list[SpreadGradients], list[torch.Tensor]]:
-    """Gradients by the ranks over which they are spread: every rank has the same groups."""
+    """Group gradients by the ranks over which they are spread; all ranks have these groups."""
     by_axes: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
     for unit in fsdp_units(root):

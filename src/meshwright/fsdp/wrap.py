@@ -44,7 +44,7 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1, **ignored: object
     ) -> bool:
-        """As a plain policy, so that it can be a part of another one."""
+        """Answer as a plain policy, so that it can be a part of another one."""
         return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ def find_targets(
 
 
 def _bottom_up(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules, each once, every one after those below it; none that ``seen`` holds."""
+    """List modules, each once and after those below it; none that ``seen`` holds."""
     if module in seen:
         return
     seen.add(module)
@@ -231,7 +231,7 @@ def wrap(
     module: nn.Module,
     **wrap_overrides: Any,
 ) -> nn.Module:
-    """``module`` wrapped as `enable_wrap` says; ``module`` itself outside of such a block."""
+    """Wrap ``module`` as `enable_wrap` says; return it as it is outside of such a block."""
     context = _CONTEXT.get()
     if context is None:
         return module

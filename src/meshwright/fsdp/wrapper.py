@@ -381,7 +381,7 @@ class FullyShardedDataParallel(LegacyOptimizerState, JoinsUnevenInputs, UnitWrap
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` inside the block; undone after it, also after an exception."""
+        """Do `set_state_dict_type` for the block, and undo it, also after an exception."""
         with settings_for_a_while(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         ):
@@ -469,7 +469,7 @@ def _move(
 def _engine_hook(
     unit: Unit, state: object, hook: Callable[..., object]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """``hook`` in the engine's form; it leaves the sum over copies of a shard to us."""
+    """Put ``hook`` in the engine's form; it leaves the sum over copies of a shard to us."""
     axes = unit.groups[0].axes
 
     def reduce(whole: torch.Tensor, out: torch.Tensor) -> None:

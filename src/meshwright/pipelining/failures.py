@@ -127,11 +127,11 @@ class Turns:
         self._since = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._since = time.monotonic()
 
     def end(self, step: int, error: BaseException | None = None) -> None:
-        """``step`` has ended, well or not, or could not begin.
+        """End ``step``, well or not, or one that could not begin.
 
         An ``error`` leaves the schedule unusable. Of one that is a difference the word has been
         left already.
@@ -141,7 +141,7 @@ class Turns:
         self._ended[f"{_PREFIX}{self._number}"] = step + 1
 
     def look(self, step: int) -> None:
-        """This rank waits in ``step``. Raises `CollectiveMismatchError`, naming the other rank."""
+        """Look around while this rank waits in ``step``. Raises `CollectiveMismatchError`."""
         if time.monotonic() - self._since < WORD_AFTER:
             return
         self._leave_word(step, "")

@@ -254,7 +254,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
 def generate_stage_to_rank_mapping(
     pp_size: int, num_stages: int, style: str = "loop"
 ) -> dict[int, int]:
-    """By stage its rank: round and round (``loop``) or back and forth (``v``).
+    """Map each stage to its rank: round and round (``loop``) or back and forth (``v``).
 
     Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
     """
@@ -264,7 +264,7 @@ def generate_stage_to_rank_mapping(
 def generate_rank_to_stage_mapping(
     pp_size: int, num_stages: int, style: str = "loop"
 ) -> dict[int, list[int]]:
-    """By rank its stages, the inverse of `generate_stage_to_rank_mapping`."""
+    """Map each rank to its stages, the inverse of `generate_stage_to_rank_mapping`."""
     ranks = builders.stage_ranks(pp_size, num_stages, style)
     return {rank: [s for s, r in enumerate(ranks) if r == rank] for rank in range(pp_size)}
 

@@ -192,7 +192,7 @@ class PipelineStage:
         return self.declared_inputs if self._only_source == source else None
 
     def put_start(self, microbatch: int, start: Start) -> None:
-        """The loss of a microbatch, of a last stage: its backward starts there."""
+        """Take the loss of a microbatch, of a last stage: its backward starts there."""
         self._starts[microbatch] = start
 
     def take_outputs(self, microbatch: int) -> Values:
@@ -465,13 +465,13 @@ class PipelineStage:
         self.scale_grads(grad_scale_factor)
 
     def begin_step(self, step: StepOfStage) -> None:
-        """A step of a schedule begins on this stage."""
+        """Begin a step of a schedule on this stage."""
         self.clear_runtime_states()
         self.has_backward = step.has_backward
         self._step = step
 
     def end_step(self) -> None:
-        """It has ended, or failed."""
+        """End it, well or not."""
         self._step = _BY_HAND
 
 

@@ -147,7 +147,7 @@ _OPERATIONS = {
 
 
 def overlap(first: Action, second: Action) -> Action:
-    """``first`` and ``second``, compute actions of one microbatch each, as one action.
+    """Join ``first`` and ``second``, compute actions of one microbatch each, to one action.
 
     Raises ``RuntimeError`` for parts that are no F, I, W or B.
     """

@@ -38,7 +38,7 @@ class Builder(Protocol):
 
 
 def stage_ranks(ranks: int, stages: int, style: str = "loop") -> tuple[int, ...]:
-    """For each stage its rank: round and round (``loop``) or back and forth (``v``).
+    """List for each stage its rank: round and round (``loop``) or back and forth (``v``).
 
     Raises ``ValueError`` for another style, or for stages that do not divide among the ranks.
     """
@@ -87,7 +87,7 @@ def _breadth_first(name: str, ranks: int, microbatches: int, chunks: int, edges:
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, edges: Edges = None) -> Schedule:
-    """As few forwards ahead as keep the last rank busy, then backward and forward in turn.
+    """Run as few forwards ahead as keep the last rank busy, then backward and forward in turn.
 
     Raises ``ValueError`` for fewer microbatches than stages, or several chunks.
     """
@@ -310,7 +310,7 @@ class _ListSchedule:
 
 
 def dualpipev(ranks: int, microbatches: int, chunks: int = 2, edges: Edges = None) -> Schedule:
-    """Forwards of one half of the V run beside backwards of the other, as OVERLAP_F_B actions.
+    """Run forwards of one half of the V beside backwards of the other, as OVERLAP_F_B actions.
 
     Raises ``ValueError`` for fewer microbatches than stages.
     """
@@ -370,35 +370,35 @@ class _VRow:
         self._late: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
-        """The next F of ``stage``."""
+        """Add the next F of ``stage``."""
         self.actions.append(self._next_forward(stage))
 
     def backward(self, stage: int) -> None:
-        """The next B of ``stage``."""
+        """Add the next B of ``stage``."""
         self.actions.append(self._next_backward(stage))
 
     def both(self, forward: int, backward: int) -> None:
-        """The next F of one stage beside the next B of the other."""
+        """Add the next F of one stage beside the next B of the other."""
         pair = overlap(self._next_forward(forward), self._next_backward(backward))
         self.actions.append(pair)
 
     def input(self, stage: int) -> None:
-        """The next I of ``stage``; its W is owed."""
+        """Add the next I of ``stage``; its W is owed."""
         whole = self._next_backward(stage)
         self.actions.append(whole._replace(operation=I))
         self._late.append(whole._replace(operation=W))
 
     def weight(self) -> None:
-        """The W that has been owed longest."""
+        """Add the W that has been owed longest."""
         self.actions.append(self._late.popleft())
 
     def halves(self, stage: int) -> None:
-        """The next I of ``stage`` and the oldest W."""
+        """Add the next I of ``stage`` and the oldest W."""
         self.input(stage)
         self.weight()
 
     def rest(self) -> None:
-        """All W that are owed."""
+        """Add all W that are owed."""
         self.actions += self._late
         self._late.clear()
 

@@ -30,7 +30,7 @@ MALFORMED = "Malformed compute schedule, can't schedule sends/recvs"
 def lower(
     schedule: Schedule, *, unsharded: int = 3, residency: bool = True, reduce: bool = True
 ) -> Schedule:
-    """``schedule``, made of compute actions, with all else that its ranks must do.
+    """Lower ``schedule``, made of compute actions: with all else that its ranks must do.
 
     At most ``unsharded`` stages of a rank are gathered at a time (two at least where an overlap
     uses two). Raises ``ValueError`` when it holds other actions already, `ScheduleError` when its

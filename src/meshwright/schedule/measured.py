@@ -147,7 +147,7 @@ def costs_of(timeline: Timeline, schedule: Schedule) -> Costs:
 
 
 def _latencies(timeline: Timeline, schedule: Schedule) -> dict[int, list[float]]:
-    """By stage that sends, the seconds from each of its sends to the end of the receive."""
+    """List by sending stage the seconds from each of its sends to the end of the receive."""
     begun: dict[Action, float] = {}
     found: dict[int, list[float]] = {}
     for event in timeline.events:

@@ -78,7 +78,7 @@ def sent(action: Action, schedule: Schedule) -> tuple[Message, ...]:
 
 
 def received(schedule: Schedule, rank: int) -> dict[Action, tuple[Message, ...]]:
-    """For each RECV in the row of ``rank`` the messages whose receives are posted with it.
+    """List for each RECV in the row of ``rank`` the messages whose receives are posted with it.
 
     Those are the messages that its stage reads and, before them, whatever the same sender sends
     earlier: between two ranks receives are posted in the order of the sends, tags or not.

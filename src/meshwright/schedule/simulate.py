@@ -61,7 +61,7 @@ class Costs:
     def shared(
         cls, chunks: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0
     ) -> Costs:
-        """Costs of a rank's whole share, of which each of its ``chunks`` stages has a part."""
+        """Share out costs of a rank, of which its ``chunks`` stages have equal parts."""
         return cls(
             forward=forward / chunks,
             input=input / chunks,
@@ -173,7 +173,7 @@ class _Machine:
         )
 
     def _seconds_of_all(self) -> list[float]:
-        """By stage and column: how long it takes. A whole backward is read as two halves."""
+        """List by stage and column how long it takes. A whole backward is read as two halves."""
         costs = self._costs
         found: list[float] = []
         for stage in range(self._schedule.stages):

@@ -30,7 +30,7 @@ _HEADER = re.compile(
 
 
 def to_csv(schedule: Schedule) -> str:
-    """``schedule`` as text that `parse_csv` reads to an equal value."""
+    """Write ``schedule`` as text that `parse_csv` reads to an equal value."""
     edges = ",".join(f"{source}-{target}" for source, target in schedule.edges)
     ranks = ",".join(map(str, schedule.stage_ranks))
     name = re.sub(r"\s+", "-", schedule.name) or "unnamed"

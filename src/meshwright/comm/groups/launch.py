@@ -94,7 +94,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], ranks: int) -> str:
-    """One line about the rank that failed by itself, not because another had failed."""
+    """Describe in a line the rank that failed by itself, not because another had failed."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int, int]:
         rank, failure = item

@@ -126,7 +126,7 @@ PROCESS = ProcessState()
 
 
 def go_on() -> None:
-    """This rank begins something anew: an error that it has raised before ends it no more."""
+    """Begin anew on this rank: an error that it has raised before ends it no more."""
     if PROCESS.monitor is not None:
         PROCESS.monitor.go_on()
 

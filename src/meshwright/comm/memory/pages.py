@@ -126,7 +126,7 @@ class PagePool:
         return self._works
 
     def open(self, nbytes: int) -> Window:
-        """Addresses of at least ``nbytes``, without pages."""
+        """Reserve addresses of at least ``nbytes``, without pages."""
         kernel = self._ready()
         with self._lock:
             size = -(-nbytes // BLOCK) * BLOCK
@@ -174,7 +174,7 @@ class PagePool:
     # ------------------------------------------------------------------ with the lock held
 
     def _take(self, nbytes: int) -> _Extent:
-        """Pages from home, at most ``nbytes`` of them; new ones when there are none."""
+        """Take pages from home, at most ``nbytes`` of them; new ones when there are none."""
         free = self._free
         if not free:
             return _Extent(self._ready().reserve(nbytes, _READ_WRITE), nbytes)

@@ -23,10 +23,10 @@ class Observer(Protocol):
     """Hears of collectives, in the order in which this rank issues them."""
 
     def issued(self, collective: Collective) -> None:
-        """``collective`` is about to run."""
+        """Hear that ``collective`` is about to run."""
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
-        """``collective`` was waited for; it was issued at ``start`` and had ended at ``end``."""
+        """Hear that ``collective``, issued at ``start``, was waited for and ended at ``end``."""
 
 
 @runtime_checkable
@@ -42,7 +42,7 @@ class ActionObserver(Protocol):
     """Hears of actions of a schedule, too."""
 
     def ran(self, name: str, lane: Lane, category: str, start: Mark, end: Mark) -> None:
-        """An action of kind ``category`` ran between two marks."""
+        """Hear that an action of kind ``category`` ran between two marks."""
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
         self.collectives.append(collective)
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
-        """Nothing to keep: order and contents are known when it is issued."""
+        """Keep nothing: order and contents are known when it is issued."""
 
     def kinds(self) -> list[tuple[str, str]]:
         """Kind and label of each collective, in order."""
@@ -115,7 +115,7 @@ class Timer:
         self._spans: deque[_Span] = deque(maxlen=keep)
 
     def issued(self, collective: Collective) -> None:
-        """The start is taken at the door."""
+        """Keep nothing: the start is taken at the door."""
 
     def completed(self, collective: Collective, start: Mark, end: Mark) -> None:
         """Keep the collective's span on its lane."""

@@ -144,7 +144,7 @@ class _InRange:
 
 
 def in_ranges(launch: Callable[[Any], Launched], name: str) -> Callable[[Any], Launched]:
-    """``launch`` in a range ``name``; each wait for what it starts is one, too."""
+    """Put ``launch`` in a range ``name``; each wait for what it starts is one, too."""
 
     def shown(group: Any) -> Launched:  # noqa: ANN401 - c10d's group
         with record_function(name):

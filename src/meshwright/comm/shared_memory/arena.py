@@ -56,7 +56,7 @@ def unsupported() -> str:
 
 
 def host_identity() -> str:
-    """The same text in two processes exactly when they can share memory with each other."""
+    """Make a text that is equal in two processes exactly when they can share memory."""
     with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         boot = file.read().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -158,7 +158,7 @@ class SharedTensors:
         self._mapped: dict[tuple[int, int], Segment] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised 1-D tensor whose elements lie in shared memory.
+        """Make an uninitialised 1-D tensor whose elements lie in shared memory.
 
         It is an ordinary one when it has no elements, and when segments are half of all files that
         this process may open.
@@ -251,7 +251,7 @@ class SharedTensors:
 
 
 def _rounded(nbytes: int) -> int:
-    """Sizes in steps of an eighth of their power of two, so that the pool finds equals."""
+    """Round up in steps of an eighth of the power of two, so that the pool finds equals."""
     step = max(PAGE, 1 << max(0, math.ceil(math.log2(nbytes)) - 3))
     return -(-nbytes // step) * step
 

@@ -18,7 +18,7 @@ def over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as one dimension, outside autograd and without touching its version."""
+    """View ``tensor`` as one dimension, outside autograd and without touching its version."""
     if tensor.is_inference() and tensor.numel():
         return over(tensor.data_ptr(), tensor.numel(), tensor.dtype)
     return tensor.data.view(-1)
@@ -36,7 +36,7 @@ def name_of(tensor: torch.Tensor) -> str:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, which must be on the CPU."""
+    """Return ``tensor``, which must be on the CPU."""
     if not tensor.is_cpu:
         raise ValueError(
             "collectives through shared memory move tensors of the CPU, and this one is on "
@@ -53,19 +53,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself or a contiguous copy, to be read."""
+    """Return ``tensor`` itself or a contiguous copy, to be read."""
     if _is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself or a contiguous buffer of its shape, to be written."""
+    """Return ``tensor`` itself or a contiguous buffer of its shape, to be written."""
     return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def copied_back(body: Steps, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Steps:
-    """``body``, and then each tensor gets the elements of its buffer, where that is another."""
+    """Do ``body``, then give each tensor the elements of its buffer, where that is another."""
     strided = [(tensor, buffer) for tensor, buffer in pairs if buffer is not tensor]
     return _then_copied(body, strided) if strided else body
 

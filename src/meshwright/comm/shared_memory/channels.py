@@ -128,7 +128,7 @@ class Transfer(SharedWork):
 
 
 def _plain(tensor: torch.Tensor, *, filled: bool) -> torch.Tensor:
-    """``tensor`` itself where it is contiguous, otherwise a buffer of its shape."""
+    """Return ``tensor`` itself where it is contiguous, otherwise a buffer of its shape."""
     tensor = tensor.data
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor

@@ -96,7 +96,7 @@ class Exchange:
         return self._tensors.locate(address) if nbytes > LOCATE_BYTES else None
 
     def _places(self, parity: int, own: int) -> list[int | None]:
-        """By rank, the address in this process of its input; None where it must be staged."""
+        """List by rank the address here of its input; None where it must be staged."""
         places: list[int | None] = []
         for rank in range(self.size):
             location = self.records.source(parity, rank)
@@ -171,7 +171,7 @@ class Exchange:
     def _all_reduce_staged(
         self, call: Call, tensor: torch.Tensor, staged: Sequence[int] | None
     ) -> Steps:
-        """In rounds: a slot carries the pieces of one round and the result of the round before.
+        """Go in rounds: a slot carries the pieces of one round and the result of the one before.
 
         ``staged`` are the slots that hold the pieces of the first round already.
 
@@ -300,7 +300,7 @@ class Exchange:
         slots: Sequence[int],
         alias: int | None,
     ) -> Steps:
-        """In rounds; the pieces of the first are in ``slots`` already."""
+        """Go in rounds; the pieces of the first are in ``slots`` already."""
         share, width, piece = output.nbytes, output.dtype.itemsize, self._piece
         elements = flat(output)
         for first in range(0, share, piece):

@@ -48,7 +48,7 @@ class Call:
     """The head of the record, without locations and notes."""
 
     def complete(self) -> Call:
-        """This call with its fingerprint and record computed."""
+        """Return this call with its fingerprint and record computed."""
         text = self.describe()
         unlabelled = replace(self, label="").describe()
         fingerprint = digest(unlabelled)

@@ -241,7 +241,7 @@ class SharedMemoryGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
     ) -> SharedWork:
-        """`reduce_scatter_single` of each pair."""
+        """Do `reduce_scatter_single` of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         return self._all([self.reduce_scatter_single(out, given, opts) for out, given in pairs])
 
@@ -280,7 +280,7 @@ class SharedMemoryGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Options = None
     ) -> SharedWork:
-        """`all_gather_single` of each pair."""
+        """Do `all_gather_single` of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         return self._all([self.all_gather_single(out, given, opts) for out, given in pairs])
 
@@ -480,7 +480,7 @@ class SharedMemoryGroup(ProcessGroup):
         self._meeting.bound(timeout.total_seconds())
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:

@@ -450,7 +450,7 @@ class OperationQueue:
         self._ended.append(operation)
 
     def _look(self) -> bool:
-        """One look of the background thread: whether it has moved anything."""
+        """Look once, in the background thread; returns whether that has moved anything."""
         if not self._lock.acquire(blocking=False):
             return False
         moved = False

@@ -168,7 +168,7 @@ class Transfers:
             transfer.announce()
 
     def _look_behind(self) -> bool:
-        """One look of the background thread: whether anything has moved."""
+        """Look once, in the background thread; returns whether anything has moved."""
         if self._drivers:
             return False
         if self.look():

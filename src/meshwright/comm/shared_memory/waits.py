@@ -70,7 +70,7 @@ class Patience:
 
     @classmethod
     def of(cls, ranks: int) -> Patience:
-        """For ``ranks`` processes on this host.
+        """Make one for ``ranks`` processes on this host.
 
         Waking a process on an idle core takes some 50 microseconds, and ranks are often less apart.
         With more ranks than cores the core is given at once to those that are waited for.
@@ -108,7 +108,7 @@ class Peers:
                 self._lost.add(rank)
 
     def lost(self) -> set[int]:
-        """Ranks whose process has ended."""
+        """List ranks whose process has ended."""
         if self._looking.acquire(blocking=False):  # a poll object serves one thread at a time
             try:
                 for descriptor, _ in self._poll.poll(0):
@@ -245,7 +245,7 @@ class Meeting:
         return True
 
     def missing(self) -> list[int]:
-        """Ranks of the group that have not arrived at this step."""
+        """List the ranks of the group that have not arrived at this step."""
         words, step = self._words, self.step
         return [rank for index, rank in self._arrival_of.items() if words[index] < step]
 

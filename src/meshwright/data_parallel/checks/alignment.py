@@ -73,7 +73,7 @@ class Alignment:
         self._steps.take()
 
     def begin_forward(self) -> None:
-        """A forward pass begins: have the weights changed since the one before?"""
+        """Begin a forward pass: have the weights changed since the one before?"""
         version = sum([version_of(parameter) for parameter in self._parameters])
         if self._distributed:  # a write to a DTensor is one to the memory below it
             version += sum([version_of(local_of(parameter)) for parameter in self._distributed])
@@ -85,7 +85,7 @@ class Alignment:
         self._backwards = 0
 
     def stays_local(self) -> None:
-        """A gradient has come that is not reduced: the pass was in ``no_sync``."""
+        """Take in a gradient that is not reduced: the pass was in ``no_sync``."""
         if not self._is_local and not self._has_warned:
             me = weakref.ref(self)
             self._steps.ask(lambda: _check_step(me()))
@@ -108,7 +108,7 @@ class Alignment:
             )
 
     def begin_backward(self) -> None:
-        """A backward pass that reduces begins."""
+        """Begin a backward pass that reduces."""
         self._is_local = False
         self._backwards += 1
 
@@ -201,7 +201,7 @@ class PassNotes:
         return NOTES + (self.static is not None) + (self.reduced is not None)
 
     def begin(self) -> None:
-        """A backward pass that reduces begins."""
+        """Begin a backward pass that reduces."""
         self.alignment.begin_backward()
         for values in (self.values, self.reduced):
             if values is not None:
@@ -265,7 +265,7 @@ class NonFinite:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> NonFinite:
-        """Of ``units`` that are watched and whose gradients are not delivered yet."""
+        """Collect what ``units`` have found that are watched and not delivered yet."""
         values: list[str] = []
         sums = NonFiniteValues()
         for unit in reversed(units):

@@ -152,7 +152,7 @@ class OrderCheck:
         return self._now.number
 
     def begin(self, *, training: bool = True, weights: int = UNKNOWN) -> None:
-        """The root's forward begins. It counts in train mode with gradients enabled only.
+        """Begin the root's forward. It counts in train mode with gradients enabled only.
 
         ``weights`` tells whether an optimizer has stepped since the forward before.
         """
@@ -187,7 +187,7 @@ class OrderCheck:
             self._warn(position, unit)
 
     def end_forward(self) -> None:
-        """The root's forward ends: start comparing its hash with the other ranks'."""
+        """End the root's forward: start comparing its hash with the other ranks'."""
         if not self._is_active:
             return
         now = self._now
@@ -211,7 +211,7 @@ class OrderCheck:
             self._issue()
 
     def finish(self) -> None:
-        """The backward ends: take in the comparisons on their way.
+        """End the backward: take in the comparisons on their way.
 
         Raises `CollectiveMismatchError` on every rank when the orders differed and that is an
         error; warns otherwise.
@@ -243,7 +243,7 @@ class OrderCheck:
         return self._options.action == "raise"
 
     def _leave(self, position: int, unit: int) -> None:
-        """This rank is about to leave its order: say so, and ask the others from here on."""
+        """Say that this rank is about to leave its order, and ask the others from here on."""
         if not self._is_error:
             for axis in self._axes:
                 axis.forgo_labels()

@@ -93,7 +93,7 @@ class Forward:
         return self.record()
 
     def record(self) -> OrderRecord:
-        """The units so far."""
+        """List the units so far."""
         if self.order is not None:
             return OrderRecord(tuple(self.order))
         units = () if self.reference is None else self.reference.units

@@ -128,7 +128,7 @@ def broadcast_tensors(
 
 
 def _without_copies(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with one index of each dim that was expanded, whose elements share memory."""
+    """Take one index of each dim of ``tensor`` that was expanded: its elements share memory."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

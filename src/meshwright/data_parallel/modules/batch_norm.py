@@ -170,7 +170,7 @@ def _forward(
 
 
 def _spread(vector: torch.Tensor, ndim: int) -> torch.Tensor:
-    """One number a channel, in the shape that multiplies a batch of ``ndim`` dims."""
+    """View one number a channel in the shape that multiplies a batch of ``ndim`` dims."""
     return vector.view(-1, *(1,) * (ndim - 2))
 
 

@@ -48,7 +48,7 @@ def place_of(wrapper: nn.Module, own: str) -> tuple[str, ...]:
 
 
 def without_compiled(name: str) -> str:
-    """``name`` without the places that `torch.compile` has added."""
+    """Leave the places out of ``name`` that `torch.compile` has added."""
     return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
@@ -87,13 +87,13 @@ class Inside:
         return {name: held for name, held in found.items() if not self._hides(name)}
 
     def named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the module, without those that are hidden."""
+        """List those of the module, without those that are hidden."""
         for name, parameter in self._module.named_parameters(**options):
             if not self._hides(name):
                 yield name, parameter
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        """As of the module, hiding the same."""
+        """List those of the module, hiding the same."""
         for name, module in self._module.named_children():
             yield name, module if isinstance(module, SteppedOver) else Inside(module, self._hidden)
 
@@ -136,7 +136,7 @@ class SteppedOver(nn.Module):
         return self._names_are_asked
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        """As of any module; while those functions ask, what is inside of what it wraps."""
+        """List as any module; while those functions ask, what is inside of what it wraps."""
         if asked_in("_iterate_valid_model_state") is None:
             yield from super().named_children()
         else:
@@ -150,7 +150,7 @@ class SteppedOver(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Generator[tuple[str, nn.Module]]:
-        """As of any module; while those functions ask, under the names before wrapping."""
+        """List as any module; while those functions ask, under the names before wrapping."""
         found = super().named_modules(memo, prefix, remove_duplicate)
         if not self._is_asked():
             yield from found

@@ -36,7 +36,7 @@ class EqualBuffers:
         return self._held.look()
 
     def follow(self) -> Mapping[str, torch.Tensor]:
-        """As `look`; a collective where this rank has others than before, in number or kind.
+        """Do as `look`; a collective where this rank has others than before, in number or kind.
 
         Raises CollectiveMismatchError on every rank, naming the buffer, where they are not alike.
         """
@@ -59,7 +59,7 @@ class EqualBuffers:
         self.broadcast(source)
 
     def broadcast(self, source: int) -> None:
-        """As `synchronise`, where `follow` has just been called."""
+        """Do as `synchronise`, where `follow` has just been called."""
         found = self._alike.values()
         broadcast_tensors(self._communicator, found, label="broadcast buffers", source=source)
 

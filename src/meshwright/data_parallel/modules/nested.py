@@ -35,7 +35,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:  # noqa: ANN401
-    """``value`` with ``function`` of its tensors in their places.
+    """Give ``value`` with ``function`` of its tensors in their places.
 
     Registered containers (sequences and mappings are) are made anew; dataclasses, which need not be
     registered, and sets are copied where one of their tensors has changed.

@@ -166,7 +166,7 @@ class UnitStates:
         return found
 
     def _essence(self) -> Essence:
-        """In every forward: cheap where settings are the objects of before."""
+        """Summarise for every forward: cheap where settings are the objects of before."""
         rows: list[tuple[object, ...]] = []
         for number, driver in enumerate(self._drivers):
             unit = driver.unit

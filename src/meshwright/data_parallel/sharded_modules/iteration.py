@@ -137,7 +137,7 @@ class Iteration:
     # --------------------------------------------------------------------------- forward
 
     def begin_forward(self, *, training: bool) -> None:
-        """The root's forward begins; an iteration that raised is given up first."""
+        """Begin the root's forward; an iteration that raised is given up first."""
         raised_in = self._begin()
         if self._order:
             self._expected, self._order = self._order, self._expected
@@ -179,7 +179,7 @@ class Iteration:
         return raised_in
 
     def begin_driven(self, what: str, *, training: bool) -> None:
-        """A step in which somebody else gathers, frees and reduces begins; an exception ends it.
+        """Begin a step in which somebody else gathers, frees and reduces; an exception ends it.
 
         Units are gathered in their own order then, so that no order is recorded. ``what`` is
         compared over the ranks like a forward pass.
@@ -194,14 +194,14 @@ class Iteration:
             self._was_training = training
 
     def end_driven(self, *, training: bool) -> None:
-        """It has ended: wait for the reductions it has left, and set gradients."""
+        """End that step: wait for the reductions it has left, and set gradients."""
         if training and self.drivers[0].is_last_backward:
             self._settle()
         self.is_in_forward = False
         self.stop()
 
     def record(self, driver: Driver) -> Driver | None:
-        """``driver`` runs next; returns the one that came after it the last time, if any."""
+        """Record that ``driver`` runs next; returns the one that came after it the last time."""
         if self._check is not None:
             self._check.record(self._numbers[driver])
         position = len(self._order)
@@ -212,7 +212,7 @@ class Iteration:
         return None
 
     def end_forward(self) -> None:
-        """The root's forward has ended."""
+        """End the root's forward."""
         self.is_in_forward = False
         if self._check is not None:
             self._check.end_forward()
@@ -326,7 +326,7 @@ class Iteration:
             )
 
     def take_waiting(self) -> None:
-        """Gradients that wait for a reduction are out of sight, less what was dropped."""
+        """Take gradients that wait for a reduction out of sight, less what was dropped."""
         while self.showing:
             unit = self.showing.pop()
             unit.exposure.take_waiting(unit)
@@ -360,7 +360,7 @@ class Iteration:
     @torch.no_grad()
     @apart
     def end_backward(self) -> None:
-        """The backward pass has ended: reduce the rest, wait, set gradients, free everything.
+        """End the backward pass: reduce the rest, wait, set gradients, free everything.
 
         One that is not the last leaves reductions under way, gradients undelivered and the order
         of the forwards as it is, for the backwards that follow. So does one that makes a graph.
@@ -416,7 +416,7 @@ class Iteration:
 
     @contextlib.contextmanager
     def without_order_check(self) -> Iterator[None]:
-        """Forwards of the block are not compared between ranks: somebody else does it."""
+        """Compare no forwards of the block between ranks: somebody else does it."""
         check, events = self._check, self._events
         self._check = self._events = None
         try:
@@ -475,7 +475,7 @@ def _order_check(
 
 
 def _sent(group: ParameterGroup) -> int:
-    """Bytes that this rank gives to the gather of ``group``."""
+    """Count the bytes that this rank gives to the gather of ``group``."""
     return group.buffer.layout.shard_size * group.types.compute.itemsize
 
 

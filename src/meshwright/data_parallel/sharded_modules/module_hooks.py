@@ -233,7 +233,7 @@ class Driver:
         return name
 
     def adopt_names(self, modules: Mapping[nn.Module, str]) -> None:
-        """The names of all modules, seen from the root, have become known."""
+        """Take up the names of all modules, seen from the root, which have become known."""
 
     def check_materialised(self) -> None:
         """Raise RuntimeError when parameters are not where they compute from."""
@@ -325,7 +325,7 @@ class Driver:
         return output
 
     def leave_forward(self) -> None:
-        """The root's forward has ended: modules of one unit that did not run will not come."""
+        """End the root's forward: modules of one unit that did not run will not come."""
         if self._to_run:
             self._to_run.clear()
             if self.unit is not None and not self.unit.settings.keep_full_after_forward:
@@ -343,7 +343,7 @@ class Driver:
 
     @staticmethod
     def _without_parameters(output: Any, unit: Unit) -> Any:  # noqa: ANN401
-        """``output``, where views of whole parameters are copied: their memory will be gone."""
+        """Copy views of whole parameters in ``output``: their memory will be gone."""
         if isinstance(output, torch.Tensor):
             return output.clone() if unit.lends(output) else output
         if not any(unit.lends(tensor) for tensor in tensors_in(output)):
@@ -423,7 +423,7 @@ class Driver:
         return self.unit is not None and self.unit.phase is Phase.SHARDED
 
     def before_backward(self, gradient: object = None) -> None:
-        """The gradient of an output has come: whole parameters are needed again."""
+        """Take in the gradient of an output: whole parameters are needed again."""
         iteration, unit = self.iteration, self.unit
         if iteration is None:
             return
@@ -453,7 +453,7 @@ class Driver:
 
     @apart
     def after_backward(self, gradient: object = None) -> None:
-        """The gradients of the inputs have come, so those of the parameters have too."""
+        """Take in the gradients of the inputs: those of the parameters have come, too."""
         iteration, unit = self.iteration, self.unit
         if iteration is not None:
             iteration.begin_backward()
@@ -469,7 +469,7 @@ class Driver:
         self._end(iteration, unit, is_due=True)
 
     def finish_backward(self, iteration: Iteration) -> None:
-        """The whole backward pass has ended: do what no input's gradient has triggered."""
+        """End the whole backward pass: do what no input's gradient has triggered."""
         unit, has_run = self.unit, self.has_run
         if not iteration.keeps_graph:
             self._in_graphs = 0

@@ -234,7 +234,7 @@ def _install(module: nn.Module, driver: Driver, options: ShardOptions) -> None:
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls`` with the members of `FSDPModule`.
+    """Make a class of ``cls`` with the members of `FSDPModule`.
 
     All modules of ``cls`` get the same one: what is compiled for one block serves the others.
     """

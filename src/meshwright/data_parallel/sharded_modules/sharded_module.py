@@ -72,7 +72,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
     # ---------------------------------------------------------------------- accumulation
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, also where whole parameters are in the place of the sharded ones.
+        """Zero as any module does, also where whole parameters are in the sharded ones' place.
 
         Whole gradients of this rank that wait for a reduction are dropped, too. An optimizer's
         ``zero_grad`` does not see those.
@@ -158,7 +158,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Do as `set_gradient_divide_factor`, whose older name this is."""
         self.set_gradient_divide_factor(factor)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -261,7 +261,7 @@ class FSDPModule(OfThisProcess, JoinsUnevenInputs):
             driver.without_effect[name] = value
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: ANN401
-        """As for any module; whole parameters are freed first, and shards follow."""
+        """Convert as any module; whole parameters are freed first, and shards follow."""
         units = list(_units(self, recurse=True))
         for unit in units:
             unit.reshard()

@@ -74,7 +74,7 @@ class BufferTypes:
     def of(
         cls, master: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
     ) -> BufferTypes:
-        """``compute`` is ``master`` when None, ``reduce`` is ``compute``.
+        """Choose dtypes: ``compute`` is ``master`` when None, ``reduce`` is ``compute``.
 
         What is not floating-point keeps its dtype, complex numbers too.
         """
@@ -178,17 +178,17 @@ class FlatBuffer:
                 place.copy_(tensor.detach().reshape(cut.of)[cut.slices])
 
     def local(self, index: int) -> torch.Tensor:
-        """This rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
+        """Give this rank's chunk of tensor ``index``: a view of the shard. For chunked layouts."""
         box = self.layout.chunked_layout().box(index, self.axes.part)
         start = self.layout.offsets[index]
         return self.shard[start : start + box.numel].view(box.shape)
 
     def around(self, index: int) -> torch.Tensor:
-        """This rank's chunk of tensor ``index`` as users see it, on the memory of the shard."""
+        """Give this rank's chunk of tensor ``index`` as users see it, on the shard's memory."""
         return self.local(index).detach()
 
     def own(self, index: int, line: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's elements of tensor ``index``: a view of the shard, or of ``line`` like it."""
+        """Give this rank's elements of tensor ``index``: a view of the shard, or of ``line``."""
         line = self.shard if line is None else line
         return line[slice(*self.layout.own_range(index, self.axes.part))]
 
@@ -216,7 +216,7 @@ class FlatBuffer:
         return self.is_copy and self._gathered_version != version_of(self.shard)
 
     def distrust(self) -> None:
-        """The shard may be written from now on in ways that leave no trace.
+        """Expect that the shard is written from now on in ways that leave no trace.
 
         What an optimizer does to a DTensor counts no version of the memory below it.
         """
@@ -343,7 +343,7 @@ class FlatBuffer:
         ]
 
     def _gradient_lines(self) -> tuple[GradientLine, ...]:
-        """One for what is gathered in one piece, and one for each tensor that is not."""
+        """Make one for what is gathered in one piece, and one for each tensor that is not."""
         count = len(self.layout.names)
         together = count if self.is_direct else self._together
         pieces = [range(together)] if together else []
@@ -380,7 +380,7 @@ class FlatBuffer:
         return line
 
     def _copies_from(self, line: torch.Tensor, count: int) -> _Copies | None:
-        """From ``line``, which has what was gathered of the first ``count`` tensors, to each.
+        """Copy from ``line``, which has what was gathered of the first ``count`` tensors, to each.
 
         Targets and sources are contiguous where they can be.
         """
@@ -408,7 +408,7 @@ class FlatBuffer:
 def _shard(
     numel: int, dtype: torch.dtype, device: torch.device, axis: Communicator | None
 ) -> torch.Tensor:
-    """Zeros; where it pays, in memory that the ranks of ``axis`` read without a copy between."""
+    """Make zeros; where it pays, in memory that the ranks of ``axis`` read without a copy."""
     is_small = numel * dtype.itemsize < SHARED
     if is_small or axis is None or axis.device.type != device.type:
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -221,14 +221,14 @@ class ExposedTensors(Exposure):
         ]
 
     def follow_places(self) -> None:
-        """The places of slots have become those on a larger mesh."""
+        """Follow the places of slots, which have become those on a larger mesh."""
         for group, entries in self._entries.items():
             group.kept.forget()
             for entry in entries:
                 entry.follow_place()
 
     def forget_places(self) -> None:
-        """The slots are used in other places now."""
+        """Forget the places: the slots are used in others now."""
         for entries in self._entries.values():
             for entry in entries:
                 entry.find_cells()

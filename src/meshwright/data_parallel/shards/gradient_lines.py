@@ -164,7 +164,7 @@ class GradientLine:
         self._memory.free()
 
     def parts(self) -> list[list[torch.Tensor]]:
-        """For each of its tensors the places that hold its gradient."""
+        """List for each of its tensors the places that hold its gradient."""
         if self._source is not None:
             return [[self._source]]
         return [[target for target, _ in slot] for slot in self._slots]

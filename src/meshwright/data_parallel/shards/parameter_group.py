@@ -203,7 +203,7 @@ class ParameterGroup:
                 self.slots[index].note_start(Start(whole, own))
 
     def carry_starts(self, parts: Sequence[torch.Tensor]) -> None:
-        """``parts`` take the place of those of now: forget starts of what is not just converted."""
+        """Put ``parts`` in the place of those of now: forget starts of what is not converted."""
         for index, (slot, part) in enumerate(zip(self.slots, parts, strict=True)):
             start = slot.take_start()
             if start is None:
@@ -285,7 +285,7 @@ class ParameterGroup:
                 self._wholes.append(slot.leaf)
 
     def moved(self) -> list[tuple[Slot, torch.Tensor]]:
-        """Parameters whose whole tensors were given other memory, and their places in the line."""
+        """List parameters whose whole tensors were given other memory, with places in the line."""
         start, addresses = self._addresses
         if start != self.buffer.full.data_ptr():
             start, addresses = (
@@ -550,7 +550,7 @@ class ParameterGroup:
 
 @torch.no_grad()
 def _gathered(slot: Slot) -> torch.Tensor | None:
-    """This rank's gradient of a parameter, with what was computed with a DTensor itself."""
+    """Give this rank's gradient of a parameter, with what was computed with a DTensor itself."""
     given, leaf, add = slot.full.grad, slot.leaf, slot.computes.partial
     if given is None or slot.outer is None:
         return leaf.grad

@@ -26,7 +26,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: object) -> MixedPrecisionPolicy:
-        """``policy``, which may be another library's with the same fields; no casts for None.
+        """Return ``policy``, which may be another library's of the same fields; no casts for None.
 
         Raises TypeError for anything else.
         """
@@ -51,7 +51,7 @@ class OffloadPolicy:
 
     @staticmethod
     def of(policy: object) -> OffloadPolicy:
-        """``policy``, which may be another library's: one that pins memory offloads.
+        """Return ``policy``, which may be another library's: one that pins memory offloads.
 
         Raises TypeError for what is no such policy.
         """

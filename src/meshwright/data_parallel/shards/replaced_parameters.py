@@ -55,7 +55,7 @@ def check_given(
 
 
 def rank_in(communicators: Sequence[Communicator]) -> int:
-    """This rank's number in the world, which the ranks of ``communicators`` belong to."""
+    """Return this rank's number in the world, which the ranks of ``communicators`` belong to."""
     return communicators[0].ranks[communicators[0].rank] if communicators else 0
 
 

@@ -170,7 +170,7 @@ def _extension(slot: Slot, place: Place, options: ShardOptions) -> Extension | N
 
 
 def _together(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Slots that lie on the same axes and can share a buffer."""
+    """Group slots that lie on the same axes and can share a buffer."""
     on_axes: dict[Any, list[Slot]] = {}
     for slot in slots:
         axes = slot.place and slot.place.axes

@@ -129,7 +129,7 @@ def _release(driver: Driver, slot: Slot) -> Slot:
 
 
 def _without(group: ParameterGroup, index: int) -> ParameterGroup:
-    """``group`` without one slot: the chunks of the others are the same, in another line."""
+    """Make ``group`` without one slot: the other chunks are the same, in another line."""
     layout = group.buffer.layout.chunked_layout()
     kept = [number for number in range(len(group.slots)) if number != index]
     narrower = FlatLayout.chunked(

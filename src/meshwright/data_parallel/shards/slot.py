@@ -144,7 +144,7 @@ def collect_slots(
 
 
 def group_slots(slots: Iterable[Slot], *, by_training: bool = True) -> list[list[Slot]]:
-    """Slots that can share a buffer: one dtype, and all trainable or all frozen by default."""
+    """Group slots that can share a buffer: one dtype, all trainable or all frozen by default."""
     groups: dict[tuple[torch.dtype, bool], list[Slot]] = {}
     for slot in slots:
         is_trainable = slot.original.requires_grad or not by_training

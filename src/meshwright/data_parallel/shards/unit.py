@@ -83,7 +83,7 @@ class Exposure(ABC):
 
     @abstractmethod
     def version(self, unit: Unit) -> int:
-        """Grows with what is written to those, as far as torch counts it."""
+        """Return a number that grows with what is written to those, as far as torch counts it."""
 
     @abstractmethod
     def trains(self, unit: Unit, group: ParameterGroup) -> list[bool]:
@@ -272,7 +272,7 @@ class Unit:
         self.find_trainable()
 
     def reshard_for_backward(self) -> bool:
-        """As `reshard`, but what the backward gathers stays among fewer ranks where that is set.
+        """Do as `reshard`, but what the backward gathers stays among fewer ranks if set so.
 
         Whether it did: `forget_block` is due when the backward does not come.
         """
@@ -312,7 +312,7 @@ class Unit:
         return lost
 
     def has_changed(self) -> None:
-        """Parameters have been converted, loaded or given anew: a graph of before is void."""
+        """Note that parameters were converted, loaded or given anew: older graphs are void."""
         self.changes += 1
 
     def find_trainable(self) -> None:

@@ -370,7 +370,7 @@ def flat_layout(group: ParameterGroup) -> FlatLayout:
 
 
 def own_pieces(group: ParameterGroup) -> dict[int, Piece]:
-    """This rank's piece of each parameter that it has one of, by the parameter's index.
+    """List this rank's piece of each parameter that it has one of, by the parameter's index.
 
     Every rank has the whole of a parameter that has no elements anywhere.
     """
@@ -429,7 +429,7 @@ def give_gradient(
 
 
 def part_of(gradient: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
-    """``gradient``, in a class that knows that it is a part, where ``parameter`` is one."""
+    """Give ``gradient`` a class that knows that it is a part, where ``parameter`` is one."""
     return gradient_part(gradient, name) if is_marked_spread(parameter) else gradient
 
 

@@ -71,7 +71,7 @@ def whole_of(part: torch.Tensor, outer: AtRest | None, label: str) -> torch.Tens
 
 
 def part_of(value: torch.Tensor, outer: AtRest | None) -> torch.Tensor:
-    """This rank's part of a whole ``value``."""
+    """Give this rank's part of a whole ``value``."""
     if outer is None:
         return value
     return local_of(part(value, outer.mesh, outer.placements, outer.stride))
@@ -108,7 +108,7 @@ def tensor_mesh(slots: Iterable[Slot]) -> DeviceMesh | None:
 def gradients_by_axes(
     unit: Unit,
 ) -> Iterator[tuple[tuple[Communicator, ...], list[torch.Tensor]]]:
-    """This rank's gradients, by the axes they lie spread over: the same ones on all ranks."""
+    """Group this rank's gradients by the axes they lie spread over, alike on all ranks."""
     flat = unit.exposure.one_flat
     for group in unit.groups:
         pieces = own_pieces(group)

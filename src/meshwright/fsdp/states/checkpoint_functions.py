@@ -50,7 +50,7 @@ class CheckpointNames(StepOver):
     """
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - as of any dict
-        """As of any wrapper; RuntimeError for the wrapper itself."""
+        """Return what any wrapper has; raises RuntimeError for the wrapper itself."""
         if key == WRAPPED:
             raise RuntimeError(f"{_UNABLE}FullyShardedDataParallel in this torch. {_INSTEAD}")
         return super().get(key, default)
@@ -183,7 +183,7 @@ class _GroupsApart(list[Any]):
 def _named_apart(
     state: Mapping[str, Any], parts: Mapping[Any, Mapping[str, State]]
 ) -> dict[str, Any]:
-    """``state`` in which torch finds for each flat parameter of ``parts`` what is in there."""
+    """Make a ``state`` in which torch finds what is in each flat parameter of ``parts``."""
     kept = {name: _Parts({n: own for n, own in p.items() if own}) for name, p in parts.items()}
     return {
         **state,
@@ -193,7 +193,7 @@ def _named_apart(
 
 
 def _by_own_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` from torch, under the names that the model has where parts of it are compiled.
+    """Return ``state`` from torch under the model's names where parts of it are compiled.
 
     Raises ValueError for state under any other name.
     """

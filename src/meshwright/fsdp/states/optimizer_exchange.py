@@ -248,7 +248,7 @@ def by_current_names(
 
 
 def _with_keys(state: Mapping[str, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """``state`` with other keys for parameters."""
+    """Give ``state`` other keys for parameters."""
     found: dict[str, Any] = {"state": {change[key]: own for key, own in state["state"].items()}}
     if "param_groups" in state:
         found["param_groups"] = [
@@ -264,7 +264,7 @@ def rekey(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """``state`` of a module that is not wrapped, with names for positions or the other way."""
+    """Give ``state`` of a module that is not wrapped names for positions, or back."""
     if to not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise AssertionError(
             f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, found {to!r}"

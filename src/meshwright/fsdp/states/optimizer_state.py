@@ -426,7 +426,7 @@ def _fitting(
 
 
 def _own_part(entry: Managed, value: Any) -> Any:  # noqa: ANN401 - any state
-    """This rank's part of a value, in the form of the exposed parameter."""
+    """Give this rank's part of a value, in the form of the exposed parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return copy.deepcopy(value)
     outer = entry.group.slots[entry.index].outer

@@ -106,7 +106,7 @@ def settings_for_a_while(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> Iterator[None]:
-    """`set_settings` inside the block; restored after it, also after an exception."""
+    """Do `set_settings` for the block, and undo it after that, also after an exception."""
     wrappers: list[UnitWrapper] = wrappers_in(module)
     before = [wrapper._state_dict_settings for wrapper in wrappers]
     set_settings(module, kind, config, optim_config)

@@ -35,7 +35,7 @@ from meshwright.layout import Placement, Replicate, Shard, chunk
 def names_in_state(
     unit: Unit, names: Sequence[tuple[str, ...]], module: nn.Module
 ) -> list[tuple[str, ...]]:
-    """``names`` of the parameters of ``unit``, and those by the other ways to their modules."""
+    """List ``names`` of the parameters of ``unit``, and those by other ways to their modules."""
     ways: dict[nn.Module, list[str]] = {}
     for way, part in module.named_modules(remove_duplicate=False):
         ways.setdefault(part, []).append(clean_name(way))
@@ -69,7 +69,7 @@ def unit_entries(
 def _values(
     group: ParameterGroup, name: str, settings: StateDictSettings, groups: Groups
 ) -> list[torch.Tensor]:
-    """One value for each parameter of ``group``, in memory of its own."""
+    """Copy one value for each parameter of ``group``."""
     layout, shard = flat_layout(group), group.buffer.shard
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT or group.axes.shard is None
     if is_full or groups.mesh is not None:
@@ -138,14 +138,14 @@ def as_dtensor(
 
 
 def _local_total(group: ParameterGroup) -> int:
-    """Elements of a unit's line as LOCAL state dicts have it: the padding of all ranks left out."""
+    """Count the elements of a unit's line in LOCAL state dicts: without all ranks' padding."""
     layout = flat_layout(group)
     alignment = math.gcd(16 // group.types.master.itemsize, *layout.offsets)
     return -(-layout.extent // alignment) * alignment
 
 
 def _local_range(group: ParameterGroup) -> tuple[int, int]:
-    """This rank's elements of that line."""
+    """Find this rank's elements of that line."""
     total = _local_total(group)
     start, stop = flat_layout(group).shard_range(group.axes.part)
     return min(start, total), min(stop, total)

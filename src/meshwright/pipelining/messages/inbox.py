@@ -44,7 +44,7 @@ class Inbox:
         self._gradients.clear()
 
     def put_outputs(self, microbatch: int, source: int, values: Values) -> None:
-        """Outputs of stage ``source`` have come."""
+        """Put in outputs of stage ``source`` that have come."""
         self._of(microbatch).outputs[source] = values
 
     def put_gradients(self, microbatch: int, target: int, gradients: Gradients) -> None:

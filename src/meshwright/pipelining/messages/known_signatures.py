@@ -36,13 +36,13 @@ class Agreed:
         self._learned.append((known, identity))
 
     def keep(self, used: Mapping[int, tuple[int, ...]]) -> None:
-        """A step has succeeded, in which the stages made outputs with these ids."""
+        """Keep what a step has taught that succeeded, with outputs of these ids of the stages."""
         self._learned.clear()
         for stage, ids in used.items():
             self[stage].use(ids)
 
     def drop(self) -> None:
-        """A step has failed before anything of it was sent or received."""
+        """Drop what a step has taught that failed before anything was sent or received."""
         for known, identity in self._learned:
             known.outputs.pop(identity, None)
         self._learned.clear()

@@ -58,7 +58,7 @@ class Values:
         return cls(leaves, spec)
 
     def nested_as(self, leaves: list[Any]) -> tuple[Any, ...]:
-        """``leaves`` as these values were nested."""
+        """Nest ``leaves`` as these values were."""
         return tuple(leaves) if self.spec is None else tree_unflatten(leaves, self.spec)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -146,7 +146,7 @@ class Signature:
         object.__setattr__(self, "strided", tuple(strided))
 
     def to_bytes(self) -> bytes:
-        """This as JSON; equal signatures give equal bytes.
+        """Write this as JSON; equal signatures give equal bytes.
 
         Raises `PipeliningShapeError` for values that are nested in a class of their own.
         """
@@ -308,7 +308,7 @@ def _from_json(leaf: Sequence[Any] | None) -> TensorMeta | None:
 
 
 def shapes(values: object) -> str:
-    """Arguments for messages: the shapes and dtypes of tensors, the types of the rest."""
+    """Describe arguments for messages: shapes and dtypes of tensors, the types of the rest."""
     if isinstance(values, Mapping):
         return "{" + ", ".join(f"{k}: {shapes(v)}" for k, v in values.items()) + "}"
     if isinstance(values, torch.Tensor):
@@ -331,7 +331,7 @@ def tensors_in(given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
 
 
 def detached(value: object) -> object:
-    """``value`` with its tensors out of the graph that has made them."""
+    """Return ``value`` with its tensors out of the graph that has made them."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
@@ -365,7 +365,7 @@ def named(dtype: torch.dtype) -> str:
 
 
 def room_for(constants: Sequence[object]) -> int:
-    """Bytes of the message for ``constants`` and others like them, which may be longer."""
+    """Count the bytes of a message for ``constants`` and others like them, perhaps longer."""
     needed = 2 * (_COUNT + len(_encoded(constants)))
     return max(_LEAST_ROOM, 1 << needed.bit_length())
 

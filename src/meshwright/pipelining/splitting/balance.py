@@ -135,7 +135,7 @@ def _chosen(
 
 
 def _first_starts(costs: Sequence[Costs], bounds: Sequence[float]) -> list[int]:
-    """By last position of a stage, the first position at which it may start."""
+    """Find by last position of a stage the first position at which it may start."""
     count = len(costs[0].each)
     found = [0] * count
     for cost, bound in zip(costs, bounds, strict=True):

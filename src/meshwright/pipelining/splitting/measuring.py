@@ -32,11 +32,11 @@ class Costs:
     """Bytes that each operator keeps for its backward, where that was measured."""
 
     def total(self) -> float:
-        """Of all operators in one stage."""
+        """Sum all operators, as of one stage."""
         return self.of(0, len(self.each))
 
     def of(self, start: int, stop: int) -> float:
-        """Of one stage."""
+        """Sum the operators of one stage."""
         once = {n: cost for at in range(start, stop) for n, cost in self.shared.get(at, ())}
         return sum(self.each[start:stop]) + sum(once.values())
 
@@ -57,7 +57,7 @@ def cuttable(place: Placement) -> list[fx.Node]:
 
 
 def _positions(nodes: Sequence[fx.Node], every: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """By node of the graph, the operator that it belongs to."""
+    """Map each node of the graph to the operator that it belongs to."""
     found = {node: position for position, node in enumerate(nodes)}
     for node in every:
         source = node.args[0] if node.target is operator.getitem else None
@@ -69,7 +69,7 @@ def _positions(nodes: Sequence[fx.Node], every: Sequence[fx.Node]) -> dict[fx.No
 
 
 def traffic(place: Placement, nodes: Sequence[fx.Node]) -> list[float]:
-    """By position, the bytes of what is made in front of it and read behind it.
+    """Count by position the bytes of what is made in front of it and read behind it.
 
     Infinite where a change in place forbids a cut.
     """
@@ -179,7 +179,7 @@ def _traced(module: nn.Module, node: fx.Node) -> Any:  # noqa: ANN401
 def _by_position(
     nodes: Sequence[fx.Node], module: fx.GraphModule, found: Mapping[fx.Node, float]
 ) -> list[float]:
-    """Costs by operator; those of nodes that run everywhere are nobody's."""
+    """Sum costs by operator; those of nodes that run everywhere are nobody's."""
     each = [0.0] * len(nodes)
     for node, position in _positions(nodes, list(module.graph.nodes)).items():
         each[position] += found.get(node, 0.0)
@@ -190,7 +190,7 @@ def _by_position(
 
 
 def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
-    """Seconds of each operator's forward and backward; also what it keeps in between."""
+    """Measure seconds of each operator's forward and backward, and what it keeps in between."""
     runner = _Timed(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -209,7 +209,7 @@ def measured(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Costs:
 
 
 def memory(costs: Costs, module: fx.GraphModule, nodes: Sequence[fx.Node], flying: int) -> Costs:
-    """Bytes of each operator: parameters for training, and what ``flying`` microbatches keep."""
+    """Count bytes of each operator: of training, and of what ``flying`` microbatches keep."""
 
     def weight(parameter: nn.Parameter) -> float:
         return float(_COPIES * parameter.numel() * parameter.element_size())
@@ -278,7 +278,7 @@ class _Timed(fx.Interpreter):
 
 
 def _leaf(value: Any, *, is_written: bool) -> Any:  # noqa: ANN401
-    """``value`` as an input that needs gradients; a copy of it where it is changed in place."""
+    """Make an input of ``value`` that needs gradients; a copy where it is changed in place."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():

@@ -262,7 +262,7 @@ def _positions(model: nn.Module) -> tuple[str, ...]:
 
 
 def _ordered(arguments: Iterable[Argument]) -> list[Argument]:
-    """Arguments as a signature has them: those that may be left out come last."""
+    """Order arguments as a signature has them: those that may be left out come last."""
     return sorted(arguments, key=lambda argument: argument.has_default)
 
 
@@ -344,7 +344,7 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _devices(module: fx.GraphModule, device: torch.device) -> list[fx.Node]:
-    """Nodes that name another device than ``device``."""
+    """List nodes that name another device than ``device``."""
     found: list[fx.Node] = []
     for node in module.graph.nodes:
         named: list[Any] = []

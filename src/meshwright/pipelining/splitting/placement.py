@@ -119,7 +119,7 @@ class Placement:
     # ----------------------------------------------------------------------- changes
 
     def _changes_by_root(self) -> dict[fx.Node, list[int]]:
-        """By root, the stages that change it."""
+        """List by root the stages that change it."""
         found: dict[fx.Node, list[int]] = {}
         for node, written in self.writes.items():
             for root in self._of(written):
@@ -138,7 +138,7 @@ class Placement:
         return max([made, *(s for s in self.changed_in(value) if made < s < reader)])
 
     def uncuttable(self, positions: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-        """Ranges of cuts that changes in place forbid, when no cut has been made yet.
+        """List ranges of cuts that changes in place forbid, when no cut has been made yet.
 
         A cut at p lies in front of position p; a range ends in front of its last number.
         """

@@ -30,12 +30,12 @@ class SplitPoint(Enum):
 
 @torch.library.custom_op("meshwright::pipe_split", mutates_args=())
 def _pipe_split() -> None:
-    """The marker, in eager."""
+    """Run the marker, in eager."""
 
 
 @_pipe_split.register_fake
 def _() -> None:
-    """The marker, while a graph is traced."""
+    """Run the marker, while a graph is traced."""
 
 
 _MARKER = torch.ops.meshwright.pipe_split.default
@@ -71,7 +71,7 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
 
 @contextmanager
 def marked(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """`annotate_split_points`, until the end of the block.
+    """Do `annotate_split_points`, until the end of the block.
 
     Raises ``ValueError`` for modules that the block did not call: they cut nothing.
     """
@@ -141,7 +141,7 @@ class PipeSequential(nn.Sequential):
         return PipeSequential(*(module for module in sequential_instance))
 
     def forward(self, input: Any) -> Any:  # noqa: ANN401
-        """The modules in turn."""
+        """Run the modules in turn."""
         for number, module in enumerate(self):
             if number:
                 pipe_split()
@@ -158,7 +158,7 @@ class LossWrapper(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Raises ``NotImplementedError``: how model and loss go together is up to the subclass."""
+        """Raise ``NotImplementedError``: how model and loss go together is up to the subclass."""
         raise NotImplementedError(
             f"{type(self).__name__} has no forward: override it to call self.module and "
             "self.loss_fn and return the loss, or use TrivialLossWrapper"
@@ -172,7 +172,7 @@ class TrivialLossWrapper(LossWrapper):
 
     # pyrefly: ignore[bad-override]
     def forward(self, x: Any, targets: Any) -> Any:  # noqa: ANN401
-        """The loss of one microbatch."""
+        """Compute the loss of one microbatch."""
         return self.loss_fn(self.module(x), targets)
 
 
@@ -192,7 +192,7 @@ class _Named(nn.Module):
             owner.add_module(leaf, model.get_submodule(name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Each module gets what the one before has returned."""
+        """Give each module what the one before has returned."""
         first, *rest = (self.get_submodule(name) for name in self._names)
         value = first(*args, **kwargs)
         for module in rest:
@@ -201,7 +201,7 @@ class _Named(nn.Module):
 
 
 def stages_by_name(model: nn.Module, names: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Modules for `PipelineStage` without tracing: one for each list of names of ``model``.
+    """Make modules for `PipelineStage` without tracing: one a list of names of ``model``.
 
     The model must be a chain: its forward calls the named modules in this order, and each with the
     outputs of the one before. Parameters stay those of the model, with its names.

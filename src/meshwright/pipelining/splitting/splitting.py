@@ -381,7 +381,7 @@ def _listed(flat: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _names(model: nn.Module) -> Mapping[int, list[str]]:
-    """By identity, all names of the model's parameters and buffers."""
+    """List by identity all names of the model's parameters and buffers."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -391,7 +391,7 @@ def _names(model: nn.Module) -> Mapping[int, list[str]]:
 
 
 def _best_name(names: Iterable[str], default: str, user: fx.Node | None) -> str:
-    """Of all names of a parameter, the one in the module that uses it."""
+    """Choose of all names of a parameter the one in the module that uses it."""
     stack = (user.meta.get("nn_module_stack") or {}) if user is not None else {}
     paths = [entry[0] for entry in stack.values()]
     for path in reversed(paths):

@@ -92,7 +92,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def copies(values: Any) -> Any:  # noqa: ANN401 - any nested values
-    """``values`` with copies of views, and of tensors that require gradients."""
+    """Return ``values`` with copies of views, and of tensors that require gradients."""
     return tree_map_only(torch.Tensor, _copy, values)
 
 

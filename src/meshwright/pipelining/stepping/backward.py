@@ -77,7 +77,7 @@ def stage_backward(
 def run_backward(
     outputs: Sequence[object], gradients: Sequence[torch.Tensor | None] | None
 ) -> None:
-    """The whole backward of flat ``outputs``, as by `stage_backward`, without looking inside.
+    """Run the whole backward of flat ``outputs``, as `stage_backward`, without looking inside.
 
     The engine is called without the checks that `torch.autograd.backward` makes of what it is
     given, where every output has a gradient of its own shape.
@@ -196,7 +196,7 @@ def _starts(
 def _pairs(
     outputs: object, gradients: object
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Tensors among nested ``outputs``, each with its gradient among ``gradients``."""
+    """List tensors among nested ``outputs``, each with its gradient among ``gradients``."""
     if isinstance(outputs, torch.Tensor):
         if isinstance(gradients, Sequence) and len(gradients) == 1:
             gradients = gradients[0]
@@ -269,7 +269,7 @@ class _Graph:
     def _close(
         self, node: Node, edges: tuple[tuple[Node, int], ...], found: list[Junction]
     ) -> None:
-        """All that ``node`` leads to has been seen."""
+        """Take in that all has been seen that ``node`` leads to."""
         reach = self._reach
         flags = 0
         if not edges and self.weights is None and hasattr(node, "variable"):
@@ -454,7 +454,7 @@ class Halves:
         gradients: list[torch.Tensor | None] | None,
         builder: DwBuilder | None,
     ) -> None:
-        """The whole backward; what ``builder`` gives is run right behind it."""
+        """Run the whole backward; what ``builder`` gives is run right behind it."""
         run_backward(outputs, gradients)
         if builder is not None:
             builder()()
@@ -467,7 +467,7 @@ class Halves:
         inputs: Sequence[object] | None,
         builder: DwBuilder | None,
     ) -> None:
-        """The input half. ``inputs`` None: there is nothing to compute gradients for.
+        """Run the input half. ``inputs`` None: there is nothing to compute gradients for.
 
         With a ``builder`` that is all that autograd does, and what it gives is the second half.
         """
@@ -481,7 +481,7 @@ class Halves:
             self._kept[microbatch] = _Halfway(junctions=junctions)
 
     def second(self, microbatch: int) -> None:
-        """The weight half."""
+        """Run the weight half."""
         half = self._kept.pop(microbatch)
         if half.runner is not None:
             half.runner()

@@ -35,7 +35,7 @@ class PipelineContext:
 
 
 def check_custom(operation: object) -> Operation:
-    """``operation``, if a custom function may stand for it. Raises ``ValueError``."""
+    """Return ``operation``, if a custom function may stand for it. Raises ``ValueError``."""
     if isinstance(operation, Operation) and operation in CUSTOM:
         return operation
     allowed = ", ".join(found.name for found in Operation if found in CUSTOM)

@@ -37,7 +37,7 @@ class Listener:
 
     @contextlib.contextmanager
     def action(self, entry: Entry) -> Iterator[None]:
-        """The block is the action of ``entry``."""
+        """Tell of the block as the action of ``entry``."""
         start = self._clock.mark()
         if self._is_profiled:
             with record_function(f"PP:{entry.text}"):
@@ -55,7 +55,7 @@ class Listener:
             self._reductions.append((entry, start))
 
     def waited(self, entry: Entry) -> None:
-        """All that the compute action ``entry`` needs is there."""
+        """Tell that all is there that the compute action ``entry`` needs."""
         for part in entry.parts or (entry,):
             gather = self._gathers.pop(part.index, None)
             if gather is not None:
@@ -63,6 +63,6 @@ class Listener:
                 tell_ran(opened.text, "gather", opened.operation.value, start, self._clock.mark())
 
     def end(self) -> None:
-        """The step has ended, its reductions too."""
+        """Tell that the step has ended, its reductions too."""
         for entry, start in self._reductions:
             tell_ran(entry.text, "reduce", entry.operation.value, start, self._clock.mark())

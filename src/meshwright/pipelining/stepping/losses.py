@@ -61,7 +61,7 @@ class Losses:
         return loss, Start(first, weight, self._seed(first, weight))
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor | None:
-        """``weight`` as a gradient of ``loss``; None where autograd must look at the loss."""
+        """Make ``weight`` a gradient of ``loss``; None where autograd must look at the loss."""
         if type(loss) is not torch.Tensor or loss.dim() or not loss.is_floating_point():
             return None
         key = (weight, loss.dtype, loss.device)

@@ -27,7 +27,7 @@ class Residency(Protocol):
     """Parameters that come and go, and gradients that are summed over data-parallel ranks."""
 
     def begin(self, what: str, *, training: bool) -> None:
-        """A step begins: hooks of the module leave everything to this until it ends.
+        """Begin a step: hooks of the module leave everything to this until it ends.
 
         ``what`` describes the step; data-parallel ranks must run the same.
         """
@@ -39,7 +39,7 @@ class Residency(Protocol):
         """Wait for the parameters."""
 
     def accumulate(self) -> None:
-        """A microbatch has left its gradients."""
+        """Take in the gradients that a microbatch has left."""
 
     def reshard(self) -> None:
         """Give the gathered parameters back."""
@@ -51,7 +51,7 @@ class Residency(Protocol):
         """
 
     def written(self, module: nn.Module, name: str) -> None:
-        """The gathered parameter ``name`` of ``module`` has been written: that is its value now."""
+        """Take what the gathered parameter ``name`` of ``module`` has now for its value."""
 
     def reduce(self) -> None:
         """Start to sum the gradients that have come since the last time."""
@@ -60,7 +60,7 @@ class Residency(Protocol):
         """Wait for the sums and set ``.grad``: the step has ended."""
 
     def drop(self) -> None:
-        """The step has failed on this rank: wait for nobody."""
+        """Give a step up that has failed on this rank: wait for nobody."""
 
 
 class Several:
@@ -73,7 +73,7 @@ class Several:
         return bool(self._parts)
 
     def begin(self, what: str, *, training: bool) -> None:
-        """A step begins."""
+        """Begin a step."""
         for part in self._parts:
             part.begin(what, training=training)
 
@@ -88,7 +88,7 @@ class Several:
             part.wait_unshard()
 
     def accumulate(self) -> None:
-        """A microbatch has left its gradients."""
+        """Take in the gradients that a microbatch has left."""
         for part in self._parts:
             part.accumulate()
 
@@ -106,7 +106,7 @@ class Several:
         return module._parameters.get(name)
 
     def written(self, module: nn.Module, name: str) -> None:
-        """The gathered parameter ``name`` of ``module`` has been written."""
+        """Take what the gathered parameter ``name`` of ``module`` has now for its value."""
         for part in self._parts:
             part.written(module, name)
 
@@ -121,7 +121,7 @@ class Several:
             part.finish()
 
     def drop(self) -> None:
-        """The step has failed."""
+        """Give a failed step up."""
         for part in self._parts:
             part.drop()
 

@@ -255,7 +255,7 @@ class _Step:
             self.call(entry)
 
     def end(self) -> None:
-        """All has been waited for."""
+        """End when all has been waited for."""
         if self._listener is not None:
             self._listener.end()
 
@@ -292,7 +292,7 @@ class _Step:
             entry.stage.expected[k] = known
 
     def run_forward(self, entry: Entry) -> None:
-        """The forward itself."""
+        """Run the forward itself."""
         k, stage, batch = entry.microbatch, entry.stage, self.batch
         args = batch.args[k] if stage.takes_batch else ()
         stage.forward_one_chunk(k, args, batch.kwargs[k] if batch.kwargs else None)
@@ -331,7 +331,7 @@ class _Step:
         self._pass_gradients(entry)
 
     def run_backward(self, entry: Entry) -> None:
-        """The backward itself, or its input half."""
+        """Run the backward itself, or its input half."""
         entry.stage.backward_one_chunk(entry.microbatch, None, entry.operation is B)
 
     def _pass_gradients(self, entry: Entry) -> None:
@@ -361,7 +361,7 @@ class _Step:
             entry.residency.accumulate()
 
     def run_weight(self, entry: Entry) -> None:
-        """The weight half itself."""
+        """Run the weight half itself."""
         entry.stage.backward_weight_one_chunk(entry.microbatch)
 
     # ---------------------------------------------------------------------- transfers
@@ -406,7 +406,7 @@ class _Step:
             residency.reduce()
 
     def finish(self) -> None:
-        """The row has been run: tied gradients, what waits for them, and what is being sent."""
+        """Finish a row that was run: tied gradients, what waits for them, what is being sent."""
         if self.training:
             self.runtime._tied.add_up(self.transfers)
         for residency in self._late:

@@ -249,7 +249,7 @@ class PipelineSchedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
     ) -> Any:  # noqa: ANN401
-        """As `step`, of a batch that has been cut already, however that was.
+        """Do as `step`, with a batch that has been cut already, however that was.
 
         ``arg_mbs`` has a tuple of positional arguments for each microbatch, ``kwarg_mbs`` a dict.
         With ``scale_grads`` a microbatch counts as many rows as its target has.
@@ -265,7 +265,7 @@ class PipelineSchedule:
         losses: list[Any] | None = None,
         return_outputs: bool = True,
     ) -> Any:  # noqa: ANN401
-        """As `eval`, of a batch that has been cut already, as for `step_microbatches`."""
+        """Do as `eval`, with a batch that has been cut already, as for `step_microbatches`."""
         with torch.no_grad():
             return self._run_cut(False, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
 

@@ -165,14 +165,14 @@ class TiedParameters:
     # -------------------------------------------------------------------------- steps
 
     def begin(self) -> None:
-        """A training step begins: put the gradients of earlier ones aside."""
+        """Begin a training step: put the gradients of earlier ones aside."""
         self._look_up()
         for held in self._held:
             held.put_gradients_aside()
         self._is_open = bool(self._held)
 
     def restore(self) -> None:
-        """The step has failed: put what was put aside back."""
+        """Restore what was put aside: the step has failed."""
         if self._is_open:
             self._close()
 
@@ -343,7 +343,7 @@ def _receive(
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient of ``parameter``, which all holders cut alike."""
+    """Give this rank's part of the gradient of ``parameter``, which all holders cut alike."""
     return None if parameter.grad is None else local_of(parameter.grad)
 
 

@@ -67,7 +67,7 @@ def set_needs(node: Node, wanted: Callable[[int], bool]) -> None:
 
 
 def _fitted(value: torch.Tensor | None, edge: tuple[Node, int]) -> torch.Tensor | None:
-    """``value`` in the shape and dtype that the receiving node expects, as autograd itself does."""
+    """Give ``value`` the shape and dtype that the receiving node expects, as autograd does."""
     if value is None or edge[0] is None:
         return None
     expected = input_metadata_of(edge[0])[edge[1]]
