@@ -225,16 +225,13 @@ def match_names(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
     ('wq', 'layers.0.wk')
     """
     # Each component is matched with its dot, so that "**" can stand for no component at all.
+    whole = {"**": r"(?:[^.]+\.)*", "*": r"[^.]+\."}
     parts = (
-        r"(?:[^.]+\.)*" if part == "**" else _component(part) + r"\."
+        whole.get(part) or "[^.]*".join(map(re.escape, part.split("*"))) + r"\."
         for part in (pattern.split(".") if pattern else ())
     )
     expression = re.compile("".join(parts), re.DOTALL)
     return tuple(n for n in names if expression.fullmatch(n + "." if n else ""))
-
-
-def _component(part: str) -> str:
-    return "[^.]+" if part == "*" else "[^.]*".join(map(re.escape, part.split("*")))
 
 
 def module_names(parameters: Iterable[str]) -> tuple[str, ...]:

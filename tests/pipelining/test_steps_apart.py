@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -97,64 +99,126 @@ def body_behind() -> None:
             schedule.eval()
 
 
-def two_stages() -> tuple[nn.Module, ScheduleGPipe, torch.Tensor]:
-    world = communicator()
-    layer = nn.Linear(4, 4)
-    stage = PipelineStage(layer, world.rank, world.size, CPU)
-    return layer, ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss()), torch.ones(4, 4)
+def batches(good: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step on this rank: of one that can be done, or not."""
+    world, rows = communicator(), 4 if good else 1
+    x = torch.arange(16, dtype=torch.float64).view(4, 4)[:rows] / 16
+    target = {"target": x} if world.rank == world.size - 1 else {}
+    return ((x,) if world.rank == 0 else ()), target
 
 
-def body_alike() -> None:
-    """All ranks refuse a step, some sooner than others: the schedule goes on."""
+def trained(size: int) -> tuple[nn.Sequential, Any]:
+    """A model of one layer a stage, and its schedule over all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(size)])
     world = communicator()
-    layer, schedule, x = two_stages()
-    for step in range(3):
-        time.sleep(0.2 * ((world.rank + step) % 2))
-        if world.rank == 0:
-            with pytest.raises(ValueError, match="has 1 rows"):
-                schedule.step(x[:1])
+    stage = PipelineStage(model[world.rank], world.rank, size, CPU)
+    return model, Schedule1F1B(stage, 4, loss_fn=nn.MSELoss())
+
+
+def body_all_bad(sizes: Sequence[bool]) -> None:
+    """Steps that the first and the last rank refuse, and the others come to, leave no trace."""
+    world = communicator()
+    model, schedule = trained(world.size)
+    for step, good in enumerate(sizes):
+        time.sleep(0.1 * ((world.rank + step) % 3 == 0))
+        args, kwargs = batches(good)
+        if not good and step % 2 and world.rank == world.size - 1:
+            kwargs = {}
+        if not good:
+            with pytest.raises((ValueError, RuntimeError), match="has 1 rows|needs a target"):
+                (schedule.eval if step % 3 == 2 else schedule.step)(*args, **kwargs)
+            communicator().barrier()
+        elif step % 3 == 2:
+            schedule.eval(*args)
         else:
-            with pytest.raises(RuntimeError, match="needs a target"):
-                schedule.step()
-        layer.zero_grad()
-        schedule.step(*((x,) if world.rank == 0 else ()), **({"target": x} if world.rank else {}))
-        assert layer.weight.grad is not None
-    assert schedule.eval(*((x,) if world.rank == 0 else ())) is None or world.rank == 1
-
-
-def body_begun(culprit: int, has_raised: bool) -> None:
-    """One rank refuses a step that the other has begun, and is called again: all are told."""
-    world = communicator()
-    _, schedule, x = two_stages()
-    good, bad = ((x,), {}), ((x[:1],), {})
-    if world.rank == 1:
-        good, bad = ((), {"target": x}), ((), {"target": x[:1]})
-    theirs = rf"rank {culprit} stage {culprit} failed in step\(\): ValueError: .* has 1 rows"
-    if world.rank == culprit:
-        hear("waits")
-        with pytest.raises(ValueError, match="has 1 rows"):
-            schedule.step(*bad[0], **bad[1])
-        if has_raised:
-            hear("raised")
-        begun = rf"rank {1 - culprit} had begun a step that this rank refused: {theirs}"
-        with pytest.raises(PipelinePeerError, match=begun):
-            schedule.step(*good[0], **good[1])
-    else:
-        say("waits")
-        with pytest.raises(PipelinePeerError, match=f"^{theirs}"):
-            schedule.step(*good[0], **good[1])
-        say("raised")
-    with pytest.raises(PipelinePeerError, match=f"unusable since an earlier step .*{theirs}"):
-        schedule.step(*good[0], **good[1])
+            schedule.step(*args, **kwargs)
+    model.zero_grad()
+    schedule.step(*batches(True)[0], **batches(True)[1])
+    whole = copy.deepcopy(model)
+    whole.zero_grad()
+    x = torch.arange(16, dtype=torch.float64).view(4, 4) / 16
+    for part in x.chunk(4):
+        (nn.functional.mse_loss(whole(part), part) / 4).backward()
+    mine, theirs = model[world.rank], whole[world.rank]
+    torch.testing.assert_close(mine.weight.grad, theirs.weight.grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("has_raised", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_steps_that_all_ranks_refuse_leave_the_schedule_usable(ranks: Ranks, size: int) -> None:
+    ranks(size, body_all_bad, [False, False, True, False, False], timeout=30)
+
+
+def body_waited() -> None:
+    """The first rank alone refuses: the others only wait for it, and are told."""
+    world = communicator()
+    _, schedule = trained(world.size)
+    args, kwargs = batches(world.rank != 0)
+    text = r"^rank 0 stage 0 failed in step\(\): ValueError: .*has 1 rows"
+    with pytest.raises(ValueError, match=text if world.rank else "has 1 rows"):
+        schedule.step(*args, **kwargs)
+    args, kwargs = batches(True)
+    schedule.step(*args, **kwargs)
+
+
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_that_the_first_rank_refuses_has_begun_nowhere(ranks: Ranks, size: int) -> None:
+    ranks(size, body_waited, timeout=30)
+
+
+def body_begun(has_raised: bool, refusals: int) -> None:
+    """The last rank refuses a step that the first has begun, and is called again: all are told."""
+    world = communicator()
+    last = world.size - 1
+    _, schedule = trained(world.size)
+    theirs = rf"rank {last} stage {last} failed in step\(\): ValueError: .* has 1 rows"
+    args, kwargs = batches(True)
+    if world.rank == last:
+        hear("waits")
+        for _ in range(refusals):
+            with pytest.raises(ValueError, match="has 1 rows"):
+                schedule.step(**batches(False)[1])
+        if has_raised:
+            hear("raised")
+        begun = rf"rank \d had begun a step that this rank refused: {theirs}"
+        with pytest.raises(PipelinePeerError, match=begun):
+            schedule.step(**kwargs)
+    else:
+        say("waits")
+        with pytest.raises(PipelinePeerError, match=f"^{theirs}"):
+            schedule.step(*args)
+        say("raised")
+    with pytest.raises(PipelinePeerError, match=f"unusable since an earlier step .*{theirs}"):
+        schedule.step(*args, **kwargs)
+
+
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize(
+    ("has_raised", "refusals", "size"), [(False, 1, 2), (False, 2, 3), (True, 2, 2)]
+)
 def test_a_step_that_one_rank_refuses_and_another_has_begun_ends_the_schedule(
-    ranks: Ranks, culprit: int, has_raised: bool
+    ranks: Ranks, has_raised: bool, refusals: int, size: int
 ) -> None:
-    ranks(2, body_begun, culprit, has_raised, timeout=30)
+    ranks(size, body_begun, has_raised, refusals, timeout=30)
+
+
+def body_evaluated() -> None:
+    """The first rank has sent an evaluation that the last has refused: the next one tells."""
+    world = communicator()
+    _, schedule = trained(world.size)
+    if world.rank == 0:
+        # Its sends have ended, or wait for who has refused.
+        with suppress(PipelinePeerError):
+            schedule.eval(*batches(True)[0])
+        say("ended")
+        return
+    with pytest.raises(ValueError, match="has 1 rows"):
+        schedule.eval(**batches(False)[1])
+    hear("ended")
+    with pytest.raises(PipelinePeerError, match="rank 0 had begun a step that this rank refused"):
+        schedule.eval(**batches(True)[1])
 
 
 def body_consumed() -> None:
@@ -256,7 +320,7 @@ def test_a_refused_step_is_told_to_those_who_come_to_it_alone() -> None:
 
 
 @pytest.mark.backends("shm", "gloo")
-@pytest.mark.parametrize("body", [body_ahead, body_behind, body_alike, body_consumed])
+@pytest.mark.parametrize("body", [body_ahead, body_behind, body_consumed, body_evaluated])
 def test_who_fails_is_named_in_other_steps(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks(2, body, timeout=30)
 

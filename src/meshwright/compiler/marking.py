@@ -20,7 +20,6 @@ import torch
 from torch import fx, nn
 
 from meshwright.compiler import bucket_pass, bucket_plan
-from meshwright.compiler import bucket_pass as guarantees
 from meshwright.torch_internals import compile as internals
 from meshwright.torch_internals.modules import call_of, set_compiled_call
 
@@ -41,9 +40,9 @@ def _fuse(graph: fx.Graph) -> None:
     """Fuse the marks of ``graph``, if it has any, and check what came of it."""
     if not bucket_plan.marks_of(graph):
         return
-    before = guarantees.peak_bytes(graph)
+    before = bucket_pass.peak_bytes(graph)
     plans = bucket_pass.fuse_marks(graph)
-    guarantees.check_buckets(graph, plans, before)
+    bucket_pass.check_buckets(graph, plans, before)
     MARKING.counters["passes"] += 1
     MARKING.counters["bytes"] += sum(plan.bytes for plan in plans)
 
@@ -56,7 +55,7 @@ class _FusePass(internals.CustomGraphPass):
 
     def uuid(self) -> str:
         """Name the version of the pass: compiled graphs are cached under it."""
-        return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass, guarantees))
+        return "".join(inspect.getsource(part) for part in (bucket_plan, bucket_pass))
 
 
 class _Marking:

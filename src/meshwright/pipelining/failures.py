@@ -3,8 +3,9 @@
 Two kinds of notices of a schedule stand in the store. ``failed`` is the first failure that ends the
 schedule: whoever is in that step or a later one raises, for what it waits for will not come. Ranks
 that are still in an earlier step finish it. ``refused N`` says that step N could not begin on a
-rank. It counts as a step there, so a schedule on whose ranks all refuse it goes on with the next;
-a rank that has begun it raises, and the schedule has failed. Data-parallel ranks of a stage are no
+rank. It counts as a step there. A rank that waits in it for what must come first raises, and counts
+it too; so a schedule of whose step nothing was sent goes on with the next. A rank that has sent any
+of it, or got any, raises, and the schedule has failed. Data-parallel ranks of a stage are no
 ranks of the pipeline: the board of the run tells them.
 
 Messages and notices of one schedule are none of another's. So a rank that waits in a schedule that
@@ -45,14 +46,16 @@ class Failures:
         self._has_replicas = has_replicas
         self._rank = communicator.ranks[communicator.rank]
         self._seen: Mapping[str, Any] | None = None
-        """Another rank's failure, which has ended a step of this one."""
+        """Another rank's failure, which ends the step that this one is in."""
+        self.has_seen_refusal = False
+        """Whether that is another rank's refusal, which leaves the schedule usable."""
 
     def tell(
         self, step: int, error: BaseException, stage: int, action: str, *, for_good: bool
     ) -> None:
         """Tell that this rank has failed in ``step``, on its own or because another has.
 
-        Not ``for_good``: it has refused the step before anything of it was sent or received.
+        Not ``for_good``: it has refused the step before anything of it was sent or had come.
         """
         notice = self._seen or {
             "rank": self._rank,
@@ -64,19 +67,27 @@ class Failures:
         }
         text = json.dumps({**notice, "step": step, "by": self._rank})
         self._notices.post(_FAILED if for_good else _refused(step), text)
+        if not for_good:
+            self._seen, self.has_seen_refusal = None, False
         if for_good and self._has_replicas and self._seen is None and PROCESS.monitor is not None:
             PROCESS.monitor.publish(error)
 
-    def look(self, step: int) -> None:
-        """Raise when another rank has refused ``step``, or failed in it or in an earlier one."""
+    def look(self, step: int, beginner: int | None = None) -> None:
+        """Raise when another rank has refused ``step``, or failed in it or in an earlier one.
+
+        Or this rank has refused it, where a rank, the ``beginner``, is known to have begun it.
+        """
         for key in (_FAILED, _refused(step)):
             found = object_of(self._notices.read(key), _SHAPE)
-            if found is None or found["step"] > step or found["by"] == self._rank:
+            if found is None or found["step"] > step:
                 continue
-            self._seen = found
+            by = found["by"] if found["by"] != self._rank else beginner
+            if by is None:
+                continue
+            self._seen, self.has_seen_refusal = found, key != _FAILED
             begun = ""
             if found["rank"] == self._rank:
-                begun = f"rank {found['by']} had begun a step that this rank refused: "
+                begun = f"rank {by} had begun a step that this rank refused: "
             raise _KINDS.get(found["type"], PipelinePeerError)(
                 f"{begun}rank {found['rank']} stage {found['stage']} failed in {found['action']}: "
                 f"{found['name']}: {found['text']}"

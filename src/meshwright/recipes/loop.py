@@ -193,6 +193,8 @@ class _Training:
             validation = self._validate() if is_finished else None
             trace = self._trace.write(self._folder.path / "timeline.json", self._world)
         data = self._config.data
+        sample = self._text.validation_sample(data.validation_windows)
+        _, targets = self._text.validation.batch(sample)
         count = len(self._losses)
         tokens = count * data.batch_size * self._config.model.context
         outcome = Outcome(
@@ -202,7 +204,7 @@ class _Training:
             backend=self._world.backend,
             loss=self._losses[-1] if self._losses else None,
             validation_loss=validation,
-            unigram_loss=self._unigram_loss(),
+            unigram_loss=unigram_loss(self._text.training.data, targets),
             tokens_per_second=tokens / self._seconds if count else 0.0,
             seconds=self._seconds,
             parity="" if parity is None else parity.line(self._losses if self._first == 1 else ()),
@@ -338,11 +340,6 @@ class _Training:
                 windows=data.validation_windows,
                 batch=share,
             )
-
-    def _unigram_loss(self) -> float:
-        sample = self._text.validation_sample(self._config.data.validation_windows)
-        _, targets = self._text.validation.batch(sample)
-        return unigram_loss(self._text.training.data, targets)
 
 
 def validation_loss(

@@ -207,7 +207,8 @@ def _axis(whole: float, scale: float, top: float) -> Sequence[str]:
     """Draw marks at round times."""
     if whole <= 0:
         return []
-    step = _round_step(whole / 8)
+    size = 10.0 ** math.floor(math.log10(whole / 8))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= whole / 8 * 0.999)
     count = int(whole / step * (1 + 1e-9)) + 1
     parts = []
     for number in range(count):
@@ -217,11 +218,6 @@ def _axis(whole: float, scale: float, top: float) -> Sequence[str]:
         )
         parts.append(_text(x, top + 18, _seconds(number * step), "middle", "time"))
     return parts
-
-
-def _round_step(wanted: float) -> float:
-    size = 10.0 ** math.floor(math.log10(wanted))
-    return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= wanted * 0.999)
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str) -> str:

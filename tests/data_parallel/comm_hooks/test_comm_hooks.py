@@ -519,13 +519,17 @@ def test_the_axis_of_a_hook(ranks: Ranks) -> None:
 
 
 def test_hooks_that_sum_in_one_dtype_are_known_to_compiled_graphs() -> None:
-    def sent(hook: CommunicationHook) -> torch.dtype | None:
-        registered = RegisteredHook(hook=hook, state=None)
+    def sent(hook: CommunicationHook, state: object = None) -> torch.dtype | None:
+        registered = RegisteredHook(hook=hook, state=state)
         return compressed_dtype(registered, cast("Communicator", None), torch.float64)
 
     for home in (hooks, default_hooks):
         assert sent(home.allreduce_hook) == torch.float64
         assert sent(home.bf16_compress_hook) == torch.bfloat16
         assert sent(home.fp16_compress_hook) == torch.float16
-    assert sent(hooks.noop_hook) is None
-    assert sent(hooks.powerSGD_hook) is None
+    state = object()
+    assert sent(hooks.noop_hook, state) is None
+    assert sent(hooks.powerSGD_hook, state) is None
+    assert sent(hooks.post_localSGD_hook, state) is None
+    assert sent(hooks.fp16_compress_wrapper(hooks.powerSGD_hook), state) is None
+    assert sent(hooks.bf16_compress_wrapper(hooks.noop_hook), state) is None

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,6 @@ from meshwright.torch_internals.tensors import (
     skips_dispatch_modes,
     without_dispatch,
 )
-
-if TYPE_CHECKING:
-    from meshwright.comm.pending import Launched
 
 _NAME = "meshwright shown"
 _OF_C10D: MappingProxyType[str, Callable[[Any, torch.Tensor, torch.Tensor], object]] = (

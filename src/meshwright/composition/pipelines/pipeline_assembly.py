@@ -94,7 +94,7 @@ def pipelined(
         layout=layout,
         stages=stages,
         names=names,
-        copies=_other_names(found),
+        copies={n: t.names[0][1] for t in found.ties for _, n in t.names if n != t.names[0][1]},
         hooks=hooks,
         tied=tied,
         scope=scope,
@@ -168,12 +168,6 @@ def _stage_layout(module: nn.Module, plan: Plan, peers: Peers) -> DataLayout:
     if peers.data.size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
         return replicate_module(module, plan, peers)
     return LoneLayout(module, peers)
-
-
-def _other_names(found: CutModel) -> dict[str, str]:
-    """List, for each name of a tied parameter that is not its first, that one."""
-    names = ((tie.names[0][1], name) for tie in found.ties for _, name in tie.names)
-    return {name: first for first, name in names if name != first}
 
 
 def _check(plan: Plan, found: CutModel) -> None:

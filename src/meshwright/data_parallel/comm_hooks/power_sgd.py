@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class PowerSGDState:
     use_error_feedback: bool = True
     warm_start: bool = True
     orthogonalization_epsilon: float = 0
-    random_seed: InitVar[int] = 0
+    random_seed: int = 0
     compression_stats_logging_frequency: int = 10_000
     batch_tensors_with_same_shape: bool = False
     iter: int = field(default=0, init=False)
@@ -60,14 +60,14 @@ class PowerSGDState:
     total_numel_before_compression: int = field(default=0, init=False)
     total_numel_after_compression: int = field(default=0, init=False)
 
-    def __post_init__(self, random_seed: int) -> None:
+    def __post_init__(self) -> None:
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is "
                 f"enabled, because the first passes set both up. Found {self.start_powerSGD_iter}"
             )
         self._next_log = 0
-        self._generator = torch.Generator().manual_seed(random_seed)
+        self._generator = torch.Generator().manual_seed(self.random_seed)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """List the rate, and how many numbers there were before and after compression."""

@@ -180,13 +180,13 @@ def compressed_dtype(
     name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", "")
     if not home.endswith((".comm_hooks.sums", ".ddp_comm_hooks.default_hooks")):
         return None
-    if reduction_axis(registered.state, axis) != axis:
-        return None
-    return {
+    found = {
         "allreduce_hook": own,
         "bf16_compress_hook": torch.bfloat16,
         "fp16_compress_hook": torch.float16,
     }.get(name)
+    is_mean = found is not None and reduction_axis(registered.state, axis) == axis
+    return found if is_mean else None
 
 
 def check_hook(hook: object) -> CommunicationHook:

@@ -66,7 +66,8 @@ def settle(modules: Sequence[nn.Module], slots: Iterable[Slot]) -> tuple[list[Sl
                 "local tensor: give both modules styles of meshwright.tensor_parallel, or neither"
             )
         theirs.share([name for name, _ in new], [where for _, where in new])
-        _show_again(driver.unit)
+        driver.unit.exposure.forget_places()
+        driver.unit.exposure.show_sharded(driver.unit)
     inside = {part for module in modules for part in module.modules()}
     drivers = dict.fromkeys(driver for part in inside if (driver := driver_of(part)) is not None)
     moved: list[Slot] = []
@@ -144,8 +145,3 @@ def _without(group: ParameterGroup, index: int) -> ParameterGroup:
         slot.give_local(group.buffer.local(number).clone())
     device, home, pins = group.buffer.device, group.home, group.pin_memory
     return ParameterGroup(slots, narrower, group.axes, group.types, device, home, pin_memory=pins)
-
-
-def _show_again(unit: Unit) -> None:
-    unit.exposure.forget_places()
-    unit.exposure.show_sharded(unit)

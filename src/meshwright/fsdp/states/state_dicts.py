@@ -95,9 +95,9 @@ def _cut(shard: torch.Tensor, piece: Any) -> torch.Tensor:  # noqa: ANN401 - a p
 def sharded_value(
     group: ParameterGroup, index: int, local: torch.Tensor, name: str, *, offloads: bool
 ) -> torch.Tensor:
-    """Make a tensor of the whole shape of parameter ``index`` with ``local``, its part here.
+    """Make a tensor of the whole shape of parameter ``index``, with a copy of ``local``.
 
-    ``offloads`` puts the copy on the CPU.
+    It is on the CPU where ``offloads``.
     """
     piece = own_pieces(group).get(index)
     return ShardView(

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
+from meshwright.comm import Pending
 from meshwright.pipelining.messages.metadata import Signature, digest
 
 KEPT = 256
@@ -20,6 +23,9 @@ class Agreed:
     """The knowledge of this rank of its own stages, and of those whose outputs it reads."""
 
     def __init__(self) -> None:
+        self.headers: dict[int, tuple[Pending, torch.Tensor]] = {}
+        """By stage of another rank, receives that are posted. One that a refused step leaves is the
+        next step's: nobody can take it back."""
         self._stages: dict[int, _Stage] = {}
         self._learned: list[tuple[_Stage, int]] = []
 
@@ -42,7 +48,7 @@ class Agreed:
             self[stage].use(ids)
 
     def drop(self) -> None:
-        """Drop what a step has taught that failed before anything was sent or received."""
+        """Drop what a step has taught that failed before anything of it was sent or had come."""
         for known, identity in self._learned:
             known.outputs.pop(identity, None)
         self._learned.clear()

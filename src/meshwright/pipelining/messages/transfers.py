@@ -90,26 +90,26 @@ class Transfers:
         step: int,
         agreed: Agreed,
         ids: Ids,
-        watch: Callable[[], None],
+        watch: Callable[..., None],
         plan: int,
         disagreement: Callable[[int], str],
         first_tag: int,
     ) -> None:
-        """``watch`` is called while this rank waits, and raises when a peer failed; ``plan`` is
-        twice a digest of what all ranks must agree on, plus one in training; ``disagreement`` tells
-        how a rank's differs; tags begin at ``first_tag``."""
+        """``watch`` is called while this rank waits, and with the step and the rank of a header of
+        another step: it raises when a peer failed or a step was refused. ``plan`` is twice a
+        digest of what all ranks must agree on, plus one in training; ``disagreement`` tells how a
+        rank's differs; tags begin at ``first_tag``."""
         self.has_begun = False
-        """Whether anything of this step has left this rank, or was to be received by it."""
+        """Whether anything of this step has left this rank or come to it."""
         self._communicator = communicator
         self._schedule = schedule
         self._step = step
         self._agreed = agreed
-        self._headers: dict[int, tuple[Pending, torch.Tensor]] = {}
-        """By stage, receives of headers that are posted."""
         self._ids = ids
         self._watch = watch
         self._plan = plan
         self._disagreement = disagreement
+        self._header_tag = first_tag
         self._first_tag = first_tag + step % 2
         self._can_look = communicator.backend != "gloo"
         """Whether it costs nothing to see that a message has left."""
@@ -129,27 +129,24 @@ class Transfers:
         found = self.came.get(stage)
         if found is not None:
             return found
-        posted = self._headers.get(stage)
-        if posted is None:
-            self.has_begun = True
+        headers = self._agreed.headers
+        if stage not in headers:
             buffer = torch.empty(_HEADER_SIZE, dtype=torch.int64)
-            posted = self._headers[stage] = (self._hear(buffer, stage, _HEADER, stage, 0), buffer)
-        pending, buffer = posted
+            headers[stage] = (self._hear(buffer, stage, _HEADER, stage, 0), buffer)
+        pending, buffer = headers[stage]
         if not wait and not pending.is_completed():
             return None
         pending.wait(watch=self._watch)
         plan, step, combined, count = buffer.tolist()
+        if step != self._step:
+            self._refuse_step(stage, step)
+        self.has_begun = True
         if plan // 2 != self._plan // 2:
             raise CollectiveMismatchError(self._disagreement(self._schedule.stage_ranks[stage]))
         if plan != self._plan:
             raise CollectiveMismatchError(
                 f"rank {self._schedule.stage_ranks[stage]} is in {_MODES[plan % 2]} and rank "
                 f"{self._communicator.rank} in {_MODES[self._plan % 2]}: {_ALIKE}"
-            )
-        if step != self._step:
-            raise CollectiveMismatchError(
-                f"stage {stage} on rank {self._schedule.stage_ranks[stage]} is in step {step} of "
-                f"this schedule, and rank {self._communicator.rank} in step {self._step}: {_ALIKE}"
             )
         known = self._agreed[stage]
         ids = known.lists.get(combined)
@@ -160,9 +157,24 @@ class Transfers:
             self._hear(rest, stage, _IDS, stage, 0).wait(watch=self._watch)
             ids = tuple(rest.tolist())
             known.digest_of(ids)
-        del self._headers[stage]
+        del headers[stage]
         self.came[stage] = ids
         return ids
+
+    def _refuse_step(self, stage: int, step: int) -> None:
+        """Raise for a header of ``stage`` that is of another ``step`` than this one.
+
+        Who sends one of a later step has refused this one: it is kept until this rank comes there.
+        One of an earlier step has begun what this rank has refused.
+        """
+        rank = self._schedule.stage_ranks[stage]
+        self.has_begun = self.has_begun or step < self._step
+        self._watch(min(step, self._step), self._communicator.ranks[rank])
+        self.has_begun = True
+        raise CollectiveMismatchError(
+            f"stage {stage} on rank {rank} is in step {step} of "
+            f"this schedule, and rank {self._communicator.rank} in step {self._step}: {_ALIKE}"
+        )
 
     def _announce(self, stage: int, rank: int) -> tuple[int, ...]:
         """Send the header of ``stage`` to ``rank`` unless it has been sent; its ids."""
@@ -261,9 +273,9 @@ class Transfers:
     ) -> None:
         """Send what goes ahead of payloads."""
         self.has_begun = True
-        tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
+        tag = self._tag(kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
-        sent = self._communicator.send(tensor, rank, tag=tag + self._first_tag, label=label)
+        sent = self._communicator.send(tensor, rank, tag=tag, label=label)
         self._sent.append((sent, tensor))
 
     def let_go(self) -> None:
@@ -433,10 +445,15 @@ class Transfers:
         backward: bool = False,
     ) -> Pending:
         """Post the receive of what goes ahead of payloads."""
-        tag = tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
+        tag = self._tag(kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
         rank = self._schedule.stage_ranks[stage]
-        return self._communicator.recv(buffer, rank, tag=tag + self._first_tag, label=label)
+        return self._communicator.recv(buffer, rank, tag=tag, label=label)
+
+    def _tag(self, kind: int, stage: int, target: int, microbatch: int, *, backward: bool) -> int:
+        """Find the tag of what goes ahead of payloads: of headers one for all steps."""
+        first = self._header_tag if kind == _HEADER else self._first_tag
+        return first + tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
 
     # --------------------------------------------------------------- tied parameters
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from meshwright.comm import Communicator
 from meshwright.comm.failures.notices import Notices
 from meshwright.comm.failures.whereabouts import object_of
-from meshwright.errors import PipelinePeerError
+from meshwright.errors import CommunicationError, PipelinePeerError
 from meshwright.pipelining.failures import Failures, Turns
 from meshwright.pipelining.messages.batch import Identities, Known, Microbatches
 from meshwright.pipelining.messages.known_signatures import Agreed
@@ -59,6 +59,7 @@ class Runtime:
         self.steps = 0
         """Steps that have ended on this rank, or that it has refused."""
         self.broken: BaseException | None = None
+        self._has_refused = False
         self._communicator = communicator
         self._losses = None if loss_fn is None else Losses(loss_fn)
         self._residencies = residencies
@@ -108,6 +109,9 @@ class Runtime:
         what = f"{'a step' if training else 'an evaluation'} of {self._what}"
         residencies = [residency for residency in self._residencies.values() if residency]
         try:
+            if self._has_refused:  # others may have begun that step, failed, and left
+                self._failures.look(self.steps)
+                self._has_refused = False
             for residency in residencies:
                 residency.begin(what, training=training)
             self._tied.send_values(step.transfers)
@@ -144,7 +148,8 @@ class Runtime:
 
     def _failed(self, step: _Step, error: BaseException) -> None:
         entry = step.entry
-        if not step.transfers.has_begun:
+        may_go_on = self._failures.has_seen_refusal or not isinstance(error, CommunicationError)
+        if may_go_on and not step.transfers.has_begun:
             self._agreed.drop()
             self._refuse(error, entry.index, entry.where)
             return
@@ -159,6 +164,7 @@ class Runtime:
 
     def _refuse(self, error: BaseException, stage: int, action: str) -> None:
         self._failures.tell(self.steps, error, stage, action, for_good=False)
+        self._has_refused = True
         self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -166,9 +172,12 @@ class Runtime:
         self._turns.end(self.steps, error)
         self.steps += 1
 
-    def look(self) -> None:
-        """Raise when another rank has failed in this step or an earlier one."""
-        self._failures.look(self.steps)
+    def look(self, step: int | None = None, beginner: int | None = None) -> None:
+        """Raise when another rank has failed in this step or an earlier one, or has refused it.
+
+        See `Failures.look` for another ``step`` and its ``beginner``.
+        """
+        self._failures.look(self.steps if step is None else step, beginner)
         self._turns.look(self.steps)
 
 
