@@ -72,12 +72,13 @@ class Failures:
         if for_good and self._has_replicas and self._seen is None and PROCESS.monitor is not None:
             PROCESS.monitor.publish(error)
 
-    def look(self, step: int, beginner: int | None = None) -> None:
+    def look(self, step: int, beginner: int | None = None, *, is_final: bool = False) -> None:
         """Raise when another rank has refused ``step``, or failed in it or in an earlier one.
 
         Or this rank has refused it, where a rank, the ``beginner``, is known to have begun it.
+        With ``is_final`` only for what has ended the schedule.
         """
-        for key in (_FAILED, _refused(step)):
+        for key in (_FAILED,) if is_final else (_FAILED, _refused(step)):
             found = object_of(self._notices.read(key), _SHAPE)
             if found is None or found["step"] > step:
                 continue

@@ -110,7 +110,7 @@ class Runtime:
         residencies = [residency for residency in self._residencies.values() if residency]
         try:
             if self._has_refused:  # others may have begun that step, failed, and left
-                self._failures.look(self.steps)
+                self._failures.look(self.steps, is_final=True)
                 self._has_refused = False
             for residency in residencies:
                 residency.begin(what, training=training)
