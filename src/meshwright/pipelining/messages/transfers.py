@@ -110,6 +110,7 @@ class Transfers:
         self._plan = plan
         self._disagreement = disagreement
         self._header_tag = first_tag
+        """One for all steps."""
         self._first_tag = first_tag + step % 2
         self._can_look = communicator.backend != "gloo"
         """Whether it costs nothing to see that a message has left."""
@@ -273,7 +274,8 @@ class Transfers:
     ) -> None:
         """Send what goes ahead of payloads."""
         self.has_begun = True
-        tag = self._tag(kind, stage, target, microbatch, backward=backward)
+        tag = self._header_tag if kind == _HEADER else self._first_tag
+        tag += tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
         sent = self._communicator.send(tensor, rank, tag=tag, label=label)
         self._sent.append((sent, tensor))
@@ -445,15 +447,11 @@ class Transfers:
         backward: bool = False,
     ) -> Pending:
         """Post the receive of what goes ahead of payloads."""
-        tag = self._tag(kind, stage, target, microbatch, backward=backward)
+        tag = self._header_tag if kind == _HEADER else self._first_tag
+        tag += tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
         label = f"{_NAMES[kind]} of stage {stage}"
         rank = self._schedule.stage_ranks[stage]
         return self._communicator.recv(buffer, rank, tag=tag, label=label)
-
-    def _tag(self, kind: int, stage: int, target: int, microbatch: int, *, backward: bool) -> int:
-        """Find the tag of what goes ahead of payloads: of headers one for all steps."""
-        first = self._header_tag if kind == _HEADER else self._first_tag
-        return first + tag_of(self._schedule, kind, stage, target, microbatch, backward=backward)
 
     # --------------------------------------------------------------- tied parameters
 

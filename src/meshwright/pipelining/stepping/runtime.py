@@ -133,7 +133,8 @@ class Runtime:
                 stage.end_step()
         self._agreed.keep(step.transfers.came)
         self._agreed.keep(step.ids.made)
-        self._end()
+        self._turns.end(self.steps)
+        self.steps += 1
 
     def disagreement(self, rank: int) -> str:
         """Describe the difference of the schedule of ``rank`` from that of this rank."""
@@ -155,7 +156,8 @@ class Runtime:
             return
         self.broken = error
         self._failures.tell(self.steps, error, entry.index, entry.where, for_good=True)
-        self._end(error)
+        self._turns.end(self.steps, error)
+        self.steps += 1
 
     def refused(self, error: Exception) -> None:
         """Tell the ranks that are in this step that it could not begin here."""
@@ -165,11 +167,7 @@ class Runtime:
     def _refuse(self, error: BaseException, stage: int, action: str) -> None:
         self._failures.tell(self.steps, error, stage, action, for_good=False)
         self._has_refused = True
-        self._end()
-
-    def _end(self, error: BaseException | None = None) -> None:
-        """Count a step that has ended, or could not begin; an ``error`` has ended the schedule."""
-        self._turns.end(self.steps, error)
+        self._turns.end(self.steps)
         self.steps += 1
 
     def look(self, step: int | None = None, beginner: int | None = None) -> None:
