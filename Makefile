@@ -65,11 +65,11 @@ train: $(READY)
 # Two tests at once, where one waits for its ranks, a process or a lock; their ranks share RANK_PLACES.
 test: export RANK_PLACES := 4
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -m 'not slow and not soak and not gpu' -n 2 --dist worksteal --durations=10
 
 test-all: export RANK_PLACES := 8
 test-all: $(READY)
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist worksteal --durations=20
+	$(BIN)/python -m pytest -m 'not soak and not gpu' -n 2 --dist worksteal --durations=20
 
 # Without PART it says what there is.
 soak: $(READY)

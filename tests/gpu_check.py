@@ -21,7 +21,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 MARK = "mark." + "gpu"
 OPTIONS = [
-    *("-c", os.devnull, "-o", "markers=gpu\nslow", "-m", "gpu"),
+    *("-c", os.devnull, "-o", "markers=gpu\nslow\nsoak", "-m", "gpu"),
     *("--import-mode=importlib", "--strict-markers", "-ra", "--durations=10"),
 ]
 

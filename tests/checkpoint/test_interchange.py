@@ -32,7 +32,12 @@ def test_some_wrappers_go_on_from_each_other(ranks: Ranks, tmp_path: Path, kind:
     table(ranks, tmp_path, names, [kind], [2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(k, marks=pytest.mark.slow if k == "adamw" else pytest.mark.soak)
+        for k in OPTIMIZERS
+    ],
+)
 def test_all_wrappers_go_on_from_each_other(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     table(ranks, tmp_path, [*PEERS, *OURS], [kind], list(SIZES))

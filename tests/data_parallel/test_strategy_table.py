@@ -92,7 +92,7 @@ def product(model: str) -> list[Cell]:
     return cells([row for row in itertools.product(*COLUMNS) if row[1] == model and is_legal(row)])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", ROWS)
 def test_whole_product(ranks: Ranks, model: str) -> None:
     check(ranks, 2, product(model), 600)

@@ -26,7 +26,7 @@ def test_sixty_drawn_cases_train_as_one_process_or_are_refused_by_name() -> None
     _judge(first=0, count=60)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_as_many_fresh_cases_as_fit_in_three_minutes() -> None:
     begun, first = time.monotonic(), random.SystemRandom().randrange(10**6) * 1000
     while time.monotonic() - begun < 170:

@@ -29,7 +29,8 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "five idle minutes": ("tests/soak/idle.py",),
         "16 and 32 ranks": ("tests/soak/crowd.py",),
         "make train beside four busy loops": ("tests/soak/busy_train.py",),
-    }
+    },
+    "3": {"whole products, and cases of random numbers": ("-m", "pytest", "-m", "soak", "-n", "2")},
 }
 """The programs of each part, by what they show, with their arguments."""
 

@@ -9,6 +9,8 @@ import logging
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,7 +21,7 @@ from _pytest.mark import ParameterSet
 
 from meshwright import comm
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.whereabouts import one_line
+from meshwright.comm.failures.whereabouts import line_of, one_line
 from meshwright.comm.groups import registry
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -40,6 +42,24 @@ def phase_and_victim(victims: tuple[int, int], every: int = 2) -> list[Parameter
         for row, phase in enumerate(PHASES)
         for column, victim in enumerate(victims)
     ]
+
+
+def test_the_line_of_a_wait_inside_of_python_is_the_users() -> None:
+    """Of a thread that runs nothing but Python's own, it is Python's."""
+    event = threading.Event()
+    threads = [threading.Thread(target=target) for target in (lambda: event.wait(20), event.wait)]
+    for thread in threads:
+        thread.start()
+    found = ["", ""]
+    until = time.monotonic() + 10
+    while not all(" in " in line for line in found) and time.monotonic() < until:
+        frames = sys._current_frames()
+        found = [line_of(frames.get(thread.ident or 0)) for thread in threads]
+        waits = [frames[t.ident or 0].f_code.co_filename == threading.__file__ for t in threads]
+        found = found if all(waits) else ["", ""]
+    event.set()
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in <lambda>", found[0])
+    assert found[1].startswith(threading.__file__)
 
 
 def steps(fault: Callable[[str, int], None], *, timeout: float = 3.0) -> float:

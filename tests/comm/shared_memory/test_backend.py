@@ -307,7 +307,7 @@ def test_random_calls_equal_the_sums_in_rank_order(ranks: Ranks, seed: int, size
     ranks(size, random_calls, seed, 60, connected=False)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([2, 3, 4]))
 def test_many_random_calls(ranks: Ranks, seed: int, size: int) -> None:

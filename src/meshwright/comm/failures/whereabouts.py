@@ -23,6 +23,7 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
 """The folders of Meshwright and of torch: no line of theirs is the user's."""
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 
 LONGEST_ERROR, HEAD = 600, 200
 """Characters of an error that are shown, and how many of them from its beginning."""
@@ -102,19 +103,23 @@ def source_line(error: BaseException) -> str:
     """Name the user's line that led to ``error``: the innermost frame outside the libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith(LIBRARIES) and not frame.filename.startswith("<"):
+        if _is_the_users(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def line_of(frame: FrameType | None) -> str:
     """Name the user's line that ``frame`` is in, or was called from."""
-    places = (*LIBRARIES, "<")
-    users = (each for each in _frames(frame) if not each.f_code.co_filename.startswith(places))
-    found = next(users, frame)
+    found = next((f for f in _frames(frame) if _is_the_users(f.f_code.co_filename)), frame)
     if found is None:
         return ""
     return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def _is_the_users(file: str) -> bool:
+    # Packages may be installed inside of Python's own folder.
+    is_pythons = file.startswith(_PYTHON) and "-packages" not in file
+    return not is_pythons and not file.startswith((*LIBRARIES, "<"))
 
 
 def _is_compiling(frame: FrameType | None) -> bool:
