@@ -1,0 +1,256 @@
+"""The memory of a simulated device: who reads and writes it, in which order.
+
+Two accesses that touch the same bytes, one of them a write, of which neither comes after the other,
+are a fault; so is memory that is given back while work that uses it need not have ended. Allocators
+of GPUs hand memory back to the stream that it came from at once: work of that stream comes next.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from simulated.streams import Stamp, WorkLine
+
+MOST_RUNS = 4096
+"""Stretches of a strided tensor that are compared; of more, the bytes from first to last are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operation in the words of a report."""
+
+    what: str
+    """The operator, or the label of a collective."""
+    line: WorkLine
+    where: str
+    """File and line of the caller."""
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.line} at {self.where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A misuse of the device's memory, or of its order."""
+
+    kind: str
+    """``unordered``, ``early free``, ``no memory``."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes of a storage that a tensor covers."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes."""
+    itemsize: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Extent:
+        """Find what ``tensor`` covers."""
+        size = tensor.element_size()
+        shape, strides = tuple(tensor.shape), tuple(n * size for n in tensor.stride())
+        start = tensor.storage_offset() * size
+        if 0 in shape:
+            return cls(start, start, shape, strides, size)
+        reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        return cls(start, start + reach + size, shape, strides, size)
+
+    @classmethod
+    def whole(cls, nbytes: int) -> Extent:
+        """Make that of a whole storage."""
+        return cls(0, nbytes, (nbytes,), (1,), 1)
+
+    def overlaps(self, other: Extent) -> bool:
+        """Check that a byte belongs to both."""
+        if self.start >= other.end or other.start >= self.end:
+            return False
+        ours, theirs = list(self._runs()), list(other._runs())
+        i = j = 0
+        while i < len(ours) and j < len(theirs):
+            if ours[i][1] <= theirs[j][0]:
+                i += 1
+            elif theirs[j][1] <= ours[i][0]:
+                j += 1
+            else:
+                return True
+        return False
+
+    def covers(self, other: Extent) -> bool:
+        """Check that every byte of ``other`` is known to belong to this one, too."""
+        if other.start == other.end or self == other:
+            return True
+        runs = list(self._runs())
+        return len(runs) == 1 and runs[0][0] <= other.start and other.end <= runs[0][1]
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """List the stretches without a gap, in their order."""
+        dims = sorted((s, n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1 and s)
+        run, outer = self.itemsize, []
+        for step, count in dims:
+            if step <= run and not outer:
+                run = max(run, step * (count - 1) + run)
+            else:
+                outer.append((step, count))
+        if self.start == self.end:
+            return
+        if math.prod(count for _, count in outer) > MOST_RUNS:
+            yield self.start, self.end
+            return
+        starts = [self.start]
+        for step, count in reversed(outer):
+            starts = [first + k * step for first in starts for k in range(count)]
+        for first in sorted(starts):
+            yield first, first + run
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    stamp: Stamp
+    place: Place
+    extent: Extent
+    writes: bool
+
+
+class _Block:
+    """One storage."""
+
+    def __init__(self, home: WorkLine, is_host: bool) -> None:
+        self.home = home
+        """The stream that it was allocated on, and goes back to."""
+        self.is_host = is_host
+        self.is_pinned = False
+        self.has_memory = True
+        self.accesses: list[_Access] = []
+
+
+class Memory:
+    """All storages that a program has under the simulated device, and of the host beside it."""
+
+    def __init__(self, report: Callable[[Fault], None]) -> None:
+        self._report = report
+        self._blocks: dict[int, _Block] = {}
+        self.allocated = 0
+        self.peak = 0
+        """Bytes on the device."""
+
+    def block(self, tensor: torch.Tensor, home: WorkLine) -> _Block:
+        """Find the block of ``tensor``; what was there before the simulation is on the device."""
+        storage = tensor.untyped_storage()
+        found = self._blocks.get(storage._cdata)
+        if found is None:
+            found = self.allocate(storage, home, is_host=False)
+        return found
+
+    def allocate(
+        self,
+        storage: torch.UntypedStorage,
+        home: WorkLine,
+        *,
+        is_host: bool,
+    ) -> _Block:
+        """Take in a storage that is new."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        found = self._blocks[key] = _Block(home, is_host)
+        found.has_memory = nbytes > 0
+        ending = weakref.finalize(storage, self._drop, key, nbytes)
+        ending.atexit = False  # pyrefly: ignore[missing-attribute]
+        if not is_host:
+            self._count(nbytes)
+        return found
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Check that the storage of ``tensor`` was taken in."""
+        return tensor.untyped_storage()._cdata in self._blocks
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Check that ``tensor`` lies in memory of the host."""
+        found = self._blocks.get(tensor.untyped_storage()._cdata)
+        return found is not None and found.is_host
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Check that the device reaches ``tensor`` by itself: its own memory, or pinned."""
+        found = self._blocks.get(tensor.untyped_storage()._cdata)
+        return found is None or found.is_pinned or not found.is_host
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Let the device reach ``tensor``, of the host, by itself."""
+        self._blocks[tensor.untyped_storage()._cdata].is_pinned = True
+
+    def access(
+        self, tensor: torch.Tensor, line: WorkLine, stamp: Stamp, place: Place, *, writes: bool
+    ) -> None:
+        """Let the work at ``stamp`` of ``line`` read ``tensor``, or write it."""
+        block, extent = self.block(tensor, line), Extent.of(tensor)
+        if extent.start == extent.end:
+            return
+        if not block.has_memory:
+            self._report(Fault("no memory", f"{place} uses memory that was given back"))
+            return
+        kept: list[_Access] = []
+        for earlier in block.accesses:
+            is_before = line.comes_after(earlier.stamp)
+            if not is_before and (writes or earlier.writes) and extent.overlaps(earlier.extent):
+                verbs = [("reads", "writes")[flag] for flag in (writes, earlier.writes)]
+                text = f"{place} {verbs[0]} what {earlier.place} {verbs[1]}, and waits for nothing"
+                self._report(Fault("unordered", text))
+            is_past = is_before and (writes or not earlier.writes) and extent.covers(earlier.extent)
+            if not is_past:
+                kept.append(earlier)
+        kept.append(_Access(stamp, place, extent, writes))
+        block.accesses = kept
+
+    def free(self, storage: torch.UntypedStorage, where: str) -> None:
+        """Give the memory of ``storage`` back, while its tensors stay."""
+        block = self._blocks.get(storage._cdata)
+        if block is not None and block.has_memory:
+            self._release(block, storage.nbytes(), where)
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int, home: WorkLine) -> None:
+        """Give ``storage`` new memory of stream ``home``."""
+        block = self._blocks.get(storage._cdata)
+        if block is None:
+            return
+        block.home, block.has_memory, block.accesses = home, nbytes > 0, []
+        if not block.is_host:
+            self._count(nbytes)
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None and block.has_memory:
+            self._release(block, nbytes, "the end of its last tensor")
+
+    def _release(self, block: _Block, nbytes: int, where: str) -> None:
+        block.has_memory = False
+        if block.is_host:
+            return
+        self._count(-nbytes)
+        for access in block.accesses:
+            if not block.home.comes_after(access.stamp):
+                text = f"{where} gives memory back to {block.home}, and {access.place} may use it"
+                self._report(Fault("early free", text))
+
+    def _count(self, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+
+def caller(skipped: Sequence[str]) -> str:
+    """Find file and line of the nearest frame whose path contains none of ``skipped``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in skipped):
+        frame = frame.f_back
+    return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno}"

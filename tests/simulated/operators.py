@@ -1,0 +1,108 @@
+"""What an operator reads, writes, makes, and whether the host waits for it: from its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+_ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
+_TOUCHES_NOTHING = frozenset(
+    {
+        *("_unsafe_view", "_reshape_alias", "_reshape_copy", "lift_fresh", "set_", "resize_"),
+        *("is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "dim"),
+        *("is_pinned", "_has_compatible_shallow_copy_type", "is_set_to", "detach_", "t_"),
+        *("squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapdims_", "swapaxes_"),
+    }
+)
+_STOPS = frozenset(
+    {
+        *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy"),
+        *("masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount"),
+        *("unique_dim_consecutive", "argwhere", "_assert_async_and_wait"),
+    }
+)
+"""Operators whose result, or its size, the host needs."""
+_INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What one call of an operator does."""
+
+    reads: list[torch.Tensor] = field(default_factory=list)
+    writes: list[torch.Tensor] = field(default_factory=list)
+    makes: list[torch.Tensor] = field(default_factory=list)
+    stops: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What all calls of an overload have in common."""
+
+    written: tuple[bool, ...]
+    """For each argument of the schema."""
+    names: tuple[str, ...]
+    is_view: bool
+    is_silent: bool
+    allocates: bool
+    stops: bool
+    indexes: bool
+
+
+@cache
+def _kind_of(func: torch._ops.OpOverload) -> _Kind:
+    schema = func._schema
+    name = schema.name.split("::")[-1]
+    written = tuple(bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments)
+    aliased = [r.alias_info for r in schema.returns]
+    is_view = not any(written) and any(info is not None and not info.is_write for info in aliased)
+    return _Kind(
+        written=written,
+        names=tuple(a.name for a in schema.arguments),
+        is_view=is_view,
+        is_silent=name in _TOUCHES_NOTHING,
+        allocates=name in _ALLOCATES,
+        stops=name in _STOPS,
+        indexes=name in _INDEXING,
+    )
+
+
+def uses_of(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+) -> Uses:
+    """Find what the call has done that gave ``result``."""
+    kind = _kind_of(func)
+    if kind.is_view or kind.is_silent:
+        return Uses()
+    uses = Uses(stops=kind.stops)
+    given = [*args, *(kwargs.get(name) for name in kind.names[len(args) :])]
+    known: set[int] = set()
+    for value, is_written in zip(given, kind.written, strict=False):
+        for tensor in tensors_in(value):
+            known.add(tensor.untyped_storage()._cdata)
+            (uses.writes if is_written else uses.reads).append(tensor)
+    for tensor in tensors_in(result):
+        if tensor.untyped_storage()._cdata not in known:
+            uses.makes.append(tensor)
+    if kind.allocates:
+        return Uses(makes=uses.makes)
+    if kind.indexes and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(given[1])):
+        return Uses(uses.reads, uses.writes, uses.makes, stops=True)
+    return uses
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """List the plain tensors of an argument, of lists of them, and of their parts."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            if value.device.type != "meta":
+                yield value
+        elif value.layout is torch.sparse_coo:
+            yield from (value._indices(), value._values())
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)

@@ -1,0 +1,208 @@
+"""The transport of a simulated device: as NCCL's, by order alone.
+
+Each communicator has one queue, which a thread works off in the order of the calls. So a receive
+that nobody has sent to holds up all that is behind it, and a send is over when its receiver has
+come to it. The k-th send to a rank is met by that rank's k-th receive from here, whatever their
+tags say. What was issued as one batch is posted at once. Bytes move through Gloo, in groups of
+their own.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.torch_internals.distributed import Work
+from simulated.device import SimulatedDevice, SimulationError
+from simulated.streams import WorkLine
+
+LATEST = 0.001
+"""Seconds at most for which an operation that could run waits, at random."""
+PATIENCE = 20.0
+"""Seconds after which a queue that stands still is told as a deadlock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One side of a transfer; ``peer`` is a rank of the group."""
+
+    is_send: bool
+    tensor: torch.Tensor
+    peer: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An operation in a queue: a collective, or the transfers of one batch."""
+
+    text: str
+    run: Callable[[dist.ProcessGroupGloo], None]
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class OrderedQueue:
+    """The operations of one communicator on this rank, and the thread that runs them."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, name: str) -> None:
+        self._gloo = gloo
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._counts: Counter[tuple[bool, int]] = Counter()
+        self._random = random.Random(name)
+        self._open: list[Job] = []
+        self._thread = threading.Thread(target=self._work_off, name=f"device {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Queue an operation."""
+        self._open.append(job)
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread behind what is queued."""
+        self._jobs.put(None)
+
+    def describe(self) -> str:
+        """List what has not ended, in its order."""
+        return ", then ".join(job.text for job in list(self._open))
+
+    def transfers(self, messages: Sequence[Message]) -> Callable[[dist.ProcessGroupGloo], None]:
+        """Make what runs ``messages`` at once. Called in the order of the program."""
+        numbered = []
+        for message in messages:
+            key = (message.is_send, message.peer)
+            numbered.append((message, 2 * self._counts[key]))
+            self._counts[key] += 1
+
+        def run(gloo: dist.ProcessGroupGloo) -> None:
+            # A send ends when its receiver says that it was there.
+            works: list[Any] = []
+            came: list[tuple[Any, int, int]] = []
+            for message, tag in numbered:
+                tensors = [message.tensor.detach()]
+                if message.is_send:
+                    works.append(gloo.send(tensors, message.peer, tag))
+                    works.append(gloo.recv([torch.zeros(1)], message.peer, tag + 1))
+                else:
+                    came.append((gloo.recv(tensors, message.peer, tag), message.peer, tag + 1))
+            for work, peer, tag in came:
+                work.wait()
+                works.append(gloo.send([torch.zeros(1)], peer, tag))
+            for work in works:
+                work.wait()
+
+        return run
+
+    def _work_off(self) -> None:
+        torch.set_grad_enabled(False)
+        while (job := self._jobs.get()) is not None:
+            time.sleep(self._random.random() * LATEST)
+            try:
+                job.run(self._gloo)
+            except BaseException as error:  # whoever waits for the operation gets it
+                job.error = error
+            self._open.remove(job)
+            job.ended.set()
+
+
+class SimulatedWork(Work):
+    """The handle of an operation on a device: streams wait for it, and the host goes on."""
+
+    def __init__(
+        self,
+        job: Job,
+        clock: dict[int, int],
+        device: SimulatedDevice,
+        queue: OrderedQueue,
+        held: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._job = job
+        self._clock = clock
+        self._device = device
+        self._queue = queue
+        self._held = held
+        """The tensors, until somebody has waited."""
+        self._outputs = list(outputs)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the current stream wait for the operation.
+
+        The numbers must be there, since operators run at once: the thread waits for them, and knows
+        no more of the device than before.
+        """
+        until = time.monotonic() + PATIENCE
+        while not self._job.ended.wait(0.1):
+            if time.monotonic() > until:
+                raise SimulationError(f"deadlock: in the queue stand {self._queue.describe()}")
+        if self._job.error is not None:
+            raise self._job.error
+        self._device.current.wait_until(self._clock)
+        self._held = ()
+        return True
+
+    def synchronize(self) -> None:
+        """Let the current stream wait for the operation."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Ask, without waiting, whether the operation has ended."""
+        if not self._job.ended.is_set():
+            return False
+        self._device.host.wait_until(self._clock)
+        return True
+
+    def is_success(self) -> bool:
+        """Check that the operation has ended without an error."""
+        return self.is_completed() and self._job.error is None
+
+    def exception(self) -> BaseException | None:
+        """Find the error of the operation."""
+        return self._job.error
+
+    def result(self) -> list[torch.Tensor]:
+        """List the tensors of the operation."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:  # type: ignore[override]
+        """Make a future that has the tensors when the operation has ended."""
+        self.wait()
+        found: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        found.set_result(self._outputs)
+        return found
+
+
+class CommunicationStream:
+    """The stream of one communicator, in which its operations run in the order of their calls."""
+
+    def __init__(self, device: SimulatedDevice, gloo: dist.ProcessGroupGloo, name: str) -> None:
+        self.line = WorkLine(f"the stream of group {name}")
+        self.queue = OrderedQueue(gloo, name)
+        self._device = device
+
+    def issue(
+        self,
+        text: str,
+        run: Callable[[dist.ProcessGroupGloo], None],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> SimulatedWork:
+        """Queue an operation behind what the current stream was given by now."""
+        device, line = self._device, self.line
+        line.wait_for(device.current)
+        device.launch(text, reads, writes, line)
+        job = Job(text, run)
+        self.queue.put(job)
+        held = [*reads, *writes]
+        return SimulatedWork(job, line.snapshot(), device, self.queue, held, writes)
