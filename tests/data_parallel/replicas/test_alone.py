@@ -20,6 +20,8 @@ from support.data_parallel.replica_samples import Branches, Breaks, batch, loss,
 EVERY = ReductionSettings(alone_bytes=1)
 SOME = ReductionSettings(alone_bytes=8 * 9)
 """Weights of 3 x 3 in float64 are reduced alone, biases are not."""
+VIEWS = ReductionSettings(is_gradient_view=True, first_bytes=64, cap_bytes=64)
+"""Gradients are views of small buckets."""
 
 
 def pair(settings: ReductionSettings) -> tuple[Branches, Branches]:
@@ -139,9 +141,9 @@ def body_other_forms() -> None:
     same_gradients(ours, one)
 
 
-def body_failed_backward(set_to_none: bool) -> None:
+def body_failed_backward(settings: ReductionSettings, set_to_none: bool) -> None:
     world = communicator()
-    one, ours = pair(EVERY)
+    one, ours = pair(settings)
     x, share = batch()
     loss(ours, share).backward()
     ours.zero_grad(set_to_none=set_to_none)
@@ -186,8 +188,11 @@ def test_accumulation(ranks: Ranks, settings: ReductionSettings) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_iteration_after_a_failed_backward_trains(ranks: Ranks, set_to_none: bool) -> None:
-    ranks(2, body_failed_backward, set_to_none)
+@pytest.mark.parametrize("settings", [EVERY, SOME, VIEWS], ids=["every", "some", "views"])
+def test_the_iteration_after_a_failed_backward_trains(
+    ranks: Ranks, settings: ReductionSettings, set_to_none: bool
+) -> None:
+    ranks(2, body_failed_backward, settings, set_to_none)
 
 
 @pytest.mark.parametrize(

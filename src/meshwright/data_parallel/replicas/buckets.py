@@ -228,11 +228,17 @@ class Bucket(Reduction):
             self.gradients.copy_(result.view(-1))
 
     def drop(self) -> None:
-        """Wait for a reduction whose result nobody wants."""
+        """Wait for a reduction whose result nobody wants.
+
+        A ``.grad`` that is a view of it is given up, as by `InPlaceGradient.drop`.
+        """
         self.await_hook()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = None
 
     def finish(self) -> None:
         """Wait for the means and make them the parameters' gradients, but for those of a hook.
