@@ -10,19 +10,26 @@ and where the host has to wait.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch._subclasses import FakeTensor
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 
+from meshwright.comm.dtensors import shard_view
+from meshwright.comm.dtensors.shard_view import ShardView
 from meshwright.torch_internals.tensors import TorchDispatchMode
 from simulated.memory import Fault, Memory, Place, caller
-from simulated.operators import tensors_in, uses_of
+from simulated.operators import calls_a_group, tensors_in, uses_of
 from simulated.streams import DeviceTime, Event, Stamp, WorkLine
 
 HOST = torch.device("cpu")
@@ -32,6 +39,16 @@ _COPIES = frozenset({"copy_", "_to_copy", "clone", "_copy_from", "_foreach_copy_
 _OF_THE_HOST = ("from_numpy", "frombuffer")
 """Functions of torch whose tensors lie where their bytes are; modes are not told of them."""
 _SKIPPED = ("/torch/", "contextlib.py", "/simulated/device.py", "/simulated/transport.py")
+
+
+_MAKERS = frozenset(
+    {
+        *(torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.empty, torch.full),
+        *(torch.arange, torch.linspace, torch.eye, torch.rand, torch.randn, torch.randint),
+        *(torch.randperm, torch.empty_strided, torch.scalar_tensor),
+    }
+)
+"""Functions that make tensors of the default device. In the library that is the host."""
 
 
 class SimulationError(AssertionError):
@@ -67,7 +84,7 @@ class SimulatedDevice:
         """``lag``: how many things the host does until the device has done what is queued."""
         self.faults: list[Fault] = []
         self.stops: list[Stop] = []
-        self.memory = Memory(self.faults.append)
+        self.memory = Memory(self.faults.append, lambda: self.host)
         self._time = DeviceTime(lag)
         self._first = WorkLine("the first stream")
         self._thread = _Thread()
@@ -133,6 +150,8 @@ class SimulatedDevice:
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 for part in tensors_in(tensor):
+                    if not self.memory.is_known(part):
+                        self.memory.allocate(part.untyped_storage(), self.current, is_host=False)
                     self.memory.access(part, line, stamp, place, writes=is_write)
         self._time.go_on()
         return stamp, place
@@ -155,7 +174,10 @@ class SimulatedDevice:
         if makes_host is None:
             makes_host = where == {True}
         for tensor in uses.makes:
-            self.memory.allocate(tensor.untyped_storage(), self.current, is_host=makes_host)
+            if not self.memory.is_known(tensor):
+                self.memory.allocate(tensor.untyped_storage(), self.current, is_host=makes_host)
+        if calls_a_group(func):
+            return
         if uses.makes:
             where.add(makes_host)
         line = self.host if where == {True} else self.current
@@ -249,6 +271,33 @@ class _Moved(torch.autograd.Function):
             return gradient.clone(), None, None, None
 
 
+def _is_of_library(frame: FrameType | None) -> bool:
+    """Check that `torch.distributed` calls from ``frame``, or ours, its harness aside."""
+    if frame is not None and "/torch/nn/modules/" in frame.f_code.co_filename:
+        return False  # somebody moves a module
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/distributed/" in name:
+            return True
+        if "/torch/" not in name:
+            return "/src/meshwright/" in name and "/meshwright/testing/" not in name
+        frame = frame.f_back
+    return False
+
+
+def inner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Find the first of the tensors that ``tensor``, of a class of its own, is made of."""
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    found: torch.Tensor = getattr(tensor, names[0])
+    return found
+
+
+def _is_plain(kind: type) -> bool:
+    """Check that tensors of ``kind`` have memory of their own."""
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 class _Operators(TorchDispatchMode):
     """Sees each operator that runs on plain tensors."""
 
@@ -263,9 +312,12 @@ class _Operators(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if FakeTensor in types:
+            return func(*args, **(kwargs or {}))  # there is nothing behind it
+        if not all(map(_is_plain, types)):
             return NotImplemented  # its own operators come here one by one
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
         self._device.ran(func, args, kwargs or {}, result)
         return result
 
@@ -273,9 +325,10 @@ class _Operators(TorchDispatchMode):
 class _Functions(TorchFunctionMode):
     """Sees what is said of devices, before torch takes all that is here for one CPU."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device: SimulatedDevice, *, is_written_for_a_cpu: bool) -> None:
         super().__init__()
         self._device = device
+        self._is_written_for_a_cpu = is_written_for_a_cpu
         self._handlers: dict[Any, Any] = {
             torch.Tensor.device.__get__: self._where,
             torch.Tensor.cpu: self._cpu,
@@ -295,12 +348,18 @@ class _Functions(TorchFunctionMode):
     ) -> object:
         kwargs = dict(kwargs or {})
         handler = self._handlers.get(func)
-        if handler is not None and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+        if handler is not None and (_is_plain(type(args[0])) or handler == self._where):
             return handler(func, args, kwargs)
+        if isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # its device is what torch takes for one CPU
         asked = kwargs.get("device")
+        if asked is None and func in _MAKERS and _is_of_library(sys._getframe(1)):
+            asked = HOST
         if asked is None or torch.device(asked).type != "cpu":
             return func(*args, **kwargs)
         is_host = torch.device(asked).index is None
+        if is_host and self._is_written_for_a_cpu:
+            is_host = _is_of_library(sys._getframe(1))
         kwargs["device"] = HOST
         with self._device.making(host=is_host):
             result = func(*args, **kwargs)
@@ -311,10 +370,14 @@ class _Functions(TorchFunctionMode):
 
     def _where(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Name the device of a tensor."""
-        found = func(*args)
-        if found.type != "cpu" or self._device.memory.is_host(args[0]):
+        found, tensor = func(*args), args[0]
+        if found.type != "cpu":
             return found
-        return DEVICE
+        if isinstance(tensor, UninitializedTensorMixin):
+            return found
+        while not _is_plain(type(tensor)):
+            tensor = tensor.local if isinstance(tensor, ShardView) else inner_of(tensor)
+        return found if self._device.memory.is_host(tensor) else DEVICE
 
     def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Move a tensor to the host."""
@@ -374,12 +437,43 @@ class _Functions(TorchFunctionMode):
 
 
 @contextmanager
-def simulated(*, lag: int = 8) -> Iterator[SimulatedDevice]:
-    """Run the block on a simulated device. Raises `SimulationError` at its end, after a fault."""
+def simulated(*, lag: int = 8, is_written_for_a_cpu: bool = False) -> Iterator[SimulatedDevice]:
+    """Run the block on a simulated device. Raises `SimulationError` at its end, after a fault.
+
+    Where the block ``is_written_for_a_cpu``, what it makes on ``"cpu"`` is the device's, too.
+    """
     device = SimulatedDevice(lag=lag)
-    with _seen_storages(device), _Functions(device), _Operators(device):
+    functions = _Functions(device, is_written_for_a_cpu=is_written_for_a_cpu)
+    with _seen_storages(device), _seen_backward(functions), functions, _Operators(device):
         yield device
     device.check()
+
+
+@contextmanager
+def _seen_backward(functions: _Functions) -> Iterator[None]:
+    """See what hooks call in a backward pass: a mode that has handled a call is not told more."""
+    engine: Any = torch.autograd
+    run = engine._engine_run_backward
+    checks: Any = checkpoint._allowed_determinism_checks_to_fns
+    look = checks["default"]
+
+    def looked(tensor: torch.Tensor) -> dict[str, Any]:
+        # Modes are not there in the hooks of every call, so its device is not always ours.
+        return {name: value for name, value in look(tensor).items() if name != "device"}
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        if functions in _get_current_function_mode_stack():
+            return run(*args, **kwargs)
+        with functions:
+            return run(*args, **kwargs)
+
+    engine._engine_run_backward = seen
+    checks["default"] = looked
+    try:
+        yield
+    finally:
+        checks["default"] = look
+        engine._engine_run_backward = run
 
 
 @contextmanager
@@ -403,6 +497,15 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
         device.take_host(found, is_pinned=False)
         return found
 
+    def wrapper(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        is_ours = device is not None and torch.device(device) == DEVICE
+        return wrap(*args, device=HOST if is_ours else device, **kwargs)
+
+    tensors: Any = torch.Tensor
+    wrap = tensors._make_wrapper_subclass
+    tensors._make_wrapper_subclass = staticmethod(wrapper)
+    views: Any = shard_view
+    views.make_wrapper_subclass = wrapper
     kind.resize_ = resized
     for name, maker in makers.items():
         setattr(torch, name, partial(made, maker))
@@ -410,5 +513,7 @@ def _seen_storages(device: SimulatedDevice) -> Iterator[None]:
         yield
     finally:
         kind.resize_ = resize
+        tensors._make_wrapper_subclass = staticmethod(wrap)
+        views.make_wrapper_subclass = wrap
         for name, maker in makers.items():
             setattr(torch, name, maker)

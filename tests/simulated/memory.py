@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from simulated.operators import tensors_in
 from simulated.streams import Stamp, WorkLine
 
 MOST_RUNS = 4096
@@ -140,8 +141,10 @@ class _Block:
 class Memory:
     """All storages that a program has under the simulated device, and of the host beside it."""
 
-    def __init__(self, report: Callable[[Fault], None]) -> None:
+    def __init__(self, report: Callable[[Fault], None], host: Callable[[], WorkLine]) -> None:
+        """``report`` takes faults; ``host`` finds the line of the calling thread."""
         self._report = report
+        self._host = host
         self._blocks: dict[int, _Block] = {}
         self.allocated = 0
         self.peak = 0
@@ -178,7 +181,8 @@ class Memory:
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Check that ``tensor`` lies in memory of the host."""
-        found = self._blocks.get(tensor.untyped_storage()._cdata)
+        part = next(tensors_in(tensor), None)
+        found = None if part is None else self._blocks.get(part.untyped_storage()._cdata)
         return found is not None and found.is_host
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -238,8 +242,10 @@ class Memory:
         if block.is_host:
             return
         self._count(-nbytes)
+        # What is queued next there comes after all that this thread knows of, too.
+        lines = (block.home, self._host())
         for access in block.accesses:
-            if not block.home.comes_after(access.stamp):
+            if not any(line.comes_after(access.stamp) for line in lines):
                 text = f"{where} gives memory back to {block.home}, and {access.place} may use it"
                 self._report(Fault("early free", text))
 

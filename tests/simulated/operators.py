@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _TOUCHES_NOTHING = frozenset(
@@ -18,6 +19,7 @@ _TOUCHES_NOTHING = frozenset(
         *("squeeze_", "unsqueeze_", "transpose_", "as_strided_", "swapdims_", "swapaxes_"),
     }
 )
+_OF_GROUPS = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 _STOPS = frozenset(
     {
         *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy"),
@@ -51,6 +53,11 @@ class _Kind:
     allocates: bool
     stops: bool
     indexes: bool
+
+
+def calls_a_group(func: torch._ops.OpOverload) -> bool:
+    """Check that ``func`` runs a collective, which says itself what it reads and writes."""
+    return func._schema.name.startswith(_OF_GROUPS)
 
 
 @cache
@@ -97,6 +104,8 @@ def uses_of(
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """List the plain tensors of an argument, of lists of them, and of their parts."""
+    if isinstance(value, UninitializedTensorMixin):
+        return
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             if value.device.type != "meta":

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from meshwright.torch_internals.distributed import Work
 from simulated.device import SimulatedDevice, SimulationError
-from simulated.streams import WorkLine
+from simulated.operators import tensors_in
+from simulated.streams import Event, WorkLine
 
 LATEST = 0.001
 """Seconds at most for which an operation that could run waits, at random."""
@@ -104,7 +105,10 @@ class OrderedQueue:
         return run
 
     def _work_off(self) -> None:
-        torch.set_grad_enabled(False)
+        with torch.inference_mode():  # whose tensors may be written, too
+            self._run_all()
+
+    def _run_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             time.sleep(self._random.random() * LATEST)
             try:
@@ -190,6 +194,9 @@ class CommunicationStream:
         self.line = WorkLine(f"the stream of group {name}")
         self.queue = OrderedQueue(gloo, name)
         self._device = device
+        self._kept: list[tuple[Event, Sequence[torch.Tensor]]] = []
+        """The tensors of operations that the device has not passed: c10d holds them until then,
+        also where nobody waits."""
 
     def issue(
         self,
@@ -200,9 +207,16 @@ class CommunicationStream:
     ) -> SimulatedWork:
         """Queue an operation behind what the current stream was given by now."""
         device, line = self._device, self.line
+        self._let_go()
         line.wait_for(device.current)
         device.launch(text, reads, writes, line)
         job = Job(text, run)
         self.queue.put(job)
-        held = [*reads, *writes]
+        held = list(tensors_in([*reads, *writes]))
+        self._kept.append((device.record(text, line), held))
         return SimulatedWork(job, line.snapshot(), device, self.queue, held, writes)
+
+    def _let_go(self) -> None:
+        """Hold no more what the device has passed; whoever has looked knows of it."""
+        while self._kept and self._device.is_passed(self._kept[0][0]):
+            self._kept.pop(0)

@@ -3,7 +3,7 @@
 Bottom-up:
 
     memory          pages that move between tensors, and tensors whose memory comes and goes
-    streams         one vocabulary of streams, events and clocks for CPU and CUDA
+    streams         one vocabulary of devices and clocks for CPU and CUDA
     c10d            the functions of c10d as they stand at a call, and faster algorithms for Gloo
     observing       who is told of collectives: observers, profilers, ``CommDebugMode``, timelines
     groups          what a process knows of its communication, the ranks' meeting, and their start

@@ -27,7 +27,7 @@ from meshwright.comm.groups.registry import PROCESS, PhaseRecord
 from meshwright.comm.observing import shown
 from meshwright.comm.observing.shown import in_ranges
 from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
-from meshwright.comm.streams import Clock
+from meshwright.comm.streams import Clock, is_host
 from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
@@ -73,6 +73,8 @@ class Communicator:
         """c10d's groups that were not destroyed."""
         self.axis = axis
         self.device = device
+        self.is_on_host = is_host(device)
+        """True where waits are the host's, and not those of a stream of the device."""
         self.timeout = timeout
         """Seconds after which a wait gives up in any case; None where the user set no limit."""
         self.rank: int = dist.get_rank(group)
@@ -314,7 +316,7 @@ class Communicator:
         token = torch.zeros(1, device=self.device)
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            if self.device.type == "cpu":
+            if self.is_on_host:
                 return _works(lookup.current("barrier")(group=group, async_op=True)), None
             # NCCL's barrier guesses the device; a one-element sum is the same thing on ours.
             call = lookup.current("all_reduce")
@@ -341,7 +343,7 @@ class Communicator:
 
     def batch(self, transfers: Sequence[Transfer]) -> list[Pending]:
         """Issue several transfers as one, so that no order among them can block the ranks."""
-        if self.device.type == "cpu":
+        if self.is_on_host:
             return [self._transfer(transfer) for transfer in transfers]
         works = lookup.current("batch")(
             [
@@ -422,7 +424,7 @@ class Communicator:
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Make a 1-D tensor in the memory that this backend moves fastest, uninitialised."""
-        if self.device.type == "cpu":
+        if self.is_on_host:
             return shared_memory.allocate(self.group, numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -512,9 +514,8 @@ class Communicator:
         return self.ranks[rank]
 
     def _check(self, *tensors: torch.Tensor) -> None:
-        kind = self.device.type
         for tensor in tensors:
-            if tensor.device.type != kind:
+            if tensor.device != self.device:
                 raise ValueError(
                     f"axis {self.axis} communicates on {self.device}, found a tensor on "
                     f"{tensor.device}: move it there first"

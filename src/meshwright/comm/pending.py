@@ -215,7 +215,7 @@ class Pending:
         """
         works = self._works
         if works:
-            if self.communicator.device.type == "cpu":
+            if self.communicator.is_on_host:
                 for work in works:
                     try:
                         work.wait(SLICE)

@@ -32,6 +32,7 @@ from meshwright.comm.failures.waiting import explain
 from meshwright.comm.failures.whereabouts import one_line
 from meshwright.comm.groups import rendezvous
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.streams import is_host
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
 from meshwright.torch_internals.distributed import (
     backend_of,
@@ -402,10 +403,10 @@ def _make_world(
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """CUDA when the group can move CUDA tensors, else CPU."""
-    types = {device.type for device in device_types_of(group)}
-    if "cuda" in types and torch.cuda.is_available():
+    devices = device_types_of(group)
+    if torch.device("cuda") in devices and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return next((d for d in devices if not is_host(d) and d.type == "cpu"), torch.device("cpu"))
 
 
 def _transport_timeout(limit: float | None) -> timedelta:
@@ -420,7 +421,7 @@ def _limit_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
     """
     if isinstance(group, shared_memory.SharedMemoryGroup):
         given, change = timedelta(seconds=group.timeout), group.set_timeout
-    elif device.type == "cpu" and isinstance(
+    elif is_host(device) and isinstance(
         transport := backend_of(group, device), dist.ProcessGroupGloo
     ):
         given, change = timeout_of(transport.options), partial(set_timeout, transport)

@@ -1,12 +1,11 @@
-"""One vocabulary of streams, events and clocks for CPU and CUDA.
+"""One vocabulary of devices and clocks for CPU and CUDA.
 
-On a CPU a stream is the calling thread: waiting is a no-op and a mark is a number. On CUDA the same
-calls order work between streams and read the device's own clock.
+On a CPU a mark is a number. On CUDA it is an event of the current stream, read on the device's own
+clock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Protocol
 
@@ -20,59 +19,12 @@ class Mark(Protocol):
         """Return seconds of `time.monotonic`. On CUDA it waits until the device has passed it."""
 
 
-class Stream(Protocol):
-    """A queue of device work. CPU work runs at once, so its stream orders nothing."""
+def is_host(device: torch.device) -> bool:
+    """Check that ``device`` is the host, which reads its own tensors without waiting.
 
-    def use(self) -> contextlib.AbstractContextManager[object]:
-        """Work issued inside runs on this stream."""
-
-    def wait_for(self, other: Stream) -> None:
-        """Later work of this stream starts after the work that ``other`` has queued by now."""
-
-
-class _HostStream:
-    def use(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def wait_for(self, other: Stream) -> None:
-        pass
-
-
-class _CudaStream:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-
-    def use(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
-
-    def wait_for(self, other: Stream) -> None:
-        if isinstance(other, _CudaStream):
-            self.stream.wait_stream(other.stream)
-
-
-def current_stream(device: torch.device) -> Stream:
-    """Find the stream on which the caller's work for ``device`` runs."""
-    if device.type == "cuda":
-        return _CudaStream(torch.cuda.current_stream(device))
-    return _HostStream()
-
-
-def new_stream(device: torch.device, *, high_priority: bool = False) -> Stream:
-    """Make a stream of its own for ``device``; on a CPU, the calling thread."""
-    if device.type == "cuda":
-        return _CudaStream(torch.cuda.Stream(device, priority=-1 if high_priority else 0))
-    return _HostStream()
-
-
-def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Tell whether the host can read ``tensor`` without waiting for a device."""
-    return tensor.device.type == "cpu"
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until all queued work of ``device`` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    A CPU with an index is a device beside the host, as `meshwright.testing` simulates one.
+    """
+    return device.type == "cpu" and device.index is None
 
 
 class _HostMark:

@@ -44,6 +44,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     spread_of,
     spread_over,
 )
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.replicas.alone import is_dense
 from meshwright.data_parallel.sharded_modules.module_hooks import driver_of
 from meshwright.data_parallel.shards.unit import Unit
@@ -287,7 +288,7 @@ def _pieces(named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[st
     piece: list[tuple[str, nn.Parameter]] = []
     filled = 0
     for name, parameter in named:
-        size = _bytes_on_any_rank(parameter) if parameter.device.type == "cpu" else 0
+        size = _bytes_on_any_rank(parameter) if is_host(parameter.device) else 0
         if size >= PIECE_BYTES:
             yield [(name, parameter)]
             continue

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.dtensors.dtensor import check_ties
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.forward_writes import refuse_frequencies, refuse_max_norm
 from meshwright.data_parallel.checks.starting_state import digest_of, synchronise
 from meshwright.data_parallel.distributed_parameters import local_parameters
@@ -84,7 +85,7 @@ def resolve_device_id(device_id: int | str | torch.device | None) -> torch.devic
         torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     )
     if device.type == "cpu":
-        return torch.device("cpu")
+        return torch.empty(0, device=device).device
     if device.index is None:
         current = torch.device(device.type, torch.cuda.current_device())
         warnings.warn(
@@ -214,6 +215,6 @@ def _group(slots: Sequence[Slot], plan: UnitPlan) -> ParameterGroup:
         tensor_alignment=ALIGNMENT // master.itemsize if plan.use_orig_params else 1,
     )
     types = BufferTypes.of(master, plan.precision.param_dtype, plan.precision.reduce_dtype)
-    home = torch.device("cpu") if plan.offloads and plan.device.type != "cpu" else None
+    home = torch.device("cpu") if plan.offloads and not is_host(plan.device) else None
     marks_use = not plan.use_orig_params
     return ParameterGroup(slots, layout, axes, types, plan.device, home, marks_use=marks_use)

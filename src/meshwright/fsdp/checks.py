@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.starting_state import is_of_one_rank
 from meshwright.data_parallel.shards.parameter_hooks import has_hooks
 
@@ -203,7 +204,7 @@ def choose_device(
 ) -> torch.device:
     """Choose the device of a unit. ``group`` is the one that its process group communicates on."""
     listed = set(devices)
-    found = {device for device in listed if device.type not in ("cpu", "meta")}
+    found = {device for device in listed if device.type != "meta" and not is_host(device)}
     if device_id is not None:
         other = next((device for device in found if device != device_id), None)
         if other is not None:
@@ -214,7 +215,7 @@ def choose_device(
         return device_id
     if found:
         return next(iter(found))
-    if group.type != "cpu" and any(device.type == "cpu" for device in listed):
+    if not is_host(group) and any(is_host(device) for device in listed):
         warnings.warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
             f"run on CPU. Pass device_id={group} to move it first",

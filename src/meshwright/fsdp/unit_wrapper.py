@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.after_hooks import is_stepped
 from meshwright.comm.graphs.untraced import apart, untraced
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.modules.checkpoint_names import (
     Inside,
     SteppedOver,
@@ -271,7 +272,7 @@ class UnitWrapper(OfThisProcess, SteppedOver):
         if self._driver.is_root:
             casts = casts or precision.cast_root_forward_inputs
         dtype = precision.param_dtype if casts else None
-        moves = self._driver.is_root and device.type != "cpu"
+        moves = self._driver.is_root and not is_host(device)
         if dtype is None and not moves:
             return args, kwargs
 

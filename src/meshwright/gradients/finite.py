@@ -9,7 +9,7 @@ import torch
 
 from meshwright.comm import Communicator
 from meshwright.comm.dtensors.sharded_axes import local_part
-from meshwright.comm.streams import is_at_hand
+from meshwright.comm.streams import is_host
 from meshwright.errors import NonFiniteError
 from meshwright.torch_internals.tensors import foreach_norm
 
@@ -70,7 +70,7 @@ class NonFiniteValues:
         self, line: torch.Tensor, parts: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
         """Look at ``line``, which is made up of ``parts()``: names and tensors."""
-        if is_at_hand(line):
+        if is_host(line.device):
             # A sum of finite values may overflow, so a bad one is a reason to look closer.
             if not math.isfinite(abs(line.sum().item())):
                 self._found += [name for name, part in parts() if not torch.isfinite(part).all()]

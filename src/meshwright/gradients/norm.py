@@ -29,6 +29,7 @@ from meshwright.comm.dtensors.sharded_axes import (
     local_part,
     spread_of,
 )
+from meshwright.comm.streams import is_host
 from meshwright.gradients.finite import agree_on_non_finite, non_finite_gradients
 from meshwright.torch_internals.tensors import foreach_mul_, foreach_norm
 
@@ -196,7 +197,7 @@ def _counts_here(group: SpreadGradients, over: Communicator) -> bool:
 def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Multiply ``gradients`` in place by ``max_norm / norm`` where that is less than one."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if coefficient.device.type == "cpu" and coefficient.item() == 1.0:
+    if is_host(coefficient.device) and coefficient.item() == 1.0:
         return
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:

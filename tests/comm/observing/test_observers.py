@@ -10,7 +10,7 @@ import torch
 from meshwright import comm
 from meshwright.comm import Recorder, Timer, observe
 from meshwright.comm.groups import registry
-from meshwright.comm.streams import Clock, current_stream, new_stream, synchronize
+from meshwright.comm.streams import Clock
 from meshwright.testing import Ranks
 from meshwright.timeline import Collective
 
@@ -71,29 +71,18 @@ def test_timer_keeps_the_newest() -> None:
     assert timer.timeline(0).events == ()
 
 
-def test_streams_of_a_cpu_order_nothing_and_its_clock_moves_on() -> None:
-    device = torch.device("cpu")
-    stream = new_stream(device, high_priority=True)
-    with stream.use():
-        stream.wait_for(current_stream(device))
-    synchronize(device)
+def test_the_clock_of_a_cpu_moves_on() -> None:
     clock = Clock()
     first, second = clock.mark(), clock.mark()
     assert second.seconds() >= first.seconds()
 
 
 @pytest.mark.gpu
-def test_streams_of_a_gpu_order_its_work() -> None:
+def test_marks_of_a_gpu_are_passed_in_their_order() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(1 << 20, device=device)
-    side = new_stream(device, high_priority=True)
     clock = Clock(device)
     start = clock.mark()
-    side.wait_for(current_stream(device))
-    with side.use():
-        x.add_(1)
-    current_stream(device).wait_for(side)
+    x.add_(1)
     end = clock.mark()
-    synchronize(device)
-    assert x.sum().item() == 1 << 20
-    assert end.seconds() >= start.seconds()
+    assert end.seconds() >= start.seconds() > 0

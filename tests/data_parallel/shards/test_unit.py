@@ -76,7 +76,7 @@ def flat_unit(
             axes.parts,
         )
         types = BufferTypes(master=dtype, compute=dtype, reduce=dtype)
-        groups.append(ParameterGroup(slots, layout, axes, types, torch.device("cpu")))
+        groups.append(ParameterGroup(slots, layout, axes, types, slots[0].original.device))
     return Unit(modules[0][0] or "root", groups, exposure, settings)
 
 

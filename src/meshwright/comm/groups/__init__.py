@@ -2,9 +2,10 @@
 
 Bottom-up:
 
-    registry    communicators, observers, phases, the monitor: the state of a process
-    rendezvous  the meeting of the ranks: the store, the roll, the backend of the world
-    launch      ranks of this machine, started through torch's elastic launcher
+    registry      communicators, observers, phases, the monitor: the state of a process
+    rendezvous    the meeting of the ranks: the store, the roll, the backend of the world
+    python_group  process groups whose methods are written in Python
+    launch        ranks of this machine, started through torch's elastic launcher
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.memory.pages import PagePool
+from meshwright.comm.streams import is_host
 
 LARGE = 1 << 20
 """Bytes from which a line on the CPU has pages of its own."""
@@ -82,6 +83,6 @@ class _PagedLine(Line):
 def line_of(numel: int, dtype: torch.dtype, device: torch.device) -> Line:
     """Make a line of ``numel`` elements that has memory, uninitialised."""
     is_large = numel * dtype.itemsize >= LARGE
-    if is_large and device.type == "cpu" and PROCESS.pages.is_available:
+    if is_large and is_host(device) and PROCESS.pages.is_available:
         return _PagedLine(numel, dtype, PROCESS.pages)
     return _StorageLine(numel, dtype, device)

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.groups.python_group import GroupOptions
 from meshwright.comm.shared_memory.arena import SharedTensors
-from meshwright.comm.shared_memory.group import BACKEND, GroupOptions, SharedMemoryGroup
+from meshwright.comm.shared_memory.group import BACKEND, SharedMemoryGroup
 from meshwright.comm.shared_memory.joining import ApartError, join
 from meshwright.torch_internals.distributed import add_backend, known_backends, number_operations
 

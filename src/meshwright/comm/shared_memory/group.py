@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
 from meshwright.comm.shared_memory.arena import SharedTensors
 from meshwright.comm.shared_memory.buffers import (
     contiguous,
@@ -30,7 +31,6 @@ from meshwright.comm.shared_memory.transfers import ANY_SOURCE, Transfers
 from meshwright.comm.shared_memory.waits import Meeting, Steps
 from meshwright.errors import CommunicationError
 from meshwright.torch_internals.autograd import is_profiled
-from meshwright.torch_internals.distributed import living_groups
 
 BACKEND = "meshwright"
 CALLS = 2048
@@ -57,19 +57,6 @@ Tensors = Sequence[torch.Tensor]
 Sizes = Sequence[int]
 Options: TypeAlias = Any
 """c10d's options of an operation: a class for each, with the attributes that it has."""
-ProcessGroup: Any = dist.ProcessGroup
-"""Its stubs fix parameter names that differ from one torch to the next."""
-
-
-class GroupOptions(Protocol):
-    """The options that c10d gives a backend for the group to be made."""
-
-    store: dist.Store
-    group_rank: int
-    group_size: int
-    timeout: timedelta
-    group_id: str
-    global_ranks_in_group: list[int]
 
 
 class _Issuing(threading.local):
@@ -104,7 +91,7 @@ class _Issuing(threading.local):
         return works
 
 
-class SharedMemoryGroup(ProcessGroup):
+class SharedMemoryGroup(PythonGroup):
     """A process group whose ranks share memory.
 
     Labels appear in errors, and calls on which both sides carry one must carry the same.
@@ -118,12 +105,10 @@ class SharedMemoryGroup(ProcessGroup):
         left: Callable[[SharedMemoryGroup], None],
     ) -> None:
         """``meeting`` is what `join` has returned; ``left`` is told of the group's end."""
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options, BACKEND)
         self.tensors = tensors
         self._left: Callable[[SharedMemoryGroup], None] | None = left
-        self._rank, self._size = options.group_rank, options.group_size
         self._ranks = meeting.peers.ranks
-        self._name, self._description = str(options.group_id), "undefined"
         self._meeting = meeting
         self._exchange = Exchange(meeting, tensors)
         self._queue = OperationQueue(meeting, f"meshwright-collectives-{self._name}")
@@ -479,54 +464,6 @@ class SharedMemoryGroup(ProcessGroup):
         """Set how long an operation may wait for its peers."""
         self._meeting.bound(timeout.total_seconds())
 
-    def rank(self) -> int:
-        """Return this rank's number in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Count the ranks."""
-        return self._size
-
-    def name(self) -> str:
-        """Find the name of the backend."""
-        return BACKEND
-
-    getBackendName = name  # noqa: N815
-
-    @property
-    def _device_types(self) -> Sequence[torch.device]:
-        # c10d knows those of its own backends. What torch 2.15 attaches to a group that it has just
-        # made looks for a backend of that kind, unless there is no device yet.
-        return (torch.device("cpu"),) if self in living_groups() else ()
-
-    @property
-    def groupname_of(self) -> str:
-        """The name by which c10d finds the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The purpose of the group."""
-        return self._description
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Find the name by which c10d finds the group."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name by which c10d finds the group."""
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the purpose of the group."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set what the group is for."""
-        self._description = description
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-
     def _get_backend(self, device: torch.device) -> CpuTransport:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"the group {self._name!r} communicates on the CPU, not on {device}")
@@ -549,36 +486,3 @@ def _reduction(opts: Options) -> str:
         return REDUCTION_NAMES[hash(reduction)]
     except KeyError:
         return str(reduction)
-
-
-class CpuTransport:
-    """The part of c10d's ``Backend`` that is asked for by name, with nothing that is optional.
-
-    c10d's ``_set_pg_timeout`` passes over what is neither Gloo's nor NCCL's class, with a warning
-    and without effect. So this says that it is of Gloo's class: a timeout that seems set and is not
-    would be worse.
-    """
-
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_shrinking = False
-
-    def __init__(self, name: str, set_timeout: Callable[[timedelta], None]) -> None:
-        self._name = name
-        self._set_timeout = set_timeout
-
-    @property
-    def __class__(self) -> type:
-        return dist.ProcessGroupGloo
-
-    def name(self) -> str:
-        """Find the name of the backend."""
-        return self._name
-
-    def supports_tensor_alloc(self, device: object) -> bool:
-        """Check for an allocator of its own for plain tensors."""
-        return False
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._set_timeout(timeout)

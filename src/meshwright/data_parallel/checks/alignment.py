@@ -39,7 +39,7 @@ import torch
 
 from meshwright.comm import Communicator, union
 from meshwright.comm.dtensors.dtensor import is_dtensor, local_of
-from meshwright.comm.streams import is_at_hand
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.replicas.options import ReductionSettings
 from meshwright.data_parallel.replicas.static_graph import StaticGraph
@@ -120,7 +120,7 @@ class Alignment:
 
     def agrees(self, notes: torch.Tensor) -> bool:
         """Check that all marks are the same. Not called on a GPU: that would stop the host."""
-        if not is_at_hand(notes) or not len(notes):
+        if not is_host(notes.device) or not len(notes):
             return True
         sums = (notes.real if notes.is_complex() else notes).tolist()
         if not math.isfinite(sum(sums)):

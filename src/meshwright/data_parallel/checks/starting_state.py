@@ -21,6 +21,7 @@ from torch import nn
 from meshwright.comm import Communicator, watch_run
 from meshwright.comm.dtensors.dtensor import local_of
 from meshwright.comm.dtensors.subclasses import values_of
+from meshwright.comm.streams import is_host
 from meshwright.errors import CollectiveMismatchError
 from meshwright.torch_internals.modules import non_persistent_buffers_of
 from meshwright.torch_internals.tensors import foreach_copy_
@@ -198,7 +199,7 @@ def synchronise(
                     f"sync_module_states broadcasts values, and {name!r} is on the meta device: "
                     "materialise it first (to_empty), or load a state dict after sharding"
                 )
-            if tensor.device.type == "cpu" and axis.device.type != "cpu":
+            if is_host(tensor.device) and not axis.is_on_host:
                 raise ValueError(
                     "The module has CPU parameters or buffers when `sync_module_states=True`, but "
                     f"its group communicates on {axis.device}: {name!r}. Pass device_id, or move "

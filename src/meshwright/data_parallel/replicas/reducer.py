@@ -437,7 +437,7 @@ class GradientReducer:
         """Start the next reduction, whose bucket has been filled."""
         bucket = self.buckets[self._next]
         is_hooked = self.registered_hook is not None and bucket.is_buffer
-        if is_hooked and self._next and self.communicator.device.type == "cpu":
+        if is_hooked and self._next and self.communicator.is_on_host:
             # Collectives of the hook before may go on in c10d's threads, in an order of their own.
             self.buckets[self._next - 1].await_hook(unless=Deferred)
         bucket.launch(self.communicator)

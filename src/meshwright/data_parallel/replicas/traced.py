@@ -303,7 +303,7 @@ class Marking:
         self._refuse_hooks()
         self._passes[plan] = count = self._passes[plan] + 1
         is_verified = count.bit_count() == 1 and not self._reducer.is_synchronising
-        on_device = self._communicator.device.type != "cpu"
+        on_device = not self._communicator.is_on_host
         if on_device and count > 1 and not self.keeps and not is_verified:
             return  # to ask would stop the host until the device has caught up
         digest = hashlib.blake2b(plan.encode(), digest_size=6).digest()

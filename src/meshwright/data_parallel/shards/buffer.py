@@ -26,6 +26,7 @@ from torch import nn
 
 from meshwright.comm import Communicator, Pending
 from meshwright.comm.memory.reusable_storage import Line, line_of
+from meshwright.comm.streams import is_host
 from meshwright.data_parallel.shards.gradient_lines import GradientLine
 from meshwright.layout import LineLayout
 from meshwright.torch_internals.tensors import foreach_copy_, version_of
@@ -131,7 +132,7 @@ class FlatBuffer:
             shard = _shard(layout.shard_size, types.master, device, axes.shard)
         self.shard = shard
         """This rank's part, in the optimizer's dtype; perhaps on another device (offloaded)."""
-        is_here = shard.device.type == device.type
+        is_here = is_host(shard.device) == is_host(device)
         self.is_copy = axes.parts > 1 or types.master != types.compute or not is_here
         """Whether whole tensors have memory of their own, and not that of the shard."""
         self.is_direct = layout.is_gathered_whole
@@ -410,6 +411,6 @@ def _shard(
 ) -> torch.Tensor:
     """Make zeros; where it pays, in memory that the ranks of ``axis`` read without a copy."""
     is_small = numel * dtype.itemsize < SHARED
-    if is_small or axis is None or axis.device.type != device.type:
+    if is_small or axis is None or axis.is_on_host != is_host(device):
         return torch.zeros(numel, dtype=dtype, device=device)
     return axis.empty_shared(numel, dtype).zero_()

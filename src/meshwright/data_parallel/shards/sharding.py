@@ -223,9 +223,8 @@ def _device(slot: Slot, target: Target) -> torch.device:
 
 
 def _device_of(target: Target) -> torch.device:
-    if target.mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return target.axes.communicators[0].device
+    device = target.axes.communicators[0].device
+    return device if device.type == target.mesh.device_type else torch.device("cpu")
 
 
 def own_modules(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:

@@ -1,0 +1,322 @@
+"""The c10d backend ``simulated``: tensors of the host through Gloo, those of the device by order.
+
+A group has two halves, as one of the backends ``cpu:gloo,cuda:nccl`` has. Which of them moves a
+tensor follows from the memory that it lies in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright.comm.groups.python_group import CpuTransport, GroupOptions, PythonGroup
+from meshwright.torch_internals.distributed import Work, known_backends, living_groups
+from simulated.device import DEVICE, SimulatedDevice
+from simulated.transport import CommunicationStream, Message
+
+BACKEND = "simulated"
+Tensors = Sequence[torch.Tensor]
+Options = Any
+"""c10d's, one class for each kind of call."""
+
+
+class _Batch(threading.local):
+    """The transfers of this thread that are to run at once."""
+
+    messages: list[Message] | None = None
+    collectives: list[Work] | None = None
+
+
+class _Transport(CpuTransport):
+    """The part of c10d's ``Backend`` that is asked for by name."""
+
+    supports_coalescing = True
+
+    @property
+    def __class__(self) -> type:
+        return _Transport
+
+
+class SimulatedGroup(PythonGroup):
+    """A process group whose ranks have simulated devices."""
+
+    def __init__(self, options: GroupOptions, device: SimulatedDevice) -> None:
+        super().__init__(options, BACKEND)
+        rank, size = options.group_rank, options.group_size
+        halves = [
+            dist.ProcessGroupGloo(
+                dist.PrefixStore(name, options.store), rank, size, timeout=options.timeout
+            )
+            for name in ("host", "device")
+        ]
+        self._device = device
+        self._host, moved = halves
+        self._stream = CommunicationStream(device, moved, str(options.group_id))
+        self._batch = _Batch()
+
+    def _run(
+        self,
+        kind: str,
+        reads: Tensors,
+        writes: Tensors,
+        call: Callable[[dist.ProcessGroupGloo], Any],
+    ) -> Any:
+        """Run ``call`` on the half that the tensors lie in."""
+        tensors, memory = [*reads, *writes], self._device.memory
+        if any(map(memory.is_host, tensors)):
+            # What c10d has made for a result lies where the tensors do that were given to it.
+            self._device.take_host([t for t in tensors if not memory.is_known(t)], is_pinned=False)
+        if all(map(self._device.memory.is_host, tensors)):
+            with _disable_current_modes():  # what Gloo runs within is no business of the device
+                return call(self._host)
+        if any(map(self._device.memory.is_host, tensors)):
+            raise ValueError(f"{kind} of group {self.group_name!r} has tensors of host and device")
+        text = f"{kind} of group {self.group_name}"
+        work = self._stream.issue(text, lambda gloo: call(gloo).wait(), reads, writes)
+        if self._batch.collectives is not None:
+            self._batch.collectives.append(work)
+        return work
+
+    # ---------------------------------------------------------------------- collectives
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Options = None) -> Any:
+        """Reduce tensors over all ranks, in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = opts or dist.AllreduceOptions()
+        return self._run("all_reduce", [], listed, lambda gloo: gloo.allreduce(listed, given))
+
+    def reduce(self, tensors: Tensors, opts: Options) -> Any:
+        """Reduce a tensor over all ranks into the root's."""
+        return self._run("reduce", [], tensors, lambda gloo: gloo.reduce(list(tensors), opts))
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Options) -> Any:
+        """Give every rank the root's tensor, in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return self._run("broadcast", [], listed, lambda gloo: gloo.broadcast(listed, opts))
+
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
+    ) -> Any:
+        """Gather every rank's tensor into one, rank-major."""
+        rows = list(output.detach().view(self.size(), *tensor.shape).unbind(0))
+        reads = [] if _lies_in(tensor, output) else [tensor]
+
+        def call(gloo: dist.ProcessGroupGloo) -> Any:
+            return gloo.allgather([rows], [tensor.detach().clone()])
+
+        return self._run("all_gather", reads, [output], call)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options = None) -> Any:
+        """Gather every rank's tensor into a list."""
+        rows = [list(row) for row in outputs]
+        flat = [tensor for row in rows for tensor in row]
+        return self._run(
+            "all_gather", inputs, flat, lambda gloo: gloo.allgather(rows, list(inputs))
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Options = None
+    ) -> Any:
+        """Reduce a tensor that holds a share for each rank, and keep this rank's."""
+        given = dist.AllreduceOptions()
+        given.reduceOp = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+
+        def call(gloo: dist.ProcessGroupGloo) -> _Shared:
+            return _Shared(gloo, tensor, output, given)
+
+        reads = [] if _lies_in(output, tensor) else [tensor]
+        return self._run("reduce_scatter", reads, [output], call)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options = None
+    ) -> Any:
+        """Reduce a list of tensors, one for each rank, and keep this rank's."""
+        (output,), (parts,) = outputs, inputs
+        joined = torch.cat([part.reshape(-1) for part in parts])
+        return self.reduce_scatter_single(output, joined, opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Options = None
+    ) -> Any:
+        """Do `all_gather_single` of each pair."""
+        return self._in_turn(self.all_gather_single, outputs, inputs, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Options = None
+    ) -> Any:
+        """Do `reduce_scatter_single` of each pair."""
+        return self._in_turn(self.reduce_scatter_single, outputs, inputs, opts)
+
+    def _in_turn(
+        self, call: Callable[..., Any], outputs: Tensors, inputs: Tensors, opts: Options
+    ) -> Any:
+        """Run ``call`` on each pair. The last to end is that of the last pair."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            work = call(output, tensor, opts)
+        return work
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Any:
+        """Reduce each tensor over all ranks, in place."""
+        for tensor in tensors:
+            work = self.allreduce([tensor], opts)
+        return work
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Any:
+        """Send a tensor to each rank."""
+        sizes = [t.numel() for t in outputs], [t.numel() for t in inputs]
+
+        def call(gloo: dist.ProcessGroupGloo) -> _Parted:
+            return _Parted(gloo, outputs, inputs, sizes)
+
+        return self._run("all_to_all", inputs, outputs, call)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Options = None,
+    ) -> Any:
+        """Send a part of a tensor to each rank, along dim 0."""
+        given = opts or dist.AllToAllOptions()
+        sizes = list(output_sizes), list(input_sizes)
+        return self._run(
+            "all_to_all",
+            [tensor],
+            [output],
+            lambda gloo: gloo.alltoall_base(output, tensor, *sizes, given),
+        )
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> Any:
+        """Gather every rank's tensor into a list of the root."""
+        rows = [list(row) for row in outputs]
+        flat = [tensor for row in rows for tensor in row]
+        return self._run("gather", inputs, flat, lambda g: g.gather(rows, list(inputs), opts))
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> Any:
+        """Send a tensor of the root's list to each rank."""
+        rows = [list(row) for row in inputs]
+        flat = [tensor for row in rows for tensor in row]
+        return self._run("scatter", flat, outputs, lambda g: g.scatter(list(outputs), rows, opts))
+
+    def barrier(self, opts: Options = None) -> Any:
+        """Wait until every rank has called it."""
+        return self._host.barrier(opts or dist.BarrierOptions())
+
+    # ------------------------------------------------------------------- point to point
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        """Send a tensor to a rank of the group."""
+        return self._transfer(tensors[0], peer, tag, is_send=True)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        """Receive a tensor from a rank of the group."""
+        return self._transfer(tensors[0], peer, tag, is_send=False)
+
+    def _transfer(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> Any:
+        if self._device.memory.is_host(tensor):
+            post = self._host.send if is_send else self._host.recv
+            return post([tensor], peer, tag)
+        message = Message(is_send, tensor, peer)
+        if self._batch.messages is not None:
+            self._batch.messages.append(message)
+            return None
+        return self._issue([message])
+
+    def _issue(self, messages: Sequence[Message]) -> Work:
+        words = [f"{'send to' if m.is_send else 'recv from'} rank {m.peer}" for m in messages]
+        reads = [message.tensor for message in messages if message.is_send]
+        writes = [message.tensor for message in messages if not message.is_send]
+        run = self._stream.queue.transfers(messages)
+        text = f"{' and '.join(words)} of group {self.group_name}"
+        return self._stream.issue(text, run, reads, writes)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch.messages, self._batch.collectives = [], []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        messages, works = self._batch.messages or [], self._batch.collectives or []
+        self._batch.messages = self._batch.collectives = None
+        return self._issue(messages) if messages else works[-1]
+
+    # -------------------------------------------------------------------- what c10d asks
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._stream.queue.close()
+
+    @property
+    def _device_types(self) -> Sequence[torch.device]:
+        return (DEVICE,) if self in living_groups() else ()
+
+    def _get_backend(self, device: torch.device) -> _Transport:
+        return _Transport(BACKEND, lambda timeout: None)
+
+    # The names of torch 2.11.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+class _Parted:
+    """An exchange of lists of tensors: one of the lines that they make."""
+
+    def __init__(
+        self,
+        gloo: dist.ProcessGroupGloo,
+        outputs: Tensors,
+        inputs: Tensors,
+        sizes: tuple[list[int], list[int]],
+    ) -> None:
+        sent = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+        self._line = sent.new_empty(sum(sizes[0]))
+        self._outputs, self._sizes = outputs, sizes[0]
+        self._work = gloo.alltoall_base(self._line, sent, *sizes, dist.AllToAllOptions())
+
+    def wait(self) -> None:
+        """Wait, and take the line apart."""
+        self._work.wait()
+        for output, part in zip(self._outputs, self._line.split(self._sizes), strict=True):
+            output.detach().copy_(part.view(output.shape))
+
+
+class _Shared:
+    """A reduction to shares: a sum of all of it on each rank, of which one share is kept."""
+
+    def __init__(
+        self, gloo: dist.ProcessGroupGloo, tensor: torch.Tensor, output: torch.Tensor, opts: Options
+    ) -> None:
+        self._line = tensor.detach().reshape(-1).clone()
+        self._output = output.detach()
+        self._rank = gloo.rank()
+        self._work = gloo.allreduce([self._line], opts)
+
+    def wait(self) -> None:
+        """Wait, and keep the share."""
+        self._work.wait()
+        count = self._output.numel()
+        first = self._rank * count
+        self._output.copy_(self._line[first : first + count].view(self._output.shape))
+
+
+def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
+def register(device: SimulatedDevice) -> None:
+    """Make the backend known to `torch.distributed`, for groups on ``device``."""
+    if BACKEND.upper() not in known_backends():
+        dist.Backend.register_backend(
+            BACKEND,
+            lambda options, _: SimulatedGroup(options, device),
+            extended_api=True,
+            devices=["cpu"],
+        )
