@@ -247,6 +247,11 @@ class SimulatedGroup(PythonGroup):
 
     # -------------------------------------------------------------------- what c10d asks
 
+    @property
+    def host_backend(self) -> str:
+        """The backend of the host's half."""
+        return "gloo"
+
     def shutdown(self) -> None:
         """Leave the group."""
         self._stream.queue.close()

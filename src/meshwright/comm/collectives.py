@@ -23,7 +23,8 @@ import torch.distributed as dist
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup
 from meshwright.comm.c10d.lookup import Transfer
-from meshwright.comm.groups.registry import PROCESS, PhaseRecord
+from meshwright.comm.groups.python_group import PythonGroup
+from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown
 from meshwright.comm.observing.shown import in_ranges
 from meshwright.comm.pending import Launched, Pending, TransferWaiter, Work
@@ -31,10 +32,13 @@ from meshwright.comm.streams import Clock, is_host
 from meshwright.errors import CommunicationError
 from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
-from meshwright.torch_internals.distributed import living_groups
+from meshwright.torch_internals.distributed import device_types_of, living_groups
 
 REMEMBERED = 16
 """How many of the last operations a rank can name in a hang report."""
+
+CONTROL_TAGS = 1 << 30
+"""The first tag of control data, which on CPUs shares its group with payloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,6 @@ class Issued:
     sequence: int
     kind: str
     label: str
-    phase: PhaseRecord | None
 
     def __str__(self) -> str:
         label = f' "{self.label}"' if self.label else ""
@@ -64,6 +67,8 @@ class Communicator:
     """True where the group's backend compares the labels of all ranks before data moves."""
     _is_functional = False
     """True while `functional` is entered."""
+    _first_tag = 0
+    """`CONTROL_TAGS` for a control channel."""
 
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, timeout: float | None
@@ -86,6 +91,10 @@ class Communicator:
         """The name by which c10d and traced graphs know the group."""
         self.clock = Clock(device)
         self._is_labelled = isinstance(group, shared_memory.SharedMemoryGroup)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count from zero, and know nothing of axes and models."""
         self.issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self.counts: dict[str, int] = {}
         """Operations issued so far: collectives under "", transfers under "send:2", "recv:0"."""
@@ -95,6 +104,45 @@ class Communicator:
         """Those of the ranks of this axis and others, by the others."""
         self.kept: dict[str, Any] = {}
         """What other rooms keep for this axis, by name."""
+        self._control: list[Communicator] = []
+
+    @property
+    def control(self) -> Communicator:
+        """The same ranks on the host, for all that is no tensor of the model.
+
+        It counts its own operations. Where the group moves tensors of a device, these go through
+        its other half, or through a Gloo group that all its ranks make at the first use.
+        """
+        if self._first_tag:
+            return self
+        if not self._control:
+            self._control.append(self._on_host())
+        return self._control[0].along(self.axis)
+
+    @property
+    def channels(self) -> tuple[Communicator, ...]:
+        """This one and its control channel, if it was used: each has counts of its own."""
+        return (self, *self._control)
+
+    def _on_host(self) -> Communicator:
+        host = copy.copy(self)
+        host._become_control()
+        return host
+
+    def _become_control(self) -> None:
+        self.device, self.is_on_host = torch.device("cpu"), True
+        self.clock = Clock(self.device)
+        self.name = f"{self.name} (control)"
+        self._first_tag = CONTROL_TAGS
+        self._begin()
+        group = self._group()
+        if not isinstance(group, dist.ProcessGroup):
+            return  # of ranks that are no processes
+        if self.device.type not in {device.type for device in device_types_of(group)}:
+            ranks = list(self.ranks)
+            made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._group, group = weakref.ref(made), made
+        self.backend = _backend_for(group, self.device)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -367,8 +415,10 @@ class Communicator:
         self._check(transfer.tensor)
         peer = self._global(transfer.peer)
         sent = transfer
+        if self._first_tag:
+            sent = replace(sent, tag=self._first_tag + transfer.tag)
         if transfer.tensor.dtype not in gloo.MOVED:
-            sent = replace(transfer, tensor=gloo.as_bytes(transfer.tensor))
+            sent = replace(sent, tensor=gloo.as_bytes(transfer.tensor))
 
         def launch(group: dist.ProcessGroup) -> Launched:
             work = lookup.transfer(sent, peer, group)
@@ -384,21 +434,13 @@ class Communicator:
 
     def gather_bytes(self, payload: bytes, *, label: str) -> list[bytes]:
         """List every rank's ``payload``, in rank order: for small control data."""
-        size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
-        sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        with shown.unseen():
-            self.all_gather(sizes, size, label=f"{label}: sizes").wait()
-        counts = [int(n) for n in sizes.tolist()]
+        lengths = self.gather_numbers([len(payload)], label=f"{label}: sizes")
+        counts = [int(count) for (count,) in lengths]
         longest = max(counts)
         if longest == 0:
             return [b""] * self.size
-        padded = payload + bytes(longest - len(payload))
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
-        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        with shown.unseen():
-            self.all_gather(everyone, mine, label=label).wait()
-        rows = everyone.cpu().view(self.size, longest)
-        return [row[:count].numpy().tobytes() for row, count in zip(rows, counts, strict=True)]
+        rows = self._gather_equal(payload + bytes(longest - len(payload)), label)
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def gather_values(self, value: object, *, label: str) -> list[Any]:
         """List every rank's ``value``, in rank order, as JSON carries it."""
@@ -407,20 +449,23 @@ class Communicator:
     def differing(self, value: object, *, label: str) -> list[Any]:
         """List every rank's ``value`` as `gather_values` does, unless all are equal: then none."""
         digest = hashlib.sha256(json.dumps(value).encode()).digest()
-        if len(set(self.gather_bytes(digest, label=label))) == 1:
+        if len(set(self._gather_equal(digest, label))) == 1:
             return []
         return self.gather_values(value, label=f"{label}: what differs")
 
     def gather_numbers(self, numbers: Sequence[float], *, label: str) -> list[tuple[float, ...]]:
         """List every rank's ``numbers`` (equally many on each), in rank order, in float64."""
         form = f"<{len(numbers)}d"
-        payload = torch.frombuffer(bytearray(struct.pack(form, *numbers)), dtype=torch.uint8)
-        mine = payload.to(self.device)
-        everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device=self.device)
+        rows = self._gather_equal(struct.pack(form, *numbers), label)
+        return [struct.unpack(form, row) for row in rows]
+
+    def _gather_equal(self, payload: bytes, label: str) -> list[bytes]:
+        """List every rank's ``payload``, equally long on each, over the control channel."""
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        everyone = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
         with shown.unseen():
-            self.all_gather(everyone, mine, label=label).wait()
-        rows = everyone.cpu().view(self.size, -1)
-        return [struct.unpack(form, row.numpy().tobytes()) for row in rows]
+            self.control.all_gather(everyone, mine, label=label).wait()
+        return [row.numpy().tobytes() for row in everyone.view(self.size, -1)]
 
     def empty_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Make a 1-D tensor in the memory that this backend moves fastest, uninitialised."""
@@ -464,8 +509,7 @@ class Communicator:
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
         sequence = self._next(kind, peer)
-        phases = PROCESS.phases
-        self.issued.append(Issued(sequence, kind, label, phases[-1] if phases else None))
+        self.issued.append(Issued(sequence, kind, label))
         result = tensor if value is None else value
         pending = Pending(self, kind, label, sequence, peer=peer, value=result)
         if PROCESS.observers:
@@ -545,10 +589,10 @@ def _works(work: Work | None) -> Sequence[Work]:
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    if isinstance(group, PythonGroup):
+        return str(group.host_backend if is_host(device) else group.name())
     names = dict(
         part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
     )
     name = names.get(device.type, dist.get_backend(group))
-    if name == shared_memory.BACKEND and not isinstance(group, shared_memory.SharedMemoryGroup):
-        return "gloo"  # its ranks are not of one host
-    return name
+    return "gloo" if name == shared_memory.BACKEND else name  # its ranks are not of one host

@@ -14,7 +14,6 @@ import functools
 import gc
 import os
 import warnings
-from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -243,11 +242,7 @@ class _StandIn(Communicator):
         self.rank, self.size = group.rank(), group.size()
         self.ranks, self.name = tuple(range(self.size)), f"{type(group).__name__} {id(group)}"
         self._group, self._living = lambda: group, (group,)
-        self.issued = deque()
-        self.counts = {}
-        self.unsummed = {}
-        self.unions = {}
-        self.kept = {}
+        self._begin()
 
     def _issue(self, *args: object, **kwargs: object) -> NoReturn:
         raise CommunicationError(

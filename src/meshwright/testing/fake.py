@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -44,8 +43,7 @@ class FakeCommunicator(Communicator):
         self.backend = "fake"
         self.name = f"fake {axis} {self.ranks}"
         self.clock = Clock(self.device)
-        self.issued = deque(maxlen=16)
-        self.counts = {}
+        self._begin()
         self.collectives: list[Collective] = []
         self._world = world
 

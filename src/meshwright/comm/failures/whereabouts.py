@@ -11,12 +11,15 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 import meshwright
 from meshwright.comm.groups.registry import PROCESS
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives import Communicator
 
 LIBRARIES = (
     os.path.dirname(os.path.abspath(meshwright.__file__)) + os.sep,
@@ -34,7 +37,7 @@ def own_state() -> dict[str, Any]:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     now = time.monotonic()
     groups = {}
-    for communicator in list(PROCESS.communicators.values()):
+    for communicator in _channels():
         groups[communicator.name] = {
             "axis": communicator.axis,
             "counts": dict(communicator.counts),
@@ -51,6 +54,10 @@ def own_state() -> dict[str, Any]:
         "alone": any(record.excused_until == math.inf for record in list(PROCESS.phases)),
         "groups": groups,
     }
+
+
+def _channels() -> list[Communicator]:
+    return [each for c in list(PROCESS.communicators.values()) for each in c.channels]
 
 
 _OF_AN_ANSWER = {
@@ -141,7 +148,7 @@ def phase_text() -> str:
 
 def last_operation() -> str:
     """Name the last operation that this rank has issued."""
-    last = [c.issued[-1] for c in list(PROCESS.communicators.values()) if c.issued]
+    last = [channel.issued[-1] for channel in _channels() if channel.issued]
     return str(last[-1]) if last else ""
 
 

@@ -50,6 +50,11 @@ class PythonGroup(ProcessGroup):
     getBackendName = name  # noqa: N815
 
     @property
+    def host_backend(self) -> str:
+        """The name of the backend that moves tensors of the host."""
+        return self._backend
+
+    @property
     def _device_types(self) -> Sequence[torch.device]:
         # c10d knows those of its own backends. What torch 2.15 attaches to a group that it has just
         # made looks for a backend of that kind, unless there is no device yet.
