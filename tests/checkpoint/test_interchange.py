@@ -32,12 +32,7 @@ def test_some_wrappers_go_on_from_each_other(ranks: Ranks, tmp_path: Path, kind:
     table(ranks, tmp_path, names, [kind], [2])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(k, marks=pytest.mark.slow if k == "adamw" else pytest.mark.soak)
-        for k in OPTIMIZERS
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_all_wrappers_go_on_from_each_other(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     table(ranks, tmp_path, [*PEERS, *OURS], [kind], list(SIZES))

@@ -264,9 +264,17 @@ def test_flat_gradients_of_shards_are_what_hooks_have_made_of_them(ranks: Ranks)
 
 
 @pytest.mark.slow
-@pytest.mark.backends("shm", "gloo")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_and_weights_in_losses_under_all_schedules(ranks: Ranks, schedule: str) -> None:
+    ranks(2, body_as_alone, plan_of(schedule, pipeline=2), CASES, is_made_before=True)
+    accumulated = TrainPlan(accumulate=2, flat=True)
+    ranks(4, body_as_alone, plan_of(schedule, accumulated, pipeline=2, shard=2), CASES)
+
+
+@pytest.mark.soak
+@pytest.mark.backends("shm", "gloo")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_and_weights_in_losses_on_all_layouts(ranks: Ranks, schedule: str) -> None:
     for is_made_before in (False, True):
         plan = plan_of(schedule, pipeline=2)
         ranks(2, body_as_alone, plan, CASES, is_made_before=is_made_before)
