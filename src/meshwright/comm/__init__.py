@@ -21,6 +21,7 @@ from __future__ import annotations
 from meshwright.comm.c10d.lookup import Transfer
 from meshwright.comm.collectives import Communicator
 from meshwright.comm.dtensors.gather_dtensor import held_boxes
+from meshwright.comm.failures.late import LateNumbers, settle
 from meshwright.comm.groups.registry import hears_actions, observe, phase, tell_ran
 from meshwright.comm.observing.observers import Observer, Recorder, Timer, gather_timeline
 from meshwright.comm.pending import Pending, start_together
@@ -41,6 +42,7 @@ from meshwright.comm.streams import Clock, Mark
 __all__ = [
     "Clock",
     "Communicator",
+    "LateNumbers",
     "Mark",
     "Observer",
     "Pending",
@@ -59,6 +61,7 @@ __all__ = [
     "observe",
     "peers",
     "phase",
+    "settle",
     "start_together",
     "subgroup",
     "tell_ran",

@@ -117,7 +117,8 @@ class Communicator:
             return self
         if not self._control:
             self._control.append(self._on_host())
-        return self._control[0].along(self.axis)
+        found = self._control[0]
+        return found if found.axis == self.axis else found.along(self.axis)
 
     @property
     def channels(self) -> tuple[Communicator, ...]:

@@ -7,7 +7,7 @@ clock.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,24 @@ def is_host(device: torch.device) -> bool:
     A CPU with an index is a device beside the host, as `meshwright.testing` simulates one.
     """
     return device.type == "cpu" and device.index is None
+
+
+class Event(Protocol):
+    """A point of a device's stream that the host may ask about."""
+
+    def query(self) -> bool:
+        """Check, without waiting, that the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+
+def record(device: torch.device) -> Event:
+    """Mark what this thread has given to the current stream of ``device`` by now."""
+    module: Any = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
 
 
 class _HostMark:

@@ -146,8 +146,8 @@ class EventCheck:
         self._tail = (*self._tail[1 - REMEMBERED :], here)
 
     def _issued(self) -> list[int]:
-        """Count the collectives that this rank has issued on each axis."""
-        return [axis.counts.get("", 0) for axis in self._axes]
+        """Count the collectives that this rank has issued on each axis, also of control data."""
+        return [sum(each.counts.get("", 0) for each in axis.channels) for axis in self._axes]
 
     def _ask(self, monitor: FailureMonitor, event: Event, after: str) -> None:
         votes = f"{self._key}/{self._number}/{event.text}/{event.state}"

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright.comm.memory.pages import PagePool
 from meshwright.comm.observing.observers import ActionObserver, Observer, SpanObserver
@@ -42,6 +42,13 @@ class PhaseRecord:
         return self.name if self.step is None else f"{self.name}, step {self.step}"
 
 
+class Outstanding(Protocol):
+    """A check whose answer was not there yet."""
+
+    def settle(self) -> None:
+        """Wait for it, and raise what it says."""
+
+
 @dataclass(slots=True)
 class ProcessState:
     """The knowledge of this process about its communication. There is one, `PROCESS`."""
@@ -64,6 +71,8 @@ class ProcessState:
     """Memory of lines that come and go."""
     marked: MutableMapping[str, MarkedModel] = field(default_factory=weakref.WeakValueDictionary)
     """Models whose gradients are marked in traced graphs, by the name that their marks carry."""
+    outstanding: dict[int, Outstanding] = field(default_factory=dict)
+    """What has something to look at that a device had not come to, in the order of its asking."""
     held: dict[str, Any] = field(default_factory=dict)
     """What this process keeps from others until it leaves its run or ends, by name; each has a
     method ``release``."""

@@ -4,7 +4,9 @@ Ranks must gather the same units in the same order, or their collectives mix up 
 Checks, from the cheapest on::
 
     each unit       compare with the forward before             one integer, nothing is sent
-    each forward    compare a hash of the order over the ranks  16 bytes a rank, asynchronous
+    each forward    compare a hash of the order over the ranks  16 bytes a rank, on the host, and
+                                                                looked at when the backward ends;
+                                                                on a device one step later
     some forwards   ask the other ranks before each unit        through the board once this rank has
                                                                 left its order, and in the first
                                                                 forward where a difference is an
@@ -32,6 +34,7 @@ from meshwright.comm import Communicator, Pending
 from meshwright.comm.failures.attendance import Answers
 from meshwright.comm.failures.events import Coming, register, wait_for_all
 from meshwright.comm.failures.failure import FailureMonitor
+from meshwright.comm.failures.late import note
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.data_parallel.checks.order_record import (
     ACCUMULATES,
@@ -132,6 +135,10 @@ class OrderCheck:
         """The order of the forward before, which the next one is compared with."""
         self.is_unchecked = False
         """Ranks were found to differ and were let go on: nothing is sent or compared any more."""
+        self._is_late = not communicator.is_on_host
+        """Whether the host is ahead of what it has started, and looks at nothing of this step."""
+        self._due = 0
+        """Comparisons that were there when the last backward ended."""
         self._now = Forward(0, None)
         self._is_active = False
         self._has_warned = False
@@ -160,7 +167,7 @@ class OrderCheck:
         if not (training and torch.is_grad_enabled()):
             return
         while len(self._comparisons) >= ON_THEIR_WAY:
-            self._compare(self._comparisons.pop(0))
+            self._compare_next()
         asks = self.reference is None and (self._is_error or self._options.exchange_first)
         self._now = Forward(self._now.number + 1, self.reference, asks, weights)
         self._is_active = True
@@ -211,13 +218,22 @@ class OrderCheck:
             self._issue()
 
     def finish(self) -> None:
-        """End the backward: take in the comparisons on their way.
+        """End the backward: take in the comparisons on their way, of a device those before it.
 
         Raises `CollectiveMismatchError` on every rank when the orders differed and that is an
         error; warns otherwise.
         """
+        for _ in range(self._due if self._is_late else len(self._comparisons)):
+            self._compare_next()
+        self._due = len(self._comparisons)
+        if self._due:
+            note(self)
+
+    def settle(self) -> None:
+        """Take in all comparisons on their way. Raises as `finish` does."""
+        PROCESS.outstanding.pop(id(self), None)
         while self._comparisons:
-            self._compare(self._comparisons.pop(0))
+            self._compare_next()
 
     def describe(self) -> Mapping[str, Any]:
         """Describe the place of this rank to peers that ask; called from the monitor's thread."""
@@ -383,10 +399,9 @@ class OrderCheck:
 
     def _gather(self, number: int, count: int) -> tuple[Pending, torch.Tensor]:
         """Start gathering two integers of each rank, one row a rank."""
-        communicator = self._communicator
-        mine = torch.tensor([number, count], dtype=torch.int64, device=communicator.device)
-        rows = mine.new_empty(communicator.size, 2)
-        return communicator.all_gather_list(rows, mine, label="order"), rows
+        mine = torch.tensor([number, count])
+        rows = torch.empty(self._communicator.size, 2, dtype=torch.int64)
+        return self._communicator.control.all_gather_list(rows, mine, label="order"), rows
 
     def _issue(self) -> None:
         """Start comparing one hash of all forwards since the last comparison."""
@@ -408,8 +423,10 @@ class OrderCheck:
             )
         )
 
-    def _compare(self, comparison: _Comparison) -> None:
-        """Take in one comparison; raise or warn when ranks differ."""
+    def _compare_next(self) -> None:
+        """Take in the oldest comparison; raise or warn when ranks differ."""
+        comparison = self._comparisons.pop(0)
+        self._due = max(self._due - 1, 0)
         comparison.pending.wait()
         rows = comparison.rows.tolist()
         if all(row[0] == rows[0][0] for row in rows) and same_weights([row[1] for row in rows]):
@@ -421,7 +438,9 @@ class OrderCheck:
         if is_of_weights or self._options.action == "raise":
             self.reference = None
             self._comparisons.clear()
-            raise CollectiveMismatchError(f"{text}. No optimizer has used its gradients. {REMEDY}")
+            self._due = 0
+            used = "One step of an optimizer may have" if self._is_late else "No optimizer has"
+            raise CollectiveMismatchError(f"{text}. {used} used its gradients. {REMEDY}")
         self.is_unchecked = True
         text = f"{text}. Collectives are unchecked and may give incorrect results or hang"
         if self._options.warn_at_once:

@@ -28,7 +28,11 @@ from meshwright.data_parallel.checks.order import OrderCheck, OrderedUnit, Order
 from meshwright.data_parallel.checks.order_record import ACCUMULATES, INTERRUPTED, STEPPED, UNKNOWN
 from meshwright.data_parallel.checks.step_watch import Steps, StepWatch
 from meshwright.data_parallel.modules.batch_norm import LocalStatistics
-from meshwright.data_parallel.sharded_modules.agreement import UnitStates, compare_units
+from meshwright.data_parallel.sharded_modules.agreement import (
+    UnitStates,
+    UseCounts,
+    compare_units,
+)
 from meshwright.data_parallel.sharded_modules.module_tree import ModuleTree
 from meshwright.data_parallel.shards.buffer import DataAxes
 from meshwright.data_parallel.shards.parameter_group import ParameterGroup, sum_parts
@@ -90,6 +94,7 @@ class Iteration:
         if self._stops:
             for unit in units:
                 unit.change(is_watched=True)
+        self._uses = UseCounts()
         self._non_finite: NonFinite | None = None
         """What the last backward pass has found that all ranks are to stop at."""
         self._versions: list[int] = []
@@ -434,6 +439,7 @@ class Iteration:
             self.announce()
         groups = [group for unit in units for group in unit.trainable_groups]
         sum_parts([m for group in groups if group.partial_sums for m in group.partial_means()])
+        self._uses.begin_pass()
         on_axes: dict[DataAxes, list[ParameterGroup]] = {}
         for group in groups:
             on_axes.setdefault(group.axes, []).append(group)
@@ -444,7 +450,7 @@ class Iteration:
             # One flag more where a pass is to stop; it needs no collective beside use counts.
             told = [*(flags if self.sends_use_counts else ()), *found.flags]
             if told:
-                told = _any_rank(told, axes.communicators)
+                told = self._uses.on_any(told, axes.communicators)
             if found.flags and told.pop():
                 self._non_finite = replace(found, axes=axes.communicators)
             if self.sends_use_counts:
@@ -496,14 +502,3 @@ def _gets_gradient(leaf: torch.Tensor) -> bool:
         return is_executed(accumulator_of(leaf))
     except RuntimeError:  # `torch.autograd.grad` was asked for it, and returns it
         return False
-
-
-@torch.no_grad()
-def _any_rank(flags: list[bool], communicators: Sequence[Communicator]) -> list[bool]:
-    """Find the ``flags`` that are set on any rank of all ``communicators`` together."""
-    mine = torch.tensor(flags, dtype=torch.uint8)
-    for axis in communicators:
-        everyone = torch.empty((axis.size, len(flags)), dtype=torch.uint8, device=axis.device)
-        axis.all_gather_list(everyone, mine.to(axis.device), label="use counts").wait()
-        mine = everyone.amax(0)
-    return [bool(flag) for flag in mine.tolist()]

@@ -1,0 +1,65 @@
+"""Numbers that the host looks at late: those of a device, when the device has come to them.
+
+::
+
+    a step         look     the numbers are copied to memory of the host, behind what was queued
+    the next one   settle   before anything of it is sent: they are judged
+
+Nobody waits in between. Where the host is the device, numbers are judged at once. Nothing of a step
+leaves this process, as a checkpoint, a state or a digest, before `settle` has looked at all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from meshwright.comm.groups.registry import PROCESS, Outstanding
+from meshwright.comm.streams import Event, is_host, record
+
+Judge = Callable[[list[float]], None]
+"""Raises where the numbers say so."""
+
+
+class LateNumbers:
+    """Numbers that were noted in one step, and are judged in the next."""
+
+    def __init__(self) -> None:
+        self._coming: list[tuple[torch.Tensor, Event, Judge]] = []
+
+    def look(self, numbers: torch.Tensor, judge: Judge) -> None:
+        """Have ``numbers``, 1-D, judged: now those of the host, with the next `settle` a device's.
+
+        They may be written to again at once.
+        """
+        if is_host(numbers.device):
+            judge(numbers.tolist())
+            return
+        here = numbers.detach().to("cpu", non_blocking=True)  # pinned, as torch makes it for this
+        self._coming.append((here, record(numbers.device), judge))
+        note(self)
+
+    def settle(self) -> None:
+        """Judge what was noted. Raises the first error, and forgets the rest then."""
+        PROCESS.outstanding.pop(id(self), None)
+        coming = self._coming.copy()
+        self._coming.clear()
+        for here, event, judge in coming:
+            if not event.query():
+                event.synchronize()
+            judge(here.tolist())
+
+
+def note(check: Outstanding) -> None:
+    """Note that ``check`` has something that `settle` is to look at; it takes itself off."""
+    PROCESS.outstanding.setdefault(id(check), check)
+
+
+def settle() -> None:
+    """Look at all that was noted in this process. Raises the first error.
+
+    It sends nothing where all is well.
+    """
+    while PROCESS.outstanding:
+        PROCESS.outstanding.pop(next(iter(PROCESS.outstanding))).settle()
