@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,7 @@ from meshwright.comm.failures.board import STORE
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import explain
 from meshwright.comm.failures.whereabouts import one_line
-from meshwright.comm.groups import rendezvous
+from meshwright.comm.groups import device_choice, rendezvous
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.streams import is_host
 from meshwright.errors import CommunicationError, LayoutError, RankFailedError
@@ -37,7 +38,6 @@ from meshwright.torch_internals.distributed import (
     backend_of,
     default_group,
     default_store,
-    device_types_of,
     set_timeout,
     timeout_of,
 )
@@ -54,6 +54,8 @@ __all__ = [
     "union",
     "watch_run",
 ]
+
+_log = logging.getLogger("meshwright")
 
 HANG_AFTER = 10.0
 """Seconds after which a wait is reported as a hang."""
@@ -82,9 +84,11 @@ def connect(
 
     Rank, world size and address come from torchrun's environment variables, from the arguments, or,
     when there is neither, this process is a world of its own. A default group that exists already
-    is used as it is. ``backend`` is ``"gloo"``, ``"shm"`` or any name that c10d knows. None chooses
-    NCCL on GPUs, and on CPUs what ``MESHWRIGHT_CPU_BACKEND`` says, else ``"shm"``: groups whose
-    ranks share a host and a user communicate through shared memory, other groups through Gloo.
+    is used as it is. ``backend`` is ``"gloo"`` or ``"shm"``, for ranks of CPUs, or any name that
+    c10d knows (``"cpu:gloo,cuda:gloo"``: GPUs through Gloo). None chooses NCCL where every rank of
+    the world sees a GPU of its own, else CPUs with what ``MESHWRIGHT_CPU_BACKEND`` says, else
+    ``"shm"``: groups whose ranks share a host and a user communicate through shared memory, other
+    groups through Gloo. See `comm.groups.device_choice`. A rank's GPU becomes its current device.
 
     ``timeout`` and ``hang_after`` are in seconds. A wait longer than ``hang_after`` is reported,
     naming the missing ranks. Without a ``timeout`` a rank is waited for as long as it lives and
@@ -126,7 +130,11 @@ def _watch_world(world: Communicator, hang_after: float) -> None:
         monitor = membership.enter(
             board, world.rank, world.size, hang_after=hang_after, limit=limit
         )
-        monitor.sign_in({})
+        if world.device.type == "cuda" and world.backend == "nccl":
+            entry = device_choice.own_entry(None, chosen=world.device.index)
+            device_choice.require_own_devices(rendezvous.sign_in(monitor, entry, limit))
+        else:
+            monitor.sign_in({})
         _be_member()
 
 
@@ -222,7 +230,7 @@ def communicator(
     if found is None and not isinstance(group, dist.ProcessGroup):
         found = _StandIn(group, communicator())
     elif found is None:
-        device = _device_of(group)
+        device = device_choice.device_of(group, default_group())
         limit = _limit_of(group, device) if timeout is None else timeout
         found = Communicator(group, axis or "world", device, limit)
         if found.backend == "fake":
@@ -378,8 +386,16 @@ def _make_world(
     monitor: FailureMonitor, backend: str | None, store: dist.Store, timeout: float | None
 ) -> None:
     rank, world_size = monitor.rank, monitor.world_size
-    roll = rendezvous.sign_in(monitor, timeout)
-    backend = rendezvous.choose_backend(backend, roll, rank)
+    choice = device_choice.choose(
+        rendezvous.sign_in(monitor, device_choice.own_entry(backend), timeout)
+    )
+    backend, index = choice.backend, choice.devices[rank]
+    if rank == 0:
+        for level, note in choice.notes:
+            _log.log(level, "%s", note)
+    device = None if index is None else torch.device("cuda", index)
+    if device is not None:
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             backend,
@@ -387,6 +403,7 @@ def _make_world(
             rank=rank,
             world_size=world_size,
             timeout=_transport_timeout(timeout),
+            device_id=device if choice.is_bound else None,
         )
     except RankFailedError:
         raise
@@ -394,14 +411,6 @@ def _make_world(
         what = f"rank {rank} of {world_size} cannot open backend {backend!r}"
         explain(monitor, error, what)
         raise CommunicationError(f"{what}: {one_line(error)}") from error
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """CUDA when the group can move CUDA tensors, else CPU."""
-    devices = device_types_of(group)
-    if torch.device("cuda") in devices and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return next((d for d in devices if not is_host(d) and d.type == "cpu"), torch.device("cpu"))
 
 
 def _transport_timeout(limit: float | None) -> timedelta:

@@ -1,8 +1,8 @@
-"""The meeting of the ranks of a run: the store, the roll, the backend that serves them all.
+"""The meeting of the ranks of a run: the store, and the roll of all of them.
 
 ::
 
-    torchrun's environment ──> store ──> roll of ranks ──> backend
+    torchrun's environment ──> store ──> roll of ranks ──> the choice of backend and devices
                                (prefixed with the restart count, so that a restarted
                                 attempt never reads the addresses of the one before)
 """
@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from meshwright.comm import shared_memory
 from meshwright.comm.failures.failure import FailureMonitor
 from meshwright.comm.failures.waiting import LINE_EVERY, UNSEEN
 from meshwright.comm.failures.whereabouts import one_line
@@ -83,21 +80,16 @@ def _reach(host: str, port: int, world_size: int, limit: float, serves: bool) ->
             _log.warning("nobody listens on %s:%d after %.0f s", host, port, now - begun)
 
 
-def sign_in(monitor: FailureMonitor, timeout: float | None) -> list[Mapping[str, Any]]:
-    """Write this rank into the roll, wait for the others, and return every rank's entry.
+def sign_in(
+    monitor: FailureMonitor, entry: Mapping[str, Any], timeout: float | None
+) -> list[Mapping[str, Any]]:
+    """Write this rank's ``entry`` into the roll, and wait for those of all ranks, in their order.
 
     Raises `CommunicationError` when ranks have not come within ``timeout`` seconds (ten minutes
     when None), and `RankFailedError` for one that has come and gone.
     """
     ranks, rank, world_size = monitor.ranks, monitor.rank, monitor.world_size
-    unsupported = shared_memory.unsupported()
-    monitor.sign_in(
-        {
-            "host": socket.gethostname(),
-            "place": "" if unsupported else shared_memory.host_identity(),
-            "unsupported": unsupported,
-        }
-    )
+    monitor.sign_in(entry)
     begun = time.monotonic()
     limit, line_at, pause = UNSEEN if timeout is None else timeout, LINE_EVERY, 0.001
     while True:
@@ -117,40 +109,3 @@ def sign_in(monitor: FailureMonitor, timeout: float | None) -> list[Mapping[str,
             _log.warning("%s has not come after %.0f s: the others wait", names, waited)
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
-
-
-def choose_backend(asked: str | None, roll: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """Return c10d's name of the backends that serve this world.
-
-    NCCL where every rank of this host has a GPU of its own. CPU tensors go through shared memory
-    where ranks share a host, group by group, unless Gloo is ``asked`` for or set in
-    ``MESHWRIGHT_CPU_BACKEND``.
-    """
-    if asked not in (None, "gloo", "shm"):
-        return str(asked)
-    hosts = [entry["host"] for entry in roll]
-    local = int(os.environ.get("LOCAL_RANK", hosts[:rank].count(hosts[rank])))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= hosts.count(hosts[rank]):
-        torch.cuda.set_device(local)
-        return "cpu:gloo,cuda:nccl"
-    choice = asked or os.environ.get("MESHWRIGHT_CPU_BACKEND")
-    if choice not in (None, "gloo", "shm"):
-        raise ValueError(f"MESHWRIGHT_CPU_BACKEND: expected gloo or shm, found {choice!r}")
-    reason = "Gloo was asked for" if choice == "gloo" else _no_shared_memory(roll)
-    if reason:
-        if choice != "gloo" and rank == 0:
-            level = logging.WARNING if choice == "shm" else logging.INFO
-            _log.log(level, "%s: the ranks communicate through Gloo", reason)
-        return "gloo"
-    return f"cpu:{shared_memory.BACKEND}"
-
-
-def _no_shared_memory(roll: Sequence[Mapping[str, Any]]) -> str:
-    """Say why no two of these ranks can share memory, alike on all; empty when some can."""
-    for rank, entry in enumerate(roll):
-        if entry["unsupported"]:
-            return f"rank {rank}: {entry['unsupported']}"
-    places = [entry["place"] for entry in roll]
-    if len(places) > 1 and len(set(places)) == len(places):
-        return f"the {len(places)} ranks are on as many hosts"
-    return ""
