@@ -1,4 +1,4 @@
-"""Waits for point-to-point transfers in threads: each is waited for once, whoever else asks."""
+"""Waits for what was issued: in threads for transfers, of each stream for operations of devices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 
-from meshwright.comm.pending import TransferWaiter
+from meshwright.comm.failures.operations import Issued
+from meshwright.comm.pending import Pending, TransferWaiter
+from meshwright.testing.fake import FakeCommunicator
+from meshwright.testing.meeting import World
 
 
 class _Transfer:
@@ -74,3 +78,33 @@ def test_every_wait_raises_the_error_of_the_transfer() -> None:
     for _ in range(2):
         with pytest.raises(ConnectionError, match="the peer is gone"):
             waiter.wait(timedelta(seconds=20))
+
+
+class _DeviceWork:
+    """An operation of a device: whoever waits for it has its current stream wait."""
+
+    def __init__(self, ordered: list[str]) -> None:
+        self.stream = "first"
+        self._ordered = ordered
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        assert timeout is None
+        self._ordered.append(self.stream)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_every_wait_on_a_device_orders_the_stream_that_is_current(finishes: bool) -> None:
+    """What is done once, after the first, is before all of them."""
+    communicator = FakeCommunicator(World(1), [0], 0)
+    communicator.device, communicator.is_on_host = torch.device("cpu", 0), False
+    ordered: list[str] = []
+    work, value = _DeviceWork(ordered), torch.ones(1)
+    pending = Pending(communicator, Issued(0, "all_reduce", ""), value)
+    pending.launched([work], (lambda: ordered.append("finish")) if finishes else None)
+    for stream in ("first", "second"):
+        work.stream = stream
+        assert pending.wait() is value
+    assert ordered == (["first", "finish", "second"] if finishes else ["first", "second"])

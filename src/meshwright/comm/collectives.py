@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from meshwright.comm import shared_memory
 from meshwright.comm.c10d import gloo, lookup
 from meshwright.comm.c10d.lookup import Transfer
+from meshwright.comm.failures.operations import REMEMBERED, Issued
 from meshwright.comm.groups.python_group import PythonGroup
 from meshwright.comm.groups.registry import PROCESS
 from meshwright.comm.observing import shown
@@ -34,24 +35,8 @@ from meshwright.timeline import Collective
 from meshwright.torch_internals.autograd import is_profiled
 from meshwright.torch_internals.distributed import device_types_of, living_groups
 
-REMEMBERED = 16
-"""How many of the last operations a rank can name in a hang report."""
-
 CONTROL_TAGS = 1 << 30
 """The first tag of control data, which on CPUs shares its group with payloads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """The record of an operation that a rank has issued."""
-
-    sequence: int
-    kind: str
-    label: str
-
-    def __str__(self) -> str:
-        label = f' "{self.label}"' if self.label else ""
-        return f"{self.kind} #{self.sequence}{label}"
 
 
 class Communicator:
@@ -361,15 +346,20 @@ class Communicator:
         return self._issue("all_to_all", tensor, label, launch, value=output)
 
     def barrier(self, *, label: str = "", async_op: bool = False) -> Pending:
-        """Pass when every rank has come. Waits before it returns, unless ``async_op``."""
+        """Pass when the host of every rank has come. Waits before it returns, unless ``async_op``.
+
+        It goes over the control channel, and does not wait for what devices do.
+        """
+        if not self.is_on_host:
+            return self.control.barrier(label=label, async_op=async_op)
         token = torch.zeros(1, device=self.device)
 
         def launch(group: dist.ProcessGroup) -> Launched:
-            if self.is_on_host:
+            if not self._first_tag:
                 return _works(lookup.current("barrier")(group=group, async_op=True)), None
-            # NCCL's barrier guesses the device; a one-element sum is the same thing on ours.
-            call = lookup.current("all_reduce")
-            return _works(call(token, group=group, async_op=True)), None
+            # c10d's barrier takes the device that the group is bound to. A sum goes where its
+            # tensor lies.
+            return _works(lookup.current("all_reduce")(token, group=group, async_op=True)), None
 
         pending = self._issue("barrier", token, label, launch)
         if not async_op:
@@ -509,10 +499,9 @@ class Communicator:
         group: Any = self._group()
         if group not in self._living:
             group = self.group  # raises; where it does not, the property would cost a call more
-        sequence = self._next(kind, peer)
-        self.issued.append(Issued(sequence, kind, label))
-        result = tensor if value is None else value
-        pending = Pending(self, kind, label, sequence, peer=peer, value=result)
+        issued = Issued(self._next(kind, peer), kind, label, peer)
+        self.issued.append(issued)
+        pending = Pending(self, issued, tensor if value is None else value)
         if PROCESS.observers:
             collective = Collective(
                 kind=kind,
@@ -522,7 +511,7 @@ class Communicator:
                 reduction=reduction,
                 peer=peer,
                 label=label,
-                sequence=sequence,
+                sequence=issued.sequence,
             )
             PROCESS.tell_issued(collective)
             pending.observed(collective, self.clock.mark())

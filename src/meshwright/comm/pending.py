@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from meshwright.comm.failures.attendance import Answers
+from meshwright.comm.failures.operations import AwaitedOperation, Issued
 from meshwright.comm.failures.waiting import Watch
 from meshwright.comm.groups.registry import PROCESS
+from meshwright.comm.streams import record
 from meshwright.errors import InternalError
 from meshwright.timeline import Collective
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.comm.collectives import Communicator
-    from meshwright.comm.streams import Mark
+    from meshwright.comm.streams import Event, Mark
 
 SLICE = timedelta(seconds=0.5)
 """How long one wait inside c10d lasts before the peers' failures are looked at."""
@@ -146,40 +147,31 @@ def start_together(pendings: Iterable[Pending]) -> None:
 class Pending:
     """A collective on its way. Whoever needs the value waits, nobody else.
 
-    ``wait`` may be called more than once; later calls return the value at once.
+    ``wait`` may be called more than once: later calls return the value at once, and on a device
+    order the stream that is current then, too.
     """
 
     __slots__ = (
         "_collective",
         "_finish",
+        "_finished",
         "_start",
         "_value",
         "_works",
         "communicator",
-        "kind",
-        "label",
-        "peer",
-        "sequence",
+        "issued",
     )
 
     def __init__(
-        self,
-        communicator: Communicator,
-        kind: str,
-        label: str,
-        sequence: int,
-        *,
-        peer: int | None,
-        value: torch.Tensor | None,
+        self, communicator: Communicator, issued: Issued, value: torch.Tensor | None
     ) -> None:
         self.communicator = communicator
-        self.kind = kind
-        self.label = label
-        self.sequence = sequence
-        self.peer = peer
+        self.issued = issued
         self._value = value
         self._works: Sequence[Work] = ()
         self._finish: Callable[[], None] | None = None
+        self._finished: Event | None = None
+        """The point of a device's stream at which its value was there."""
         self._collective: Collective | None = None
         self._start: Mark | None = None
 
@@ -190,7 +182,7 @@ class Pending:
 
     @property
     def works(self) -> Sequence[Work]:
-        """The works that are still to be waited for."""
+        """The works that a wait is for: on the host those that it has not waited for yet."""
         return self._works
 
     def observed(self, collective: Collective, start: Mark) -> None:
@@ -213,35 +205,32 @@ class Pending:
         Raises `RankFailedError` when another rank failed first, `CollectiveTimeoutError` at the
         bound, `CollectiveMismatchError` when the peers issued something else, all naming ranks.
         """
-        works = self._works
-        if works:
-            if self.communicator.is_on_host:
-                for work in works:
-                    try:
-                        work.wait(SLICE)
-                        continue
-                    except RuntimeError:
-                        pass
-                    self._wait_on(work, timeout, watch)
-            else:
-                for work in works:
-                    work.wait()
+        if self.communicator.is_on_host:
+            for work in self._works:
+                try:
+                    work.wait(SLICE)
+                    continue
+                except RuntimeError:
+                    pass
+                self._wait_on(work, timeout, watch)
             self._works = ()
+        else:
+            for work in self._works:
+                work.wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+            if not self.communicator.is_on_host:
+                self._finished = record(self.communicator.device)
+        elif self._finished is not None:
+            self._finished.wait()
         if self._collective is not None:
             self._report()
         return self._value
 
     def describe(self) -> str:
         """Find the operation in one phrase: kind, number, label, axis."""
-        label = f' "{self.label}"' if self.label else ""
-        peer = ""
-        if self.peer is not None:
-            side = {"send": "to", "recv": "from"}.get(self.kind, "of")
-            peer = f" {side} rank {self.peer}"
-        return f"{self.kind} #{self.sequence}{label}{peer} on axis {self.communicator.axis}"
+        return self.issued.describe(self.communicator.axis)
 
     def _report(self) -> None:
         collective, start = self._collective, self._start
@@ -257,7 +246,7 @@ class Pending:
         if monitor is None:
             self._wait_alone(work, limit, watch)
             return
-        with Watch(monitor, _Awaited(self), limit) as peers:
+        with Watch(monitor, AwaitedOperation(self.communicator, self.issued), limit) as peers:
             while not work.is_completed():
                 if watch is not None:
                     watch()
@@ -290,66 +279,3 @@ class Pending:
             except RuntimeError:
                 continue
         work.wait(SLICE)
-
-
-class _Awaited:
-    """An operation that has been issued, as a `Watch` sees it."""
-
-    lacks = "has not issued it"
-
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
-        communicator = pending.communicator
-        self._rank = communicator.ranks[communicator.rank]
-        if pending.kind in ("send", "recv") and pending.peer is not None:
-            self.ranks: Sequence[int] = [communicator.ranks[pending.peer]]
-        else:
-            self.ranks = [rank for rank in communicator.ranks if rank != self._rank]
-
-    def topic(self, answers: Answers) -> str:
-        name, key = self._pending.communicator.name, self._key(self._rank)
-        return f"{name}/{key}/{self._pending.sequence}"
-
-    def describe(self) -> str:
-        return self._pending.describe()
-
-    def has_come(self, rank: int, answer: Mapping[str, Any]) -> bool:
-        counts = self._group(answer).get("counts", {})
-        return int(counts.get(self._key(rank), 0)) > self._pending.sequence
-
-    def differences(self, answers: Answers) -> list[str]:
-        """Return what other ranks have issued at this number, where it is another operation."""
-        pending = self._pending
-        found: list[str] = []
-        if pending.kind in ("send", "recv"):
-            return []
-        for rank in self.ranks:
-            for entry in self._group(answers.get(rank, {})).get("last", ()):
-                at_this_number = entry["sequence"] == pending.sequence
-                if entry["kind"] in ("send", "recv") or not at_this_number:
-                    continue
-                if (entry["kind"], entry["label"]) != (pending.kind, pending.label):
-                    label = f' "{entry["label"]}"' if entry["label"] else ""
-                    found.append(f"rank {rank} issued {entry['kind']} #{pending.sequence}{label}")
-        return found
-
-    def last_of(self, answer: Mapping[str, Any]) -> str:
-        last = self._group(answer).get("last", ())
-        if not last:
-            return ", nothing issued on this axis yet"
-        label = f' "{last[-1]["label"]}"' if last[-1]["label"] else ""
-        return f", last issued {last[-1]['kind']} #{last[-1]['sequence']}{label}"
-
-    def _group(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = answer.get("groups", {}).get(self._pending.communicator.name, {})
-        return found
-
-    def _key(self, rank: int) -> str:
-        """Under which count ``rank`` numbers its side of the operation."""
-        pending = self._pending
-        if pending.kind not in ("send", "recv"):
-            return ""
-        if rank == self._rank:
-            return f"{pending.kind}:{pending.peer}"
-        other = "recv" if pending.kind == "send" else "send"
-        return f"{other}:{pending.communicator.rank}"

@@ -28,13 +28,16 @@ def is_host(device: torch.device) -> bool:
 
 
 class Event(Protocol):
-    """A point of a device's stream that the host may ask about."""
+    """A point of a device's stream that the host and other streams may ask about."""
 
     def query(self) -> bool:
         """Check, without waiting, that the device has passed it."""
 
     def synchronize(self) -> None:
         """Wait until the device has passed it."""
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
 
 
 def record(device: torch.device) -> Event:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from _pytest.mark import ParameterSet
 
 from meshwright import comm
 from meshwright.comm.failures.failure import FailureMonitor
-from meshwright.comm.failures.whereabouts import line_of, one_line
+from meshwright.comm.failures.whereabouts import ENGINE, hook_frame, line_of, one_line
 from meshwright.comm.groups import registry
 from meshwright.errors import (
     CollectiveMismatchError,
@@ -60,6 +61,25 @@ def test_the_line_of_a_wait_inside_of_python_is_the_users() -> None:
     event.set()
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in <lambda>", found[0])
     assert found[1].startswith(threading.__file__)
+
+
+def test_a_backward_hook_in_a_thread_of_autograd_is_shown() -> None:
+    """While the main thread waits inside of autograd, and then alone."""
+
+    def hook() -> FrameType:
+        return sys._getframe()
+
+    namespace: dict[str, object] = {"hook": sys._getframe}
+    exec(compile("def run_backward():\n    return hook()\n", ENGINE, "exec"), namespace)
+    waits = namespace["run_backward"]
+    assert callable(waits)
+    main, foreign = threading.main_thread().ident, -1
+    assert main is not None
+    found = hook_frame({main: waits(), foreign: hook()})
+    assert found is not None
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in hook", line_of(found))
+    assert hook_frame({main: waits()}) is None
+    assert hook_frame({main: sys._getframe(), foreign: hook()}) is None
 
 
 def steps(fault: Callable[[str, int], None], *, timeout: float = 3.0) -> float:

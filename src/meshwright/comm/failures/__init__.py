@@ -7,6 +7,7 @@ Bottom-up:
     processes    processes as ``/proc`` shows them
     whereabouts  the answer of a rank when others ask where it is
     attendance   the roll, roll calls, and looks at processes that do not answer
+    operations   operations that were issued, as reports name them
     failure      the first failure, and what a rank says of itself
     waiting      the one rule of all waits
     stuck_calls  calls of c10d that a thread does not come out of

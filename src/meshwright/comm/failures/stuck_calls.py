@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.failures.whereabouts import line_of
+from meshwright.comm.failures.whereabouts import ENGINE, line_of
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _C10D = os.path.dirname(os.path.abspath(dist.__file__)) + os.sep
@@ -38,7 +38,6 @@ _READS_FILES = os.path.join(_C10D, "checkpoint") + os.sep
 """A part of `torch.distributed` in which a thread may stand still with a file."""
 _GLUE = (_TORCH, "<")
 """Files between a caller and C++ that say nothing of what is called."""
-_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 _WRAPPERS = frozenset({"wrapper", "inner", "_fn", "fn"})
 
 _WAITS = frozenset({"wait", "wait_tensor", "_wait_for_pending_works"})
@@ -157,7 +156,7 @@ def _communication(frame: FrameType) -> str | None:
         file = inner.f_code.co_filename
         if file.startswith(_COMMUNICATES):
             return None if file.startswith(_READS_FILES) else _public_name(inner)
-        if file == _ENGINE and not torch.cuda.is_initialized():
+        if file == ENGINE and not torch.cuda.is_initialized():
             return "a backward pass"
         if not file.startswith(_GLUE):
             name = _called(inner.f_code, inner.f_lasti)

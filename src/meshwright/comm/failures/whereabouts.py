@@ -26,6 +26,8 @@ LIBRARIES = (
     os.path.dirname(os.path.abspath(dist.__file__)).removesuffix("distributed"),
 )
 """The folders of Meshwright and of torch: no line of theirs is the user's."""
+ENGINE = os.path.join(LIBRARIES[1], "autograd", "graph.py")
+"""The file that waits for autograd's engine."""
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 LONGEST_ERROR, HEAD = 600, 200
@@ -34,7 +36,10 @@ LONGEST_ERROR, HEAD = 600, 200
 
 def own_state() -> dict[str, Any]:
     """Describe this process: phase, source line, and its last operations."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = sys._current_frames()
+    frame = frames.get(threading.main_thread().ident or 0)
+    hook = hook_frame(frames)
+    line = line_of(frame)
     now = time.monotonic()
     groups = {}
     for communicator in _channels():
@@ -48,8 +53,8 @@ def own_state() -> dict[str, Any]:
         }
     return {
         "phase": phase_text(),
-        "line": line_of(frame),
-        "compiling": _is_compiling(frame),
+        "line": line if hook is None else f"{line}, which waits for a hook at {line_of(hook)}",
+        "compiling": _is_compiling(frame) or _is_compiling(hook),
         "excused": any(record.excused_until > now for record in list(PROCESS.phases)),
         "alone": any(record.excused_until == math.inf for record in list(PROCESS.phases)),
         "groups": groups,
@@ -121,6 +126,19 @@ def line_of(frame: FrameType | None) -> str:
     if found is None:
         return ""
     return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def hook_frame(frames: Mapping[int, FrameType]) -> FrameType | None:
+    """Find the innermost frame of a backward hook among the ``frames`` of all threads, by thread.
+
+    Autograd runs hooks of a device's gradients in a thread of its own while the main thread waits
+    inside of it. Python has not started that thread, and sees it only while it runs a hook.
+    """
+    main = frames.get(threading.main_thread().ident or 0)
+    if main is None or main.f_code.co_filename != ENGINE:
+        return None
+    ours = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    return next((frame for thread, frame in frames.items() if thread not in ours), None)
 
 
 def _is_the_users(file: str) -> bool:
