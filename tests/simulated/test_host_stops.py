@@ -141,8 +141,6 @@ KINDS: dict[str, Callable[[], Step]] = {
 
 RED = frozenset(
     {
-        "replicate, unused layers",
-        "replicate, static graph",
         "replicate, clipping",
         "replicate, non-finite",
         "fully_shard, clipping",

@@ -26,7 +26,8 @@ class LateNumbers:
     """Numbers that were noted in one step, and are judged in the next."""
 
     def __init__(self) -> None:
-        self._coming: list[tuple[torch.Tensor, Event, Judge]] = []
+        self.coming: list[tuple[torch.Tensor, Event, Judge]] = []
+        """What the device may not have come to."""
 
     def look(self, numbers: torch.Tensor, judge: Judge) -> None:
         """Have ``numbers``, 1-D, judged: now those of the host, with the next `settle` a device's.
@@ -37,14 +38,14 @@ class LateNumbers:
             judge(numbers.tolist())
             return
         here = numbers.detach().to("cpu", non_blocking=True)  # pinned, as torch makes it for this
-        self._coming.append((here, record(numbers.device), judge))
+        self.coming.append((here, record(numbers.device), judge))
         note(self)
 
     def settle(self) -> None:
         """Judge what was noted. Raises the first error, and forgets the rest then."""
         PROCESS.outstanding.pop(id(self), None)
-        coming = self._coming.copy()
-        self._coming.clear()
+        coming = self.coming.copy()
+        self.coming.clear()
         for here, event, judge in coming:
             if not event.query():
                 event.synchronize()

@@ -162,6 +162,7 @@ class Bucket(Reduction):
                 raise lost_gradient(self.layout.slots[slot])
             self.views[slot].zero_()
             self.counts[slot] = 0
+        self.lacks = bool(self._absent)
         self._count_riders()
         try:
             self._copy_in(gradients, scale)
@@ -256,10 +257,14 @@ class Bucket(Reduction):
 
     def deliver(self) -> None:
         """Make what the buffer holds the parameters' gradients."""
-        if self._absent or any(rider.is_absent for rider in self.riders):
+        if self._absent or any(rider.lacks for rider in self.riders):
             self._adopt_absent()
         if not self.is_gradient_view:
             self._copy_out()
+
+    def used(self) -> Sequence[bool]:
+        """List the parameters of which this rank has a gradient."""
+        return [slot not in self._absent for slot in range(len(self.parameters))]
 
     def unused(self) -> tuple[int, ...]:
         """List the parameters, riders too, that no rank had a gradient of; once reduced."""
@@ -314,7 +319,7 @@ class Bucket(Reduction):
     def _count_riders(self) -> None:
         first = len(self.parameters)
         for place, rider in enumerate(self.riders, first):
-            self.counts[place] = 0 if rider.is_absent else 1
+            self.counts[place] = 0 if rider.lacks else 1
 
     def _adopt_absent(self) -> None:
         counts = self._counts()
@@ -328,6 +333,10 @@ class Bucket(Reduction):
             rider.adopt(math.inf if self._zeros_for_unused else count)
 
     def _counts(self) -> list[float]:
+        """Count for each parameter, riders too, the ranks that have a gradient, or know it."""
+        if self.known is not None:
+            told = [*self.known, *(flag for rider in self.riders for flag in rider.known or ())]
+            return [float(flag) for flag in told]
         return (self.counts.real if self.counts.is_complex() else self.counts).tolist()
 
     def _explain(self, gradients: Sequence[torch.Tensor | None], error: RuntimeError) -> None:

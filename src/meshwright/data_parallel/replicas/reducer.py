@@ -19,14 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.comm import Communicator
+from meshwright.comm import Communicator, LateNumbers
 from meshwright.comm.graphs.untraced import apart
-from meshwright.data_parallel.checks.alignment import NOTES, PassNotes, sum_notes
+from meshwright.data_parallel.checks.alignment import (
+    MARKS,
+    NOWHERE,
+    PassNotes,
+    UseCounts,
+    agree,
+    sum_notes,
+)
 from meshwright.data_parallel.checks.starting_state import compare_parameters
 from meshwright.data_parallel.distributed_parameters import LocalParameter, ReducedLeaves
 from meshwright.data_parallel.replicas.alone import InPlaceGradient, SparseGradient
@@ -128,6 +136,12 @@ class GradientReducer:
         """How gradients are marked while a backward pass is traced."""
         self._next = 0
         self._factor: float | None = None
+        self._late = LateNumbers()
+        """The notes of the pass before, until the device has summed them."""
+        self._uses = UseCounts()
+        self._tells = self._lacks = self._has_told = False
+        """The host is to tell the other ranks of each pass which gradients it has, since one of
+        them has lacked some; this pass lacks one; its ranks were told."""
         self.leaves = ReducedLeaves((), {})
         self.take_up(named, settings, local)
 
@@ -263,6 +277,8 @@ class GradientReducer:
         at_end_of_backward(self.finish)
 
     def _open(self) -> None:
+        if self._late.coming:
+            self._late.settle()  # before any of this pass is sent
         self.phase = ReductionPhase.BACKWARD
         marking = self.marking
         if marking is not None and marking.has_begun and marking.took_forward():
@@ -294,26 +310,30 @@ class GradientReducer:
             while self._next < len(self.buckets):
                 self.buckets[self._next].stand_in(is_void=True)
                 self._launch()
+            self._tell(is_void=is_void)
             for bucket in self._by_end:
                 bucket.drop()
             self._share_notes()
         said = None if self._is_local or not is_void else self._extra
-        if said is not None and not self.alignment.agrees(said[:NOTES]):
+        if said is not None and not agree([abs(mark) for mark in said[:MARKS].tolist()]):
             self.alignment.refuse(self.communicator, gave_up=True)
         self.reset()
 
     @torch.no_grad()
     def shadow(self) -> None:
         """Take part in the reductions of a backward pass that this rank does not have."""
+        self._late.settle()
         for bucket in self.buckets:
             bucket.stand_in(is_void=False)
             self._launch()
+        self._tell(is_void=False)
         for bucket in self._by_end:
             bucket.drop()
         self._share_notes()
-        self._next = 0
+        self._next, self._has_told = 0, False
         error = self._judge(is_own=False)
-        self._skip_unused()
+        if self.settings.skips_unused:
+            self._skip_unused()
         if error is not None:
             raise error
 
@@ -427,10 +447,11 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         bucket.fill(self._current_factor())
+        self._lacks = self._lacks or bucket.lacks
         if self._notes.values is not None:
             bucket.look(self._notes.values)
         if bucket.extra is not None:
-            self._notes.write(bucket.extra)
+            self._notes.write(bucket.extra, lacks=self._lacks)
         self._launch()
 
     def _launch(self) -> None:
@@ -452,6 +473,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Launch what is left, wait, and set ``.grad``: the end of a backward pass, or `start`."""
         self._launch_rest()
+        if self._tells:
+            self._tell(is_void=False)
         for bucket in self._by_end:
             bucket.finish()
         if self.registered_hook is not None:
@@ -471,13 +494,29 @@ class GradientReducer:
         if self.leaves.lent:
             self.leaves.give_back()
         self.reset()
-        self._skip_unused()
+        if self.settings.skips_unused:
+            self._skip_unused()
         if error is not None:
             raise error
 
+    def _tell(self, *, is_void: bool) -> None:
+        """Tell the other ranks which gradients this one has; of a void pass all.
+
+        Only where counts behind the gradients would have to be waited for: on a device. A rank that
+        lacks one waits until the others have said what they have.
+        """
+        if not self._tells or self._has_told:
+            return
+        self._has_told = True
+        self._uses.begin_pass()
+        flags = [is_void or has for bucket in self.buckets for has in bucket.used()]
+        used = iter(self._uses.on_any(flags, [self.communicator]))
+        for bucket in self.buckets:
+            bucket.know([next(used) for _ in bucket.used()])
+
     def _skip_unused(self) -> None:
-        """Leave what no rank has used in the first reduction out of the next ones, if asked to."""
-        if not self.settings.skips_unused or self._unused is not None or self._is_local:
+        """Leave what no rank has used in the first reduction out of the next ones."""
+        if self._unused is not None or self._is_local:
             return
         found: set[int] = set()
         for bucket in self.buckets:
@@ -503,15 +542,30 @@ class GradientReducer:
         Returns the error to raise once a pass has ended whose gradients are not finite. ``is_own``
         says that all ranks have reduced a pass of their own.
         """
-        notes, communicator, is_local = self._extra, self.communicator, self._is_local
+        notes, is_local = self._extra, self._is_local
         if notes is None:
             return None
-        is_own = is_own and not is_local
-        error = self._notes.refuse(notes, communicator, is_own=is_own)
+        place = self.alignment.place if is_own and not is_local else NOWHERE
+        static = self._static
+        differences = static.differences() if static is not None and static.deviates() else {}
+        sums = notes.real if notes.is_complex() else notes
+        self._late.look(sums, partial(self._refuse, self._notes, place, differences))
+        return self._notes.refuse_non_finite(notes, self.communicator, is_local=is_local)
+
+    def _refuse(
+        self,
+        notes: PassNotes,
+        place: tuple[int, int],
+        differences: Mapping[str, list[str]],
+        sums: Sequence[float],
+    ) -> None:
+        """Raise for the pass of which ``sums`` of ``notes`` have come."""
+        is_late = not self.communicator.is_on_host
+        self._tells = self._tells or (is_late and sums[MARKS] != 0 and not self._is_local)
+        error = notes.judge(self.communicator, place, differences, sums)
         if error is not None:
             self.reset()
             raise error
-        return self._notes.refuse_non_finite(notes, communicator, is_local=is_local)
 
     def reset(self) -> None:
         """Close a backward pass; also one that all ranks give up before its first reduction."""
@@ -520,6 +574,7 @@ class GradientReducer:
         self._missing = self._sizes.copy()
         self._next = 0
         self._factor = None
+        self._lacks = self._has_told = False
         if self._static is not None:
             self._static.reset()
         self.phase = ReductionPhase.IDLE
