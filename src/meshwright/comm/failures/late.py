@@ -25,9 +25,17 @@ Judge = Callable[[list[float]], None]
 class LateNumbers:
     """Numbers that were noted in one step, and are judged in the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """Give it a ``name`` by which `known` finds it as long as something is outstanding."""
+        self._key = name or str(id(self))
         self.coming: list[tuple[torch.Tensor, Event, Judge]] = []
         """What the device may not have come to."""
+
+    @classmethod
+    def known(cls, name: str) -> LateNumbers:
+        """Find what was noted under ``name``, or begin."""
+        found = PROCESS.outstanding.get(name)
+        return found if isinstance(found, LateNumbers) else cls(name)
 
     def look(self, numbers: torch.Tensor, judge: Judge) -> None:
         """Have ``numbers``, 1-D, judged: now those of the host, with the next `settle` a device's.
@@ -39,11 +47,11 @@ class LateNumbers:
             return
         here = numbers.detach().to("cpu", non_blocking=True)  # pinned, as torch makes it for this
         self.coming.append((here, record(numbers.device), judge))
-        note(self)
+        note(self, self._key)
 
     def settle(self) -> None:
         """Judge what was noted. Raises the first error, and forgets the rest then."""
-        PROCESS.outstanding.pop(id(self), None)
+        PROCESS.outstanding.pop(self._key, None)
         coming = self.coming.copy()
         self.coming.clear()
         for here, event, judge in coming:
@@ -52,9 +60,9 @@ class LateNumbers:
             judge(here.tolist())
 
 
-def note(check: Outstanding) -> None:
-    """Note that ``check`` has something that `settle` is to look at; it takes itself off."""
-    PROCESS.outstanding.setdefault(id(check), check)
+def note(check: Outstanding, key: str) -> None:
+    """Note under ``key`` that ``check`` has something for `settle`; it takes itself off."""
+    PROCESS.outstanding.setdefault(key, check)
 
 
 def settle() -> None:

@@ -172,8 +172,8 @@ def agree(sums: Sequence[float]) -> bool:
         return True
     if not math.isfinite(sum(sums)):
         return False
-    a, b, c, d, e, f = [count > 0 for count in sums]
-    return a + b + c < 2 and d + e + f < 2
+    a, b, c, d, e, f = sums
+    return (a > 0) + (b > 0) + (c > 0) < 2 and (d > 0) + (e > 0) + (f > 0) < 2
 
 
 def _digest(parameters: Sequence[torch.Tensor]) -> str:

@@ -39,7 +39,7 @@ from meshwright.data_parallel.replicas.slots import (
     sparse_gradient,
 )
 from meshwright.errors import InternalError
-from meshwright.gradients import NonFiniteValues
+from meshwright.gradients import Factor, NonFiniteValues, multiply_, times
 from meshwright.torch_internals.tensors import storage_id, storage_users
 
 
@@ -128,7 +128,7 @@ class InPlaceGradient(_AloneGradient):
         """Check that the gradient was made by this pass, so that `take` may move it."""
         return self._began_without
 
-    def take(self, slot: int, scale: float) -> None:
+    def take(self, slot: int, scale: Factor) -> None:
         """Move the gradient, times ``scale``, unless somebody else holds either memory."""
         (parameter,) = self.parameters
         gradient = parameter.grad
@@ -139,11 +139,11 @@ class InPlaceGradient(_AloneGradient):
         tensor = self._memory.tensor(parameter.shape, parameter.stride(), parameter.device)
         if tensor is None:
             return
-        self._tensor = torch.mul(gradient, scale, out=tensor)
+        self._tensor = times(gradient, scale, tensor)
         parameter.grad = tensor
         self.taken[0] = 1
 
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Scale this rank's gradient, or stand in with zeros."""
         (parameter,) = self.parameters
         gradient = parameter.grad
@@ -157,10 +157,10 @@ class InPlaceGradient(_AloneGradient):
         elif gradient.layout is not torch.strided:
             raise sparse_gradient(self.layout.slots[0], gradient)
         elif _is_alike(gradient, parameter):
-            self._tensor = gradient.mul_(scale) if scale != 1.0 else gradient
+            self._tensor = gradient
+            multiply_([gradient], scale)
         else:
-            self._tensor = torch.empty_like(parameter)
-            torch.mul(gradient, scale, out=self._tensor)
+            self._tensor = times(gradient, scale, torch.empty_like(parameter))
 
     def stand_in(self, *, is_void: bool) -> None:
         """Take part with zeros, or visibly void."""
@@ -244,7 +244,7 @@ class SparseGradient(_AloneGradient):
         self._communicator: Communicator | None = None
         self._hook = hook
 
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Scale a copy of this rank's gradient, with each row once."""
         (parameter,) = self.parameters
         gradient = parameter.grad

@@ -54,6 +54,7 @@ from meshwright.data_parallel.replicas.slots import (
 )
 from meshwright.data_parallel.replicas.static_graph import late_gradient, unexpected_gradient
 from meshwright.errors import NonFiniteError
+from meshwright.gradients import Factor
 from meshwright.torch_internals.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
@@ -128,14 +129,14 @@ class GradientReducer:
         """Whether the next backward pass reduces: what was wanted when its forward pass began."""
         self.phase = ReductionPhase.IDLE
         self._mean = 1.0 / communicator.size
-        self._scale: Callable[[], float] | None = None
+        self._scale: Callable[[], Factor] | None = None
         self.on_reduction: Callable[[], float | None] | None = None
         """Called before the first bucket of a pass; may return the factor of the mean."""
         self.registered_hook: RegisteredHook | None = None
         self.marking: Marking | None = None
         """How gradients are marked while a backward pass is traced."""
         self._next = 0
-        self._factor: float | None = None
+        self._factor: Factor | None = None
         self._late = LateNumbers()
         """The notes of the pass before, until the device has summed them."""
         self._uses = UseCounts()
@@ -190,7 +191,7 @@ class GradientReducer:
         """True when gradients are multiplied by another factor than the mean's."""
         return self._scale is not None
 
-    def scale_by(self, scale: Callable[[], float] | None) -> None:
+    def scale_by(self, scale: Callable[[], Factor] | None) -> None:
         """Multiply gradients by ``scale()`` on the way into the buckets, instead of by 1/ranks.
 
         It is called once for each backward pass that reduces, just before the first bucket.
@@ -432,7 +433,7 @@ class GradientReducer:
     def _take(self, bucket: Reduction, place: int) -> None:
         bucket.take(place, self._current_factor())
 
-    def _current_factor(self) -> float:
+    def _current_factor(self) -> Factor:
         """Compute the factor of gradients in this backward pass."""
         if self._factor is None:
             mean = self._mean
@@ -440,7 +441,7 @@ class GradientReducer:
                 mean = self.on_reduction() or mean
             self._factor = mean if self._scale is None else self._scale()
             if self.registered_hook is not None:
-                self._factor *= self.communicator.size
+                self._factor = self._factor * self.communicator.size
         return self._factor
 
     @torch.no_grad()

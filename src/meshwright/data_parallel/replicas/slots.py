@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.comm import Communicator
-from meshwright.gradients import NonFiniteValues
+from meshwright.gradients import Factor, NonFiniteValues
 from meshwright.layout import FlatLayout
 from meshwright.torch_internals.autograd import after_hooks_of
 
@@ -127,12 +127,12 @@ class Reduction(ABC):
         """Check that `take` should have this gradient as soon as it is there."""
         return False
 
-    def take(self, slot: int, scale: float) -> None:
+    def take(self, slot: int, scale: Factor) -> None:
         """Take one gradient, times ``scale``, for which `takes` holds."""
         return
 
     @abstractmethod
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: Factor) -> None:
         """Take this rank's gradients, times ``scale``."""
 
     @abstractmethod
